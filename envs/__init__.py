@@ -1,0 +1,265 @@
+"""Worlds: the contract, the list of them, and the readers of task files.
+
+A world is the class that TRL's `environment_factory` takes: no constructor arguments; `reset(**task) -> str | None` (the
+first user message); every other public method with type hints and a Google-style docstring is a tool; `get_reward() ->
+float` is the episode's total. All else is optional and invisible to TRL:
+
+    system_prompt, max_turns    attributes
+    done                        set it True and the episode ends
+    reward                      running total written by tools; its change in a turn is that turn's reward
+    _tasks(split, n, seed)      static: task rows for split "train" or "test"
+    _row(row)                   static: checks or converts one row of a task file, ValueError if it cannot
+    _reply(text)                the model answered without a tool: a user message to go on with, or None to end
+    _expert()                   a scripted demonstrator: the next turn's calls [{"name", "arguments"}], [] when finished
+    _check()                    true success, apart from the shaped reward
+    _reward_parts               name -> float
+
+Several worlds in one run: `--env equations,gsm8k`. Your own: `--env path/to/file.py:ClassName`.
+"""
+import asyncio
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import types
+import typing
+import zlib
+from dataclasses import dataclass, field
+
+ENVS = {"equations": "envs.equations:Equations", "gsm8k": "envs.gsm8k:GSM8K"}
+
+
+def load(name: str) -> type:
+    """The class of a world: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. ValueError if there is none."""
+    target = ENVS.get(name, name)
+    if ":" not in target:
+        near = difflib.get_close_matches(name, ENVS, 1)
+        raise ValueError(f"unknown world {name!r}; " + (f"did you mean {near[0]}?" if near else
+                         f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"))
+    place, class_name = target.rsplit(":", 1)
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise ValueError(f"world {name!r}: {error}") from None
+    if not inspect.isclass(getattr(module, class_name, None)):
+        raise ValueError(f"world {name!r}: {place} has no class {class_name}")
+    return getattr(module, class_name)
+
+
+def tools(env) -> dict:
+    """Public methods of the class, by name, bound to `env` (an instance or the class): what the model may call."""
+    cls = env if inspect.isclass(env) else type(env)
+    return {name: getattr(env, name) for name, _ in inspect.getmembers(cls, inspect.isfunction)
+            if not name.startswith("_") and name not in ("reset", "get_reward")}
+
+
+def schemas(env) -> list[dict]:
+    """JSON schemas of the tools, read off signatures and docstrings. ValueError names the method that lacks either."""
+    from transformers.utils import get_json_schema
+    out = []
+    for name, method in tools(env).items():
+        try:
+            out.append(get_json_schema(method))
+        except Exception as error:  # transformers raises DocstringParsingException and TypeHintParsingException
+            raise ValueError(f"tool {name}: {str(error).strip().splitlines()[0]}") from None
+    return out
+
+
+def _fit(value, hint):
+    """`value` as the type `hint`, or TypeError. Only conversions that lose nothing: 7 -> "7", 7 -> 7.0, 7.0 -> 7."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _fit(value, args[0])
+    if hint is inspect.Parameter.empty or hint is typing.Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        exact = [a for a in args if (typing.get_origin(a) or a) is type(value)]
+        for option in exact + list(args):
+            try:
+                return _fit(value, option)
+            except TypeError:
+                pass
+    elif origin is typing.Literal:
+        if value in args:
+            return value
+    elif (kind := origin or hint) is float and type(value) in (int, float):
+        return float(value)
+    elif kind is int and type(value) is float and value.is_integer():
+        return int(value)
+    elif kind is str and type(value) in (int, float):
+        return str(value)
+    elif isinstance(kind, type) and isinstance(value, kind) and (kind is bool or type(value) is not bool):
+        return value
+    raise TypeError
+
+
+def call(env, name: str, arguments: dict, loop=None):
+    """Run one tool call the model asked for -> (text for the model, error: bool). Never raises.
+
+    An async tool is awaited in the event loop `loop`, which runs in another thread, or in one of its own.
+
+    Unknown tools, arguments that do not fit the signature and exceptions inside the tool are answers to the model.
+    """
+    method = tools(env).get(name)
+    if method is None:
+        return f"error: no tool {name!r}; tools: {', '.join(tools(env))}", True
+    try:
+        hints, signature = typing.get_type_hints(method), inspect.signature(method)
+        unknown = [key for key in arguments if key not in signature.parameters]
+        missing = [key for key, p in signature.parameters.items() if p.default is p.empty and key not in arguments]
+        if unknown or missing:
+            wrong = f"unknown argument {unknown[0]!r}" if unknown else f"missing argument {missing[0]!r}"
+            return f"error: {name}: {wrong}; takes: {', '.join(signature.parameters)}", True
+        fitted = {}
+        for key, value in arguments.items():
+            try:
+                fitted[key] = _fit(value, hints.get(key, inspect.Parameter.empty))
+            except TypeError:
+                hint = hints[key]
+                want = hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
+                return f"error: {name}: {key} must be {want}, not {json.dumps(value)[:60]}", True
+        result = method(**fitted)
+        if inspect.isawaitable(result):
+            result = asyncio.run_coroutine_threadsafe(_wait(result), loop).result() if loop else asyncio.run(_wait(result))
+        return str(result), False
+    except (Exception, SystemExit) as error:  # the tool's fault is an observation too: the model sees it
+        try:
+            return f"error: {type(error).__name__}: {error}"[:300], True
+        except Exception:
+            return f"error: {type(error).__name__}", True
+
+
+async def _wait(result):
+    return await result
+
+
+@dataclass
+class StepResult:
+    """One Gymnasium-style step: `observation` text, `reward` of this step, `done`, `info` (error flag, success)."""
+    observation: str
+    reward: float
+    done: bool
+    info: dict = field(default_factory=dict)
+
+
+def step(env, name: str, arguments: dict) -> StepResult:
+    """Gymnasium's reading of a tool call. `reward` is the change of the running total `env.reward`."""
+    before = getattr(env, "reward", 0.0)
+    observation, error = call(env, name, arguments)
+    done = bool(getattr(env, "done", False))
+    info = {"error": error, **({"success": bool(env._check())} if hasattr(env, "_check") else {})}
+    return StepResult(observation, getattr(env, "reward", 0.0) - before, done, info)
+
+
+def valid_actions(env) -> list[str]:
+    """Names of the tools that may be called now: none once the episode is done."""
+    return [] if getattr(env, "done", False) else list(tools(env))
+
+
+# ---------------------------------------------------------------------------------------------------------- task rows
+def _no_constant(text):
+    raise ValueError(f"{text} is not a finite number")
+
+
+def _no_duplicates(pairs):
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} twice")
+    return out
+
+
+def _finite(value, name="value"):
+    """Refuse what Python's json lets through: 1e999 and lone surrogates, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"field {name!r}: not a finite number")
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise ValueError(f"field {name!r}: lone surrogate")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        _finite(item, key if isinstance(value, dict) else name)
+
+
+def read_rows(path: str) -> list[dict]:
+    """Rows of a .jsonl file, one JSON object a line, read strictly. ValueError: `FILE:LINE: what is wrong; mend`."""
+    if not os.path.exists(path):
+        folder = os.path.dirname(path) or "."
+        near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], 1)
+        raise ValueError(f"{path}: no such file" + (f"; nearest: {os.path.join(os.path.dirname(path), near[0])}" if near else ""))
+    if os.path.isdir(path):
+        raise ValueError(f"{path}: is a directory; give a .jsonl file")
+    if not path.endswith(".jsonl"):
+        mend = "unpack it first" if path.endswith((".gz", ".zip", ".xz", ".bz2", ".zst")) else "use .jsonl, one JSON object a line"
+        raise ValueError(f"{path}: unknown type; {mend}")
+    rows = []
+    with open(path, "rb") as f:
+        lines = f.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: U+2028 is legal inside JSON strings
+    for number, line in enumerate(lines, 1):
+        try:
+            text = line.decode("utf-8").strip(" \t\r")
+            if not text:
+                continue
+            row = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
+            if isinstance(row, list) and number == 1:
+                raise ValueError("the whole file is one JSON list; write one object per line")
+            if not isinstance(row, dict):
+                raise ValueError("not a JSON object")
+            _finite(row)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise ValueError(f"{path}:{number}: nested too deep") from None
+        except ValueError as error:
+            long = "4300" in str(error)  # Python's own limit on the digits of an int
+            raise ValueError(f"{path}:{number}: {'number too long' if long else error}") from None
+        rows.append({"_line": number, **row})
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    return rows
+
+
+def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None = None,
+          eval_dataset: str | None = None) -> list[dict]:
+    """Task rows for `split` ("train" | "test"), at most n, in an order fixed by `seed`; train and test never share a row.
+
+    Without `dataset` the world makes them (`_tasks`). With one, rows come from its file: test rows from `eval_dataset`, or,
+    where that is not given, every tenth row by the hash of its content. Each row gets "env": the world's name.
+    """
+    import numpy as np
+    cls = load(name)
+    if dataset is None or dataset == name:
+        if not hasattr(cls, "_tasks"):
+            raise ValueError(f"world {name!r} makes no tasks of its own; give --dataset path/to/tasks.jsonl")
+        return [{"env": name, **task} for task in cls._tasks(split, n, seed)]
+    path = eval_dataset if split == "test" and eval_dataset else dataset
+    needed = [key for key, p in inspect.signature(cls.reset).parameters.items()
+              if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    rows = []
+    for row in read_rows(path):
+        line = row.pop("_line")
+        try:
+            missing = [key for key in needed if key not in row]
+            if missing and not hasattr(cls, "_row"):
+                raise ValueError(f'no "{missing[0]}" field; has: {", ".join(row)}')
+            held_out = not eval_dataset and zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0
+            row = cls._row(row) if hasattr(cls, "_row") else row
+        except ValueError as error:
+            raise ValueError(f"{path}:{line}: {error}") from None
+        if eval_dataset or held_out == (split == "test"):
+            rows.append({"env": name, **row})
+    if not rows:
+        raise ValueError(f"{path}: too few rows to hold some out; give --eval_dataset path/to/test.jsonl")
+    order = np.random.default_rng(seed).permutation(len(rows))
+    return [rows[i] for i in order[:n]]

@@ -1,0 +1,287 @@
+"""The decoding engine: rows of different length in one batch, on the stock transformers modules.
+
+    engine = Engine(model, slots=64, stop_ids={2})
+    engine.add([Row(prompt, group=0, seed=s) for s in range(8)])     # one prompt, forwarded once, shared by the group
+    while engine.busy:
+        for row in engine.step():                # rows whose turn ended in this step; row.turn, row.logprobs
+            engine.extend(row, tool_result_ids)  # goes on in the same cache: nothing is ever forwarded twice
+            engine.release(row)                  # or: leaves, and a waiting row takes its slot
+
+Three ideas carry it. A per-row cache: every row writes at its own position, attention masks what lies beyond. Packing:
+the rows that decode are kept in the first slots, so a step reads a slice of the cache and copies nothing. One softmax: the
+token is drawn by inverse CDF from the same float32 numbers that give its log-probability, with the row's own random numbers,
+so what is drawn depends on (seed of the row, logits) and never on who shares the batch.
+"""
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from lora import head_logits
+
+HELD = {"full_attention", "sliding_attention"}  # layer types whose whole past is keys and values
+
+
+class Row:
+    """One sequence being written. `turn` and `logprobs` (nats) hold the tokens sampled since the prompt or last `extend`."""
+
+    def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=None):
+        """`limit`: tokens this turn may sample. `forced`: ids taken in place of sampled ones (their log-probs are returned)."""
+        self.pending, self.length = list(prompt), 0  # ids not yet in the cache; ids that are
+        self.group, self.limit, self.forced = group if group is not None else self, limit, forced
+        self.turn, self.logprobs, self.slot, self.state = [], [], None, "waiting"
+        self._rng, self._uniforms = np.random.Generator(np.random.Philox(key=seed)), []
+
+    def uniform(self) -> float:
+        if not self._uniforms:
+            self._uniforms = self._rng.random(64).tolist()[::-1]
+        return self._uniforms.pop()
+
+
+class RowCache:
+    """Keys and values, one (slots, H_kv, S, D) pair a layer; stands where transformers expects its Cache."""
+
+    is_compileable = False
+
+    def __init__(self, layers: int, slots: int):
+        self.keys, self.values, self.slots, self.capacity = [None] * layers, [None] * layers, slots, 0
+
+    def aim(self, slots, starts, lengths, device):
+        """The next forward writes rows `slots` (list, or int n for the first n) at `starts`, `lengths` tokens each."""
+        width = max(lengths)
+        self.start, self.span = torch.tensor(starts, device=device), max(s + n for s, n in zip(starts, lengths))
+        position = self.start[:, None] + torch.arange(width, device=device)  # (R, C)
+        real = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]  # (R, C)
+        self.take = real.flatten().nonzero()[:, 0]  # (n,) which of the R * C tokens are no padding
+        index = torch.arange(slots, device=device) if isinstance(slots, int) else torch.tensor(slots, device=device)
+        self.to_slot, self.to_position = index.repeat_interleave(width)[self.take], position.flatten()[self.take]
+        self.read = slice(0, slots) if isinstance(slots, int) else index  # a slice is a view, an index is a copy
+        self.masks = {None: torch.arange(self.span, device=device) <= position[:, None, :, None]}  # (R, 1, C, S)
+        self.position = position
+        if self.span > self.capacity:
+            self.capacity = -(-max(self.span, self.capacity * 5 // 4) // 64) * 64
+            for tensors in (self.keys, self.values):
+                for i, t in enumerate(tensors):
+                    tensors[i] = t if t is None else F.pad(t, (0, 0, 0, self.capacity - t.shape[2]))
+
+    def update(self, key, value, layer: int, *_, **__):
+        """key, value (R, H_kv, C, D) of the aimed rows -> all keys and values of these rows (R, H_kv, S, D)."""
+        for tensors, new in ((self.keys, key), (self.values, value)):
+            if tensors[layer] is None:
+                tensors[layer] = new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3])
+            new = new.transpose(1, 2).flatten(0, 1)  # (R * C, H_kv, D)
+            tensors[layer][self.to_slot, :, self.to_position] = new if len(self.take) == len(new) else new[self.take]
+        return self.keys[layer][self.read, :, :self.span], self.values[layer][self.read, :, :self.span]
+
+    def mask(self, window):
+        """(R, 1, C, S) bool: what each query may see; `window`: keys that a sliding layer looks back on, its own included."""
+        if window not in self.masks:
+            near = torch.arange(self.span, device=self.position.device) > self.position[:, None, :, None] - window
+            self.masks[window] = self.masks[None] & near
+        return self.masks[window]
+
+    def move(self, source: list[int], target: list[int], span: int):
+        for t in (*self.keys, *self.values):
+            t[target, :, :span] = t[source, :, :span]  # the right side is copied first: swaps are safe
+
+    def get_seq_length(self, *_):
+        return 0  # positions are passed explicitly; nobody may derive them from the cache
+
+    def get_mask_sizes(self, query_length, *_):
+        return self.span, 0
+
+
+def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, row_cache=None, **kwargs):
+    """Attention of ragged rows. The query heads of one KV head are stacked as query rows, so no key is ever repeated."""
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__}: attention with soft-capping or sinks is not supported by generate.py")
+    B, H, C, D = query.shape
+    groups = H // key.shape[1]
+    mask = row_cache.mask(sliding_window).expand(B, 1, C, row_cache.span).repeat(1, 1, groups, 1)  # (B, 1, groups * C, S)
+    out = F.scaled_dot_product_attention(query.reshape(B, key.shape[1], groups * C, D), key, value, mask, scale=scaling)
+    return out.reshape(B, H, C, -1).transpose(1, 2), None
+
+
+def sample(logits, uniforms, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, block: int = 256):
+    """Draw one token a row -> ids (R,), logprobs (R,) in nats under exactly the distribution drawn from.
+
+    Inverse CDF in two levels (sums of blocks, then inside one block): one exp over (R, V), one uniform in [0, 1) a row.
+    temperature 0 takes the most likely token, its log-probability that of temperature 1. top_k and top_p cut the distribution
+    (chat, evaluation); training episodes never use them. FloatingPointError on non-finite logits.
+    """
+    z = logits.float() / (temperature or 1.0)  # (R, V)
+    if top_k:
+        z = z.masked_fill(z < z.topk(min(top_k, z.shape[1])).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, index = z.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        z = z.masked_fill(torch.zeros_like(before, dtype=torch.bool).scatter(1, index, before >= top_p), -torch.inf)
+    z = z - z.amax(-1, keepdim=True)
+    weight = F.pad(z.exp(), (0, -z.shape[1] % block)).unflatten(1, (-1, block))  # (R, blocks, block)
+    cumulative = weight.sum(-1).cumsum(-1)  # (R, blocks)
+    total = cumulative[:, -1:]  # (R, 1)
+    if not torch.isfinite(total).all():
+        raise FloatingPointError("the model's logits are not finite")
+    if temperature == 0:
+        ids = z.argmax(-1)
+    else:
+        aim = torch.as_tensor(uniforms, dtype=torch.float32, device=z.device)[:, None] * total  # (R, 1)
+        which = torch.searchsorted(cumulative, aim, right=True).clamp_(max=cumulative.shape[1] - 1)  # (R, 1)
+        rest = aim - cumulative.gather(1, which) + weight.sum(-1).gather(1, which)  # (R, 1)
+        inside = weight[torch.arange(len(z), device=z.device), which[:, 0]].cumsum(-1)  # (R, block)
+        # Rounding may leave `rest` at or over the block's own sum: pull it under, so that no token of weight 0 is drawn.
+        rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-22))
+        ids = (which * block + torch.searchsorted(inside, rest, right=True))[:, 0]  # (R,)
+    return ids, z.gather(1, ids[:, None])[:, 0] - total[:, 0].log()
+
+
+class Engine:
+    """Decodes rows until each turn's stop id or limit. What it does next depends on token counts alone, never on the clock."""
+
+    def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
+        """ValueError names a model whose cache is not keys and values alone (Mamba, linear attention, shared layers)."""
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - HELD
+        if kinds or not getattr(model, "_supports_attention_backend", False) or getattr(config, "num_kv_shared_layers", 0):
+            kind = ", ".join(sorted(kinds)) or type(model).__name__
+            raise ValueError(f"{type(model).__name__}: generate.py cannot hold its cache ({kind}); "
+                             "models with full or sliding-window attention work (Llama, Qwen2, Qwen3, Gemma 3, SmolLM)")
+        from transformers import AttentionInterface
+        AttentionInterface.register("row_attention", row_attention)
+        self.model, self.config, self.slots, self.stop_ids = model, config, slots, frozenset(stop_ids)
+        self.sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self.cache, self.device = RowCache(config.num_hidden_layers, slots), model.device
+        self.owner: list[Row | None] = [None] * slots
+        self.waiting, self.prompts, self.clock = [], {}, 0  # clock: steps taken
+        self.forwarded = 0  # tokens that went through the model, for the log
+
+    @property
+    def busy(self) -> bool:
+        """True while a row is decoding or could be: rows that wait for `extend` do not count."""
+        return any(row and row.state in ("chunk", "decode") for row in self.owner) or bool(self.waiting and None in self.owner)
+
+    def add(self, rows):
+        self.waiting.extend(rows)
+
+    def extend(self, row: Row, ids, limit: int):
+        """Append tokens the model did not sample (tool results, the next generation prompt); then the row samples again."""
+        row.pending, row.turn, row.logprobs, row.limit, row.state = row.pending + list(ids), [], [], limit, "chunk"
+
+    def release(self, row: Row):
+        self.owner[row.slot], row.slot, row.state = None, None, "released"
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """One decode step of every running row, after the prompts and tool results that are due -> rows whose turn ended."""
+        self.clock += 1
+        with self._attention():
+            ended = self._admit()
+            chunks = [row for row in self.owner if row and row.state == "chunk"]
+            if chunks:
+                ended += self._draw(chunks, self._forward(chunks))
+            self._pack()
+            running = [row for row in self.owner if row and row.state == "decode"]
+            if running:
+                ended += self._draw(running, self._forward(running))
+        return ended
+
+    @contextmanager
+    def _attention(self):
+        before, self.config._attn_implementation = self.config._attn_implementation, "row_attention"
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = before
+
+    def _admit(self) -> list[Row]:
+        """Waiting rows take free slots. A group's prompt is forwarded by its first row and copied to the others."""
+        free = [slot for slot, row in enumerate(self.owner) if row is None]
+        entering, self.waiting = self.waiting[:len(free)], self.waiting[len(free):]
+        first = {}
+        for row, slot in zip(entering, free):
+            row.slot, self.owner[slot] = slot, row
+            if row.group not in self.prompts:
+                first.setdefault(row.group, row)
+        if not entering:
+            return []
+        if first:
+            logits = self._forward(list(first.values()))
+            for i, row in enumerate(first.values()):
+                self.prompts[row.group] = ([(k[row.slot, :, :row.length].clone(), v[row.slot, :, :row.length].clone())
+                                            for k, v in zip(self.cache.keys, self.cache.values)], logits[i], row.length)
+        for row in entering:
+            prompt, _, row.length = self.prompts[row.group]
+            row.pending = []
+            if row is not first.get(row.group):
+                for k, v, (prompt_k, prompt_v) in zip(self.cache.keys, self.cache.values, prompt):
+                    k[row.slot, :, :row.length], v[row.slot, :, :row.length] = prompt_k, prompt_v
+        logits = torch.stack([self.prompts[row.group][1] for row in entering])
+        still = {row.group for row in self.waiting}
+        self.prompts = {group: kept for group, kept in self.prompts.items() if group in still}
+        return self._draw(entering, logits)
+
+    def _forward(self, rows: list[Row]):
+        """Pending tokens of `rows` go through the model -> logits after each row's last one (R, V)."""
+        packed = all(row.slot == i for i, row in enumerate(rows))
+        lengths = [len(row.pending) for row in rows]
+        self.cache.aim(len(rows) if packed else [row.slot for row in rows], [row.length for row in rows], lengths, self.device)
+        width = max(lengths)
+        ids = torch.tensor([row.pending + [0] * (width - len(row.pending)) for row in rows], device=self.device)  # (R, C)
+        hidden = self.model.base_model(input_ids=ids, position_ids=self.cache.position, past_key_values=self.cache,
+                                       use_cache=True, row_cache=self.cache).last_hidden_state  # (R, C, D)
+        for row in rows:
+            row.length += len(row.pending)
+        self.forwarded += sum(lengths)
+        last = torch.tensor(lengths, device=self.device) - 1
+        return head_logits(self.model, hidden[torch.arange(len(rows), device=self.device), last])  # (R, V)
+
+    def _draw(self, rows: list[Row], logits) -> list[Row]:
+        ids, logprobs = sample(logits, [row.uniform() for row in rows], **self.sampling)
+        if any(row.forced for row in rows):
+            ids = torch.tensor([row.forced.pop(0) if row.forced else i for row, i in zip(rows, ids.tolist())], device=self.device)
+            z = logits.float() / (self.sampling["temperature"] or 1.0)
+            logprobs = z.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        ended = []
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
+            row.turn.append(token)
+            row.logprobs.append(logprob)
+            row.pending, row.state = [token], "decode"
+            if token in self.stop_ids or len(row.turn) >= row.limit:
+                row.state = "ended"
+                ended.append(row)
+        return ended
+
+    def _pack(self):
+        """Swap cache rows so that the decoding ones fill the first slots."""
+        decoding = [row for row in self.owner if row and row.state == "decode"]
+        outside = [row for row in decoding if row.slot >= len(decoding)]
+        holes = [slot for slot in range(len(decoding)) if not (self.owner[slot] and self.owner[slot].state == "decode")]
+        source, target, span = [], [], 1
+        for row, hole in zip(outside, holes):
+            other, slot = self.owner[hole], row.slot
+            source.append(slot), target.append(hole)
+            if other:
+                source.append(hole), target.append(slot)
+                other.slot = slot
+            span = max(span, row.length, other.length if other else 0)
+            self.owner[slot], self.owner[hole], row.slot = other, row, hole
+        if source:
+            self.cache.move(source, target, span)
+
+
+def generate(model, prompts, *, group_size: int = 1, max_new_tokens: int = 128, slots: int = 64, stop_ids=(), seed: int = 0,
+             forced=None, **sampling) -> list[tuple[list[int], list[float]]]:
+    """`group_size` completions of each prompt (list of ids) -> [(ids, logprobs)], a prompt's completions together.
+
+    `forced`: one list of ids per completion, taken in place of sampled tokens.
+    """
+    engine = Engine(model, slots=min(slots, len(prompts) * group_size), stop_ids=stop_ids, **sampling)
+    rows = [Row(prompt, group=i, seed=(seed << 40) + i * group_size + g, limit=max_new_tokens,
+                forced=list(forced[i * group_size + g]) if forced else None)
+            for i, prompt in enumerate(prompts) for g in range(group_size)]
+    engine.add(rows)
+    while engine.busy:
+        for row in engine.step():
+            engine.release(row)
+    return [(row.turn, row.logprobs) for row in rows]

@@ -1,0 +1,383 @@
+"""The lab notebook: flags and YAML become a config, a run becomes a folder.
+
+An option is one line of a dataclass: `learning_rate: float = flag(1e-5, "AdamW step size", above=0)`. Its value is the
+default, else what `--config file.yaml` says, else the command line; of an option given twice there the last one wins,
+so a script may end in "$@". YAML is read as typed text by the function that reads the command line: both take the same.
+Only the standard library is imported here, so that `--help` answers at once.
+"""
+import dataclasses, difflib, hashlib, json, math, operator, os, re, shutil, sys, textwrap, types, typing  # noqa: E401
+from importlib.metadata import version
+from pathlib import Path
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+BOUNDS = (("low", "at least", operator.ge), ("high", "at most", operator.le), ("above", "greater than", operator.gt))
+LINES = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")             # one object with a "step" per line
+OWNED = ("config.yaml", *LINES, "result.json", "report.html", "checkpoints", "base")      # what --overwrite removes
+ONCE = ("overwrite", "resume")          # permissions for one call, not part of the experiment: not in config.yaml
+RESULT = ("success_before", "success_after", "seconds", "peak_memory_mb", "steps", "seed")
+
+
+class UserError(Exception):
+    """What the user can mend, in one line that says how; `main` prints it without a traceback."""
+
+
+def flag(default, help, *, group="", choices=None, aliases=(), low=None, high=None, above=None):
+    """A Config field. `help` names the unit; low and high are inclusive bounds, above is an exclusive one."""
+    spec = dict(help=help, group=group, choices=choices, aliases=aliases, low=low, high=high, above=above)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=spec)
+    return dataclasses.field(default=default, metadata=spec)
+
+
+def options(config_class):
+    """Field name -> (int | float | bool | str | list, may it be None, the metadata that `flag` wrote)."""
+    hints, found = typing.get_type_hints(config_class), {}
+    for field in dataclasses.fields(config_class):
+        union = typing.get_args(hints[field.name]) if isinstance(hints[field.name], types.UnionType) else ()
+        kind = next((t for t in union if t is not type(None)), hints[field.name])
+        found[field.name] = typing.get_origin(kind) or kind, type(None) in union, field.metadata
+    return found
+
+
+def convert(value, option, where):
+    """The checked value of an option (one of `options`). Text is read first; where it came from opens the message."""
+    kind, optional, spec = option
+    where = f"{where} {textwrap.shorten('null' if value is None else str(value), 80) or repr('')}"
+    if value is None and optional:
+        return None
+    if isinstance(value, str) and kind is list:
+        value = [item.strip() for item in value.split(",") if item.strip()]
+    elif isinstance(value, str) and kind is bool:
+        value = {"true": True, "false": False}.get(value.lower())
+    elif isinstance(value, str) and kind in (int, float):
+        try:                                                        # int and float also take "1_0", "nan" and "４２"
+            value = kind(value) if re.fullmatch("[-+.0-9eE]+", value) else None
+        except ValueError:
+            value = None
+    if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+        raise UserError(f"{where}: not {KINDS[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise UserError(f"{where}: not a finite number")
+    for item in value if kind is list else [value]:
+        if spec.get("choices") and item not in spec["choices"] or kind is list and not isinstance(item, str):
+            raise UserError(f"{where}: must be one of {', '.join(map(str, spec.get('choices') or ['text, text']))}")
+    for bound, words, holds in BOUNDS:
+        if spec.get(bound) is not None and not holds(value, spec[bound]):
+            raise UserError(f"{where}: must be {words} {spec[bound]}")
+    return value
+
+
+def nearest(name, known, lead="did you mean ", end="?", otherwise="--help lists them"):
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"{lead}{close[0]}{end}" if close else otherwise
+
+
+def read_yaml(path):
+    """(line number, name, value) of each option in a YAML file; a value is the text as typed, None, or a list of them.
+
+    Reads the node graph: `yaml.safe_load` makes a string of 1e-4, False of no, 8 of 010, and drops duplicate keys.
+    """
+    import yaml                                                             # arrives with transformers
+    try:
+        root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        siblings = os.listdir(Path(path).parent) if Path(path).parent.is_dir() else []
+        raise UserError(f"{path}: no such file{nearest(Path(path).name, siblings, '; nearest: ', '', '')}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a NUL in the path
+        line = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
+        raise UserError(f"{path}{line}: cannot be read as YAML: {reason}") from None
+
+    def plain(node):
+        if not isinstance(node, yaml.ScalarNode):
+            raise UserError(f"{path}:{node.start_mark.line + 1}: give lines `name: value`, nothing nested")
+        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+    if root and not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{path}:1: give lines `name: value`")
+    for key, node in root.value if root else []:
+        value = [plain(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else plain(node)
+        yield key.start_mark.line + 1, plain(key) or "null", value
+
+
+def parse(config_class, argv, description=""):
+    """The config that the command line and its --config files ask for. Raises UserError; --help prints and exits 0."""
+    argv, known = [str(word) for word in argv], options(config_class)
+    names = {alias: name for name, option in known.items() for alias in (name, *option[2].get("aliases", ()))}
+    from_files, from_line = {}, {}
+    if "-h" in argv or "--help" in argv:
+        print(help_text(config_class, description))
+        raise SystemExit(0)
+    while argv:
+        word, equals, text = argv.pop(0).partition("=")
+        name = word[2:].replace("-", "_")
+        if not word.startswith("--") or not name:
+            raise UserError(f"unexpected argument {word + equals + text}; options are written --name value")
+        switch = known[names[name]][0] is bool if name in names else False
+        negated = names.get(name.removeprefix("no_"))
+        if name not in names and negated and known[negated][0] is bool and not equals:
+            from_line[negated] = False
+            continue
+        if name not in names and name != "config":
+            raise UserError(f"unknown option --{name}; {nearest(name, [*names, 'config', 'help'], 'did you mean --')}")
+        if switch and not equals:
+            text = argv.pop(0) if argv and argv[0].lower() in ("true", "false") else "true"
+        elif not equals and (not argv or argv[0].startswith("--")):
+            raise UserError(f"--{name}: needs a value")
+        elif not equals:
+            text = argv.pop(0)
+        if name != "config":
+            value = None if known[names[name]][1] and text.lower() in ("none", "null") else text
+            from_line[names[name]] = convert(value, known[names[name]], f"--{name}")
+            continue
+        lines = {}                                                          # of several files the later one wins
+        for line, key, value in read_yaml(text):
+            field = names.get(key.replace("-", "_"))
+            if not field:
+                raise UserError(f"{text}:{line}: unknown option {key}; {nearest(key, names)}")
+            if field in lines:
+                raise UserError(f"{text}:{line}: {key} is given twice, first in line {lines[field]}")
+            lines[field] = line
+            from_files[field] = convert(value, known[field], f"{text}:{line}: {key}")
+    return config_class(**{**from_files, **from_line})
+
+
+def help_text(config_class, description):
+    """Usage, the first paragraph of the description, then the options by group: name, default, meaning."""
+    default, groups = config_class(), {"": [("--config", "none", "YAML file of options; the command line wins")]}
+    for name, (_, _, spec) in options(config_class).items():
+        value = getattr(default, name)
+        shown = ",".join(value) if isinstance(value, list) else str(value)
+        words = [spec.get("help", ""), *(f"same as --{alias}" for alias in spec.get("aliases", ()))]
+        words += ["one of " + ", ".join(map(str, spec["choices"]))] if spec.get("choices") else []
+        row = f"--{name}", shown.lower() if value in (None, True, False) else shown or "''", "; ".join(words)
+        groups.setdefault(spec.get("group", ""), []).append(row)
+    left = 4 + max(len(name) for rows in groups.values() for name, _, _ in rows)
+    middle = 2 + min(24, max(len(shown) for rows in groups.values() for _, shown, _ in rows))
+    width = max(shutil.get_terminal_size().columns, left + middle + 40)
+    out = [f"usage: python {os.path.basename(sys.argv[0])} [--config file.yaml] [--name value] [--switch] [--no_switch]"]
+    out += ["", (description or "").strip().split("\n\n")[0]]
+    for group, rows in groups.items():
+        out += ["", f"{group or 'options'}:"]
+        for name, shown, words in rows:
+            head = f"  {name}".ljust(left) + f"{shown}  ".ljust(middle)
+            out.append(textwrap.fill(words, width, initial_indent=head, subsequent_indent=" " * (left + middle)))
+    return "\n".join(out)
+
+
+def main(config_class, train, doc):
+    """Command line -> train(config). Exit status: 0; 2 after a UserError, told in one line; 130 after Ctrl-C."""
+    program = os.path.basename(sys.argv[0])
+    try:
+        train(parse(config_class, sys.argv[1:], doc))
+    except UserError as error:
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the checkpoints that were written are whole", file=sys.stderr)
+        sys.exit(130)
+
+
+def mix(*parts):
+    """A 63-bit seed, the same on every machine: all randomness here is mix(seed, step, task, sample)."""
+    if any(type(part) not in (int, float, str, bool, type(None)) for part in parts):
+        raise TypeError(f"mix takes plain numbers and texts, not {parts}")  # repr(np.int64(1)) is not repr(1)
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def peak_memory_mb():
+    """Peak MiB so far: what torch allocated on the GPU once CUDA is in use, else this process's resident set."""
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    import resource
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)            # bytes on macOS, KiB on Linux
+
+
+def finite(value):
+    """The value as strict JSON: non-finite floats become None, tensor and numpy scalars become numbers."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def replace_file(path, text):
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(temporary, path)
+
+
+def sync(path):
+    """Flush a file or folder to the disk, so that a power cut after the rename finds what was renamed."""
+    if os.name != "nt":
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def fingerprint(path):
+    with open(path, "rb") as file:
+        return {"bytes": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+class Run:
+    """The output folder of one run. Under torchrun every rank makes one and calls the same; only rank 0 writes."""
+
+    def __init__(self, config, algorithm):
+        """Raises UserError if a value is out of bounds, the folder cannot be written, or holds a run (config.overwrite
+        removes that run and nothing else; config.resume goes on in it). Make it before anything is put in `base/`."""
+        import yaml                                                         # arrives with transformers
+        self.config, self.algorithm, self.folder = config, algorithm, Path(config.output_dir)
+        self.writes = int(os.environ.get("RANK", 0)) == 0
+        values = {name: convert(getattr(config, name), o, f"--{name}") for name, o in options(type(config)).items()}
+        if not self.writes:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / ".tmp-probe").write_text("x")
+            (self.folder / ".tmp-probe").unlink()
+        except (OSError, ValueError) as error:                              # ValueError: a NUL in the path
+            reason = "is a file" if self.folder.is_file() else getattr(error, "strerror", error)
+            raise UserError(f"{self.folder}: cannot write there ({reason}); give another --output_dir") from None
+        held = [name for name in OWNED if (self.folder / name).exists()]
+        if held and values.get("overwrite"):
+            for name, value in values.items():                              # never the model or data it starts from
+                given = name != "output_dir" and isinstance(value, str) and os.path.exists(value)
+                if given and Path(value).resolve().is_relative_to(self.folder.resolve()):
+                    raise UserError(f"--{name} {value} lies in the folder to overwrite; give another --output_dir")
+            for name in held:
+                path = self.folder / name
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        elif held and not values.get("resume"):
+            first = (self.folder / held[0]).read_text(encoding="utf-8").split("\n")[0] if held[0] == OWNED[0] else ""
+            what = re.match(r"# (\w+) run;", first)
+            raise UserError(f"{self.folder}: already holds {f'a {what[1]} run' if what else held[0]}; give another "
+                            "--output_dir, or --overwrite to replace it")
+        text = yaml.safe_dump({k: v for k, v in values.items() if k not in ONCE}, sort_keys=False, allow_unicode=True)
+        repeat = f"# {algorithm} run; `python {algorithm}.py --config {OWNED[0]} --output_dir elsewhere` repeats it\n"
+        replace_file(self.folder / OWNED[0], repeat + text)
+
+    def append(self, name, rows):
+        if self.writes:
+            with open(self.folder / name, "a", encoding="utf-8", newline="\n") as file:
+                file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+
+    def log(self, step, metrics, timing):
+        """metrics: what is a function of the seed; timing: what a clock decides. Both flat; NaN and inf become null."""
+        self.append("metrics.jsonl", [{"step": step, **metrics}])
+        self.append("timing.jsonl", [{"step": step, **timing}])
+
+    def trajectories(self, step, items):
+        self.append("trajectories.jsonl", ({"step": step, **item.to_json()} for item in items))
+
+    def rewind(self, step):
+        """Before going on from the checkpoint of `step`: drop the lines of later steps and a line cut by a kill."""
+        for path in (self.folder / name for name in LINES if self.writes and (self.folder / name).exists()):
+            lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]
+            replace_file(path, "".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
+
+    def save(self, step, save_model, tokenizer=None, optimizer=None, extra=None):
+        """Write checkpoints/step_NNNNNN whole or not at all, and return its path.
+
+        save_model(folder) writes the weights; optimizer is what `optimizer_tensors` returns; extra: into state.json.
+        """
+        path = self.folder / "checkpoints" / f"step_{step:06d}"
+        if not self.writes:
+            return path
+        temporary, old = path.with_name(f".tmp-{path.name}"), path.with_name(f".old-{path.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            save_model(temporary)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            if optimizer is not None:
+                from safetensors.torch import save_file
+                save_file(optimizer, temporary / "optimizer.safetensors")
+            files = sorted(file for file in temporary.rglob("*") if file.is_file())
+            for file in files:
+                shutil.copymode(self.folder / OWNED[0], file)               # safetensors leaves 0600
+                sync(file)
+            state = {"step": step, "algorithm": self.algorithm, "extra": extra,
+                     "versions": {name: version(name) for name in ("torch", "transformers")},
+                     "files": {file.relative_to(temporary).as_posix(): fingerprint(file) for file in files}}
+            replace_file(temporary / "state.json", json.dumps(finite(state), indent=1, allow_nan=False) + "\n")
+            sync(temporary / "state.json")
+            sync(temporary)
+            if path.exists():
+                path.rename(old)
+            temporary.rename(path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def finish(self, result):
+        """Write result.json and return the result; it holds every key of RESULT, None where there is no such number."""
+        missing = [key for key in RESULT if key not in result]
+        assert not missing, f"result lacks {missing}"
+        if self.writes:
+            replace_file(self.folder / "result.json", json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
+        return finite(result)
+
+
+def newest_checkpoint(output_dir):
+    """The checkpoints/step_NNNNNN of the highest step that has its state.json, or None."""
+    found = [path.parent for path in Path(output_dir).glob("checkpoints/step_*/state.json")]
+    return max((path for path in found if path.name[5:].isdecimal()), key=lambda path: int(path.name[5:]), default=None)
+
+
+def read_state(checkpoint):
+    """state.json as a dict, after comparing every file with the size and sha256 in it. Raises UserError."""
+    try:
+        state = json.loads((Path(checkpoint) / "state.json").read_text(encoding="utf-8"))
+        for name, expected in state["files"].items():
+            if fingerprint(Path(checkpoint) / name) != expected:
+                raise UserError(f"{checkpoint}/{name}: damaged, it differs from state.json; use another checkpoint")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{checkpoint}: not a whole checkpoint ({error}); use another checkpoint") from None
+    return state
+
+
+def optimizer_tensors(optimizer, named_parameters):
+    """Every state tensor (exp_avg, exp_avg_sq, step, ...) as {"parameter name|key": CPU tensor}, for `Run.save`.
+
+    A plain number becomes a 0-dim tensor. CPU tensors are the optimizer's own, not copies. The learning rate is not here:
+    it is a function of the step.
+    """
+    import torch
+    names, tensors = {p: name for name, p in named_parameters}, {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        tensors[f"{names[p]}|"] = torch.empty(0)                            # known, though perhaps without a state yet
+        for key, value in optimizer.state.get(p, {}).items():
+            tensors[f"{names[p]}|{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    return tensors
+
+
+def load_optimizer(optimizer, named_parameters, path):
+    """Give each parameter the state saved under its name, in the saved dtype. Raises UserError naming a missing one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not an optimizer file ({error})") from None
+    names, states = {p: name for name, p in named_parameters}, {}
+    for key, value in saved.items():
+        name, _, key = key.rpartition("|")
+        states.setdefault(name, {}).update({key: value} if key else {})
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if names[p] not in states:
+                raise UserError(f"{path}: no state for {names[p]}; it was saved for other parameters")
+            for key, value in states[names[p]].items():
+                if "exp_avg" in key and value.shape != p.shape:
+                    raise UserError(f"{path}: {names[p]} was {tuple(value.shape)}, here it is {tuple(p.shape)}")
+                on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))   # as torch keeps it
+                optimizer.state[p][key] = value if on_cpu else value.to(p.device)
