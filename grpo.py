@@ -45,10 +45,10 @@ def turn_index(mask):
 
 
 def turn_advantages(turn_rewards, turns, group_ids, scale="group"):
-    """A_t = sum over turns j >= t's of (r_j - mean R) / (std R + 1e-4), R all turn rewards of the group; 0 where masked.
+    """A_t = sum over turns j >= t's of (r_j - mean R) / (std R + 1e-4), R: all turn rewards of the group. (B, T)
 
-    Process supervision, arXiv 2402.03300 section 4.1.3. turn_rewards: B lists of floats; turns (B, T): `turn_index` of the
-    loss masks as sampled. Raises ValueError: an episode's rewards and turns differ in number; or as `group_advantages`.
+    Process supervision, arXiv 2402.03300 section 4.1.3; 0 where masked. turn_rewards: B lists; turns: `turn_index` of
+    the loss masks as sampled. ValueError: an episode's rewards and turns differ in number; a group of one reward.
     """
     lengths = [len(rewards) for rewards in turn_rewards]
     flat = torch.tensor([float(r) for rewards in turn_rewards for r in rewards], device=turns.device)
@@ -65,8 +65,8 @@ def turn_advantages(turn_rewards, turns, group_ids, scale="group"):
 def importance_correction(trainer_logprobs, sampled_logprobs, mask, cap):
     """Truncated importance sampling: sg(min(trainer / sampler, cap)) per token, to multiply `advantages` by.
 
-    fengyao.notion.site/off-policy-rl. old_logprobs are then trainer_logprobs. Not for vespo, whose w is policy / sampler
-    already: its old_logprobs stay the sampler's.
+    fengyao.notion.site/off-policy-rl. old_logprobs are then trainer_logprobs. Not for vespo, whose w is policy /
+    sampler already: its old_logprobs stay the sampler's.
     """
     return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()  # (B, T)
 
@@ -81,7 +81,7 @@ class Counts(NamedTuple):
 
 
 def masked(x, mask):
-    """x, and 0 where mask is 0. To be done BEFORE exp: 0 * inf in the backward pass is NaN though the loss is finite."""
+    """x, and 0 where mask is 0. Do it BEFORE exp: 0 * inf in the backward pass is NaN though the loss is finite."""
     return torch.where(mask.bool(), x, 0.0)
 
 
@@ -110,13 +110,13 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind):
     """KL(policy || reference) per token, 0 where masked: k1 log p/ref, k2 (log p/ref)^2 / 2, k3 ref/p - 1 - log ref/p.
 
     joschu.net/blog/kl-approx.html; k3 is arXiv 2402.03300 eq. 4. k1 goes into the reward (`.sum(1)`, no gradient: as a
-    loss its mean gradient is 0), k2 and k3 into the loss: k2's gradient is KL(policy || ref)'s, k3's KL(ref || policy)'s.
+    loss its mean gradient is 0), k2, k3 into the loss: k2's gradient is KL(policy || ref)'s, k3's KL(ref || policy)'s.
     """
     log_ratio = masked(logprobs - ref_logprobs, mask)
     return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(-log_ratio) - 1 + log_ratio}[kind]  # (B, T)
 
 
-# A surrogate takes log_ratio = log(policy / old), logprobs, advantages, mask; returns the tokens' loss (B, T), what to log.
+# A surrogate: (log_ratio = log policy / old, logprobs, advantages, mask) -> the tokens' loss (B, T), what to log of it.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None, **_):
     """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3.
 

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from run import UserError
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # ------------------------------------------------------------------------------------------------------ the tiny model
@@ -92,7 +94,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
 
     lora_r > 0 adds a fresh adapter, unless `path` is an adapter: then training goes on from it. lora_r = 0 trains all
     weights (an adapter is merged first). `dtype` is that of the frozen weights; what trains is float32.
-    ValueError: one line with the mend.
+    UserError: one line with the mend.
     """
     path = newest(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,12 +104,12 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = _read_tokenizer(path)
     if not tokenizer.chat_template:
-        raise ValueError(f"{path}: its tokenizer has no chat template; use an instruct model, or put chat_template.jinja beside it")
+        raise UserError(f"{path}: its tokenizer has no chat template; use an instruct model, or put chat_template.jinja beside it")
     model.base_path, model.lora_config = source, None
     model.to(device=device, dtype=DTYPES[dtype] if lora_r else torch.float32)  # weights that train stay in float32
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise ValueError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}")
+        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}")
     model.requires_grad_(False)
     if adapter:
         load_adapter(model, path)
@@ -127,7 +129,7 @@ def newest(path: str) -> str:
     folder = os.path.join(path, "checkpoints")
     steps = sorted(d for d in os.listdir(folder) if re.fullmatch(r"step_\d+", d)) if os.path.isdir(folder) else []
     if os.path.isdir(path) and not steps and not any(f.endswith("config.json") for f in os.listdir(path)):
-        raise ValueError(f"{path}: no config.json, no adapter_config.json and no checkpoints in this folder")
+        raise UserError(f"{path}: no config.json, no adapter_config.json and no checkpoints in this folder")
     return os.path.join(folder, steps[-1]) if steps else path
 
 
@@ -144,16 +146,16 @@ def _read_tokenizer(source: str, **where):
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
     except Exception as error:
-        raise ValueError(f"{source}: no tokenizer could be read ({_first_line(error)})") from None
+        raise UserError(f"{source}: no tokenizer could be read ({_first_line(error)})") from None
 
 
 def _read_model(source: str, dtype):
     from transformers import AutoModelForCausalLM
     if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
-        raise ValueError(f"{source}: no such folder; give tiny, a model or output folder, or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
     if os.path.isdir(source) and not any(f.endswith(".safetensors") for f in os.listdir(source)):
         pickled = next((f for f in os.listdir(source) if f.endswith((".bin", ".pt", ".pth"))), None)
-        raise ValueError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else f"{source}: no .safetensors file")
+        raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else f"{source}: no .safetensors file")
     options = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
     try:
         try:  # files on this machine first: without a network the hub's own order costs a minute of retries
@@ -163,10 +165,10 @@ def _read_model(source: str, dtype):
             if os.path.isdir(source):
                 raise
             return AutoModelForCausalLM.from_pretrained(source, **options), _read_tokenizer(source)
-    except ValueError:
+    except UserError:
         raise
     except Exception as error:  # OSError, SafetensorError, ...: name the place, keep the cause
-        raise ValueError(f"{source}: cannot be loaded: {_first_line(error)}") from None
+        raise UserError(f"{source}: cannot be loaded: {_first_line(error)}") from None
 
 
 def _first_line(error) -> str:
@@ -211,7 +213,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     head = model.get_output_embeddings()
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head and wanted(name)}
     if not linears:
-        raise ValueError(f"--lora_target_modules {targets}: no Linear of that name; the model has: "
+        raise UserError(f"--lora_target_modules {targets}: no Linear of that name; the model has: "
                          + ", ".join(sorted({n.rsplit('.', 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})))
     generator = torch.Generator().manual_seed(seed)
     for linear in linears.values():
@@ -387,30 +389,30 @@ def save_model(model, folder: str):
 
 
 def load_adapter(model, folder: str):
-    """Put PEFT's adapter files on a plain model. ValueError names what of PEFT is not understood here."""
+    """Put PEFT's adapter files on a plain model. UserError names what of PEFT is not understood here."""
     from safetensors.torch import load_file
     with open(os.path.join(folder, "adapter_config.json")) as f:
         config = json.load(f)
     odd = [key for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "exclude_modules",
                            "target_parameters", "trainable_token_indices", "layer_replication") if config.get(key)]
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
-        raise ValueError(f"{folder}: only plain LoRA adapters are read here; this one has {', '.join(odd) or 'another peft_type or bias'}")
+        raise UserError(f"{folder}: only plain LoRA adapters are read here; this one has {', '.join(odd) or 'another peft_type or bias'}")
     add_lora(model, config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), config["target_modules"],
              config.get("use_rslora", False))
     try:
         tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
     except Exception as error:
-        raise ValueError(f"{folder}/adapter_model.safetensors: {_first_line(error)}") from None
+        raise UserError(f"{folder}/adapter_model.safetensors: {_first_line(error)}") from None
     for name, linear in lora_linears(model).items():
         for part in ("lora_A", "lora_B"):
             tensor = tensors.pop(f"base_model.model.{name}.{part}.weight", None)
             weight = getattr(linear, part).weight
             if tensor is None or tensor.shape != weight.shape:
-                raise ValueError(f"{folder}: {name}.{part} is {'missing' if tensor is None else tuple(tensor.shape)}, "
+                raise UserError(f"{folder}: {name}.{part} is {'missing' if tensor is None else tuple(tensor.shape)}, "
                                  f"the model needs {tuple(weight.shape)}")
             weight.data.copy_(tensor)
     if tensors:
-        raise ValueError(f"{folder}: {next(iter(tensors))} has no place in this model")
+        raise UserError(f"{folder}: {next(iter(tensors))} has no place in this model")
     model.lora_fresh = False
 
 
@@ -426,6 +428,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     try:
         merge(*sys.argv[2:])
-    except ValueError as error:
+    except UserError as error:
         print(f"lora.py: {error}", file=sys.stderr)
         sys.exit(2)

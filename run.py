@@ -17,7 +17,7 @@ ONCE = ("overwrite", "resume")          # permissions for one call, not part of 
 RESULT = ("success_before", "success_after", "seconds", "peak_memory_mb", "steps", "seed")
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """What the user can mend, in one line that says how; `main` prints it without a traceback."""
 
 
@@ -155,7 +155,7 @@ def help_text(config_class, description):
     left = 4 + max(len(name) for rows in groups.values() for name, _, _ in rows)
     middle = 2 + min(24, max(len(shown) for rows in groups.values() for _, shown, _ in rows))
     width = max(shutil.get_terminal_size().columns, left + middle + 40)
-    out = [f"usage: python {os.path.basename(sys.argv[0])} [--config file.yaml] [--name value] [--switch] [--no_switch]"]
+    out = [f"usage: python {os.path.basename(sys.argv[0])} [--config file.yaml] [--name value] [--no_switch]"]
     out += ["", (description or "").strip().split("\n\n")[0]]
     for group, rows in groups.items():
         out += ["", f"{group or 'options'}:"]
@@ -168,6 +168,8 @@ def help_text(config_class, description):
 def main(config_class, train, doc):
     """Command line -> train(config). Exit status: 0; 2 after a UserError, told in one line; 130 after Ctrl-C."""
     program = os.path.basename(sys.argv[0])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")   # a model's words must not stop a run in an ASCII terminal
     try:
         train(parse(config_class, sys.argv[1:], doc))
     except UserError as error:
@@ -186,23 +188,28 @@ def mix(*parts):
 
 
 def peak_memory_mb():
-    """Peak MiB so far: what torch allocated on the GPU once CUDA is in use, else this process's resident set."""
-    torch = sys.modules.get("torch")
+    """Peak MiB so far: what torch allocated on the GPU once CUDA is in use, else the resident set of this process."""
+    torch, status = sys.modules.get("torch"), Path("/proc/self/status")
     if torch and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) / 2**10                    # ru_maxrss starts from the peak of the process that forked us
     import resource
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)            # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def finite(value):
-    """The value as strict JSON: non-finite floats become None, tensor and numpy scalars become numbers."""
+    """The value as strict JSON holds it: non-finite floats become None, tensor and numpy scalars become numbers."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value, indent=None):
+    return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
 
 
 def replace_file(path, text):
@@ -242,7 +249,7 @@ class Run:
             (self.folder / ".tmp-probe").write_text("x")
             (self.folder / ".tmp-probe").unlink()
         except (OSError, ValueError) as error:                              # ValueError: a NUL in the path
-            reason = "is a file" if self.folder.is_file() else getattr(error, "strerror", error)
+            reason = "is a file" if os.path.isfile(self.folder) else getattr(error, "strerror", error)
             raise UserError(f"{self.folder}: cannot write there ({reason}); give another --output_dir") from None
         held = [name for name in OWNED if (self.folder / name).exists()]
         if held and values.get("overwrite"):
@@ -258,14 +265,15 @@ class Run:
             what = re.match(r"# (\w+) run;", first)
             raise UserError(f"{self.folder}: already holds {f'a {what[1]} run' if what else held[0]}; give another "
                             "--output_dir, or --overwrite to replace it")
-        text = yaml.safe_dump({k: v for k, v in values.items() if k not in ONCE}, sort_keys=False, allow_unicode=True)
+        # in ASCII: what PyYAML writes for U+0085 under allow_unicode reads back as a space
+        text = yaml.safe_dump({k: v for k, v in values.items() if k not in ONCE}, sort_keys=False)
         repeat = f"# {algorithm} run; `python {algorithm}.py --config {OWNED[0]} --output_dir elsewhere` repeats it\n"
         replace_file(self.folder / OWNED[0], repeat + text)
 
     def append(self, name, rows):
         if self.writes:
             with open(self.folder / name, "a", encoding="utf-8", newline="\n") as file:
-                file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+                file.writelines(map(to_json, rows))
 
     def log(self, step, metrics, timing):
         """metrics: what is a function of the seed; timing: what a clock decides. Both flat; NaN and inf become null."""
@@ -306,16 +314,17 @@ class Run:
             state = {"step": step, "algorithm": self.algorithm, "extra": extra,
                      "versions": {name: version(name) for name in ("torch", "transformers")},
                      "files": {file.relative_to(temporary).as_posix(): fingerprint(file) for file in files}}
-            replace_file(temporary / "state.json", json.dumps(finite(state), indent=1, allow_nan=False) + "\n")
+            replace_file(temporary / "state.json", to_json(state, indent=1))
             sync(temporary / "state.json")
             sync(temporary)
+            shutil.rmtree(old, ignore_errors=True)
             if path.exists():
                 path.rename(old)
             temporary.rename(path)
             sync(path.parent)
+            shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
         return path
 
     def finish(self, result):
@@ -323,7 +332,7 @@ class Run:
         missing = [key for key in RESULT if key not in result]
         assert not missing, f"result lacks {missing}"
         if self.writes:
-            replace_file(self.folder / "result.json", json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
+            replace_file(self.folder / "result.json", to_json(result, indent=1))
         return finite(result)
 
 
@@ -348,8 +357,8 @@ def read_state(checkpoint):
 def optimizer_tensors(optimizer, named_parameters):
     """Every state tensor (exp_avg, exp_avg_sq, step, ...) as {"parameter name|key": CPU tensor}, for `Run.save`.
 
-    A plain number becomes a 0-dim tensor. CPU tensors are the optimizer's own, not copies. The learning rate is not here:
-    it is a function of the step.
+    A plain number becomes a 0-dim tensor. CPU tensors are the optimizer's own, not copies. The learning rate is left
+    out: it is a function of the step.
     """
     import torch
     names, tensors = {p: name for name, p in named_parameters}, {}
@@ -369,15 +378,15 @@ def load_optimizer(optimizer, named_parameters, path):
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not an optimizer file ({error})") from None
     names, states = {p: name for name, p in named_parameters}, {}
+    here = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     for key, value in saved.items():
         name, _, key = key.rpartition("|")
         states.setdefault(name, {}).update({key: value} if key else {})
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if names[p] not in states:
-                raise UserError(f"{path}: no state for {names[p]}; it was saved for other parameters")
-            for key, value in states[names[p]].items():
-                if "exp_avg" in key and value.shape != p.shape:
-                    raise UserError(f"{path}: {names[p]} was {tuple(value.shape)}, here it is {tuple(p.shape)}")
-                on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))   # as torch keeps it
-                optimizer.state[p][key] = value if on_cpu else value.to(p.device)
+    for name in sorted(here.keys() ^ states.keys()):
+        raise UserError(f"{path}: has no state for {name}" if name in here else f"{path}: {name} is not trained here")
+    for name, (p, group) in here.items():
+        for key, value in states[name].items():
+            if "exp_avg" in key and value.shape != p.shape:
+                raise UserError(f"{path}: {name} was {tuple(value.shape)}, here it is {tuple(p.shape)}")
+            on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))       # as torch keeps it
+            optimizer.state[p][key] = value if on_cpu else value.to(p.device)

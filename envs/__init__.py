@@ -29,15 +29,17 @@ import typing
 import zlib
 from dataclasses import dataclass, field
 
+from run import UserError
+
 ENVS = {"equations": "envs.equations:Equations", "gsm8k": "envs.gsm8k:GSM8K"}
 
 
 def load(name: str) -> type:
-    """The class of a world: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. ValueError if there is none."""
+    """The class of a world: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. UserError if there is none."""
     target = ENVS.get(name, name)
     if ":" not in target:
         near = difflib.get_close_matches(name, ENVS, 1)
-        raise ValueError(f"unknown world {name!r}; " + (f"did you mean {near[0]}?" if near else
+        raise UserError(f"unknown world {name!r}; " + (f"did you mean {near[0]}?" if near else
                          f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"))
     place, class_name = target.rsplit(":", 1)
     try:
@@ -48,9 +50,9 @@ def load(name: str) -> type:
         else:
             module = importlib.import_module(place)
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise ValueError(f"world {name!r}: {error}") from None
+        raise UserError(f"world {name!r}: {error}") from None
     if not inspect.isclass(getattr(module, class_name, None)):
-        raise ValueError(f"world {name!r}: {place} has no class {class_name}")
+        raise UserError(f"world {name!r}: {place} has no class {class_name}")
     return getattr(module, class_name)
 
 
@@ -62,14 +64,14 @@ def tools(env) -> dict:
 
 
 def schemas(env) -> list[dict]:
-    """JSON schemas of the tools, read off signatures and docstrings. ValueError names the method that lacks either."""
+    """JSON schemas of the tools, read off signatures and docstrings. UserError names the method that lacks either."""
     from transformers.utils import get_json_schema
     out = []
     for name, method in tools(env).items():
         try:
             out.append(get_json_schema(method))
         except Exception as error:  # transformers raises DocstringParsingException and TypeHintParsingException
-            raise ValueError(f"tool {name}: {str(error).strip().splitlines()[0]}") from None
+            raise UserError(f"tool {name}: {str(error).strip().splitlines()[0]}") from None
     return out
 
 
@@ -191,16 +193,16 @@ def _finite(value, name="value"):
 
 
 def read_rows(path: str) -> list[dict]:
-    """Rows of a .jsonl file, one JSON object a line, read strictly. ValueError: `FILE:LINE: what is wrong; mend`."""
+    """Rows of a .jsonl file, one JSON object a line, read strictly. UserError: `FILE:LINE: what is wrong; mend`."""
     if not os.path.exists(path):
         folder = os.path.dirname(path) or "."
         near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], 1)
-        raise ValueError(f"{path}: no such file" + (f"; nearest: {os.path.join(os.path.dirname(path), near[0])}" if near else ""))
+        raise UserError(f"{path}: no such file" + (f"; nearest: {os.path.join(os.path.dirname(path), near[0])}" if near else ""))
     if os.path.isdir(path):
-        raise ValueError(f"{path}: is a directory; give a .jsonl file")
+        raise UserError(f"{path}: is a directory; give a .jsonl file")
     if not path.endswith(".jsonl"):
         mend = "unpack it first" if path.endswith((".gz", ".zip", ".xz", ".bz2", ".zst")) else "use .jsonl, one JSON object a line"
-        raise ValueError(f"{path}: unknown type; {mend}")
+        raise UserError(f"{path}: unknown type; {mend}")
     rows = []
     with open(path, "rb") as f:
         lines = f.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: U+2028 is legal inside JSON strings
@@ -216,17 +218,17 @@ def read_rows(path: str) -> list[dict]:
                 raise ValueError("not a JSON object")
             _finite(row)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
+            raise UserError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+            raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
         except RecursionError:
-            raise ValueError(f"{path}:{number}: nested too deep") from None
+            raise UserError(f"{path}:{number}: nested too deep") from None
         except ValueError as error:
             long = "4300" in str(error)  # Python's own limit on the digits of an int
-            raise ValueError(f"{path}:{number}: {'number too long' if long else error}") from None
+            raise UserError(f"{path}:{number}: {'number too long' if long else error}") from None
         rows.append({"_line": number, **row})
     if not rows:
-        raise ValueError(f"{path}: no rows")
+        raise UserError(f"{path}: no rows")
     return rows
 
 
@@ -241,7 +243,7 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
     cls = load(name)
     if dataset is None or dataset == name:
         if not hasattr(cls, "_tasks"):
-            raise ValueError(f"world {name!r} makes no tasks of its own; give --dataset path/to/tasks.jsonl")
+            raise UserError(f"world {name!r} makes no tasks of its own; give --dataset path/to/tasks.jsonl")
         return [{"env": name, **task} for task in cls._tasks(split, n, seed)]
     path = eval_dataset if split == "test" and eval_dataset else dataset
     needed = [key for key, p in inspect.signature(cls.reset).parameters.items()
@@ -256,10 +258,10 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
             held_out = not eval_dataset and zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0
             row = cls._row(row) if hasattr(cls, "_row") else row
         except ValueError as error:
-            raise ValueError(f"{path}:{line}: {error}") from None
+            raise UserError(f"{path}:{line}: {error}") from None
         if eval_dataset or held_out == (split == "test"):
             rows.append({"env": name, **row})
     if not rows:
-        raise ValueError(f"{path}: too few rows to hold some out; give --eval_dataset path/to/test.jsonl")
+        raise UserError(f"{path}: too few rows to hold some out; give --eval_dataset path/to/test.jsonl")
     order = np.random.default_rng(seed).permutation(len(rows))
     return [rows[i] for i in order[:n]]

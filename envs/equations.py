@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 TERM = re.compile(r"([+-]?)(\d{1,9}(?:/\d{1,9})?)?(x)?(?:/(\d{1,9}))?", re.ASCII)
-LIMIT = 999  # numerators and denominators beyond this are refused: equations stay short
+LIMIT = 199  # numerators and denominators beyond this are refused: equations stay short
 
 
 def parse_term(text: str) -> tuple[Fraction, Fraction]:
@@ -41,7 +41,7 @@ class Equations:
     """Solve a linear equation for x, one action at a time."""
 
     system_prompt = "Solve for x with the tools."
-    max_turns = 8
+    max_turns = 6
 
     def reset(self, equation: str, factor: int = 0, noise: float = 0.0, seed: int = 0, **_) -> str:
         """`equation` such as "3x + 7 = 16" or "2(x + 3) = 10"; `noise`: share of wrong actions of the scripted expert."""
@@ -184,14 +184,13 @@ class Equations:
         return move("state_answer", str(d)) if a == 1 else move("divide_terms", str(a))
 
     def _expert(self) -> list[dict]:
-        """The next demonstrated call. A share `noise` of the actions is the wrong operation on rightly copied numbers."""
+        """The next demonstrated call. A share `noise` of the actions is the inverse operation, on rightly copied numbers."""
         if self.done:
             return []
         call = self._best_call()
         if call["name"] != "state_answer" and self._rng.random() < self._noise:
-            others = ["add_terms", "subtract_terms", "multiply_terms", "divide_terms"]
-            others = [o for o in others if o != call["name"] and not ("x" in call["arguments"]["terms"] and o[0] in "md")]
-            call["name"] = others[self._rng.integers(len(others))]
+            call["name"] = {"add_terms": "subtract_terms", "subtract_terms": "add_terms",
+                            "multiply_terms": "divide_terms", "divide_terms": "multiply_terms"}[call["name"]]
         return [call]
 
     def _check(self) -> bool:

@@ -16,8 +16,9 @@ from decimal import Decimal
 import numpy as np
 
 from envs import read_rows
+from run import UserError
 
-URL = "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a00a892c/grade_school_math/data"
+URL = "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
 SHA256 = {"train": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",  # 7,473 rows
           "test": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"}  # 1,319 rows
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -93,7 +94,7 @@ def _number(text: str) -> Decimal | None:
 def _marked(text: str) -> set:
     """The values `text` marks as its answer: the rest of each "####" line, each \\boxed{}; None for one that is no number."""
     boxes = BOXED.findall(text) + [""] * (text.count("\\boxed") - len(BOXED.findall(text)))  # "": nested or unclosed
-    lines = [BOXED.sub(r" \1 ", line) for line in re.findall(r"####([^\n]*)", text)]
+    lines = [BOXED.sub(r"\1", line) for line in re.findall(r"####([^\n]*)", text)]
     return {_number(value) for value in boxes + lines}
 
 
@@ -101,8 +102,8 @@ class GSM8K:
     """A word problem whose answer is one number; reward 1 if right. What a row (num_turns) or a subclass (both) may set:
 
     num_turns: answers allowed, 1 (AReaL: 5); calls of `answer` in one turn count one by one. turn_discount: factor on the
-    reward for every wrong answer before the right one, 1.0 (as AReaL's turn_level_discount). Departures from AReaL: it pays
-    -1 or 1 for every turn and goes on after success; here the episode ends there, as in its later MultiTurnWorkflow.
+    reward for every wrong answer before the right one, 1.0 (AReaL's turn_level_discount is 1.0 too, but discounts returns).
+    AReaL pays -1 or 1 for every turn and goes on after success; here the episode ends there, as in its MultiTurnWorkflow.
     """
     system_prompt = ("Solve the problem step by step. Compute with the calculator. Give the result, one number, with the "
                      "answer tool, or in text on a last line: #### number")
@@ -115,7 +116,8 @@ class GSM8K:
         solution = self._row({"question": question, "answer": answer, "num_turns": num_turns})["answer"]
         self._gold = _number(solution.rpartition("####")[2])
         marks = re.findall(r"<<([^<>=]+)=([^<>=]+)>>", solution)  # <<48/2=24>>; all of GSM8K's are true
-        self._plan = [left for left, right in marks if calculator(left) == calculator(right)][:self.max_turns - 1]
+        true = [left for left, right in marks if calculator(left) == calculator(right) and "error" not in calculator(left)]
+        self._plan = true[:self.max_turns - 1]
         self._attempts, self._computed, self._wrong = num_turns or self.num_turns, 0, 0
         self.reward, self.done, self._solved, self._reward_parts = 0.0, False, False, {"correct": 0.0}
         return question
@@ -188,7 +190,7 @@ class GSM8K:
 
 
 def _cached(split: str) -> str:
-    """Path of the official file, downloaded once; ValueError with the mend if that fails or its sha256 is another."""
+    """Path of the official file, downloaded once; UserError with the mend if that fails or its sha256 is another."""
     folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "agentic-rl", "gsm8k")
     path, url, mend = os.path.join(folder, f"{split}.jsonl"), f"{URL}/{split}.jsonl", f"give --dataset path/to/{split}.jsonl"
     cached = os.path.exists(path)
@@ -197,10 +199,10 @@ def _cached(split: str) -> str:
             data = source.read(10**7)  # the larger has 4.2 MB
     except Exception as error:  # OSError, or a reply that is not HTTP
         why = "unreadable" if cached else "not in the cache and no network"
-        raise ValueError(f"gsm8k: {why} ({getattr(error, 'reason', error)}); {mend}") from None
+        raise UserError(f"gsm8k: {why} ({getattr(error, 'reason', error)}); {mend}") from None
     if hashlib.sha256(data).hexdigest() != SHA256[split]:
         mend = "delete it and it is fetched again" if cached else mend
-        raise ValueError(f"gsm8k: {path if cached else url}: sha256 differs from the official file's; {mend}")
+        raise UserError(f"gsm8k: {path if cached else url}: sha256 differs from the official file's; {mend}")
     if not cached:
         os.makedirs(folder, exist_ok=True)
         with open(f"{path}.{os.getpid()}", "wb") as f:

@@ -2,6 +2,7 @@ import ast
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import pytest
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
+from run import UserError
 
 DATA = "/work/shared/data/gsm8k"
 HELP = "error: use numbers"
@@ -40,14 +42,14 @@ ATTACKS = [  # sandbox.md 3.3 and neighbours: an exact value, or the error's beg
     ("round(1,2.0)", "error: round"), ("(-8)**0.5", "error: not a real number"), ("0**-1", "error: division by zero"),
     ("7//0", "error: division by zero"), ("7%0", "error: division by zero"), ("7.0/0", "error: division by zero"),
     ("log(10,1)", HELP), ("__import__('os').system('id')", HELP), ("(1).__class__", HELP), ("'a'*9", HELP),
-    ("True+1", HELP), ("True", "error: not a real number"), ("None", "error: not a real number"), ("lambda:1", HELP),
+    ("True+1", "error: not a real number"), ("True", "error: not a real number"), ("None", "error: not a real number"), ("lambda:1", HELP),
     ("max()", "error: "), ("max(*1)", HELP), ("round(1,digits=2)", HELP), ("abs", HELP), ("(1,2)", HELP), ("50%", HELP),
     ("2^3", "error: use ** for powers"), ("1_000", HELP), ("007", HELP), ("1;2", HELP), ("", "error: give an expression"),
     ("   ", "error: give an expression"), ("(" * 99 + "1" + ")" * 99, "1"), ("(" * 200, HELP), ("-" * 199 + "1", "-1"),
     ("²", HELP), ("1\0", HELP), ("\ud800", HELP), ("４２", HELP), ("1\n+1", HELP), ("1#2", HELP), ("1=1", HELP), ("1<2", HELP),
     ("1if 1else 2", HELP), ("1 if 1 else 2", HELP), ("0x10", HELP), ("1j", HELP), ("1e999", "error: number too large"),
     ("9" * 200, str(10**200 - 1)), ("9" * 201, "error: give an expression"), ("1" * 10**6, "error: give an expression"),
-    ("1,00", HELP), ("1,0000", HELP), ("1,000,00", HELP), ("max(1,000,2)", "error: in a function write 1000"),
+    ("1,00", HELP), ("1,0000", HELP), ("1,000,00", HELP), ("1000,000", HELP), (".5,000", HELP), ("1,000.5,000", HELP), ("max(1,000,2)", "error: in a function write 1000"),
     ("sqrt(-1)", "error: "), ("sqrt(1,2)", "error: "), ("1()", HELP), ("x:=1", HELP), ("[1]", HELP), ("1 2", HELP), ("2x", HELP),
     (5, "error: give an expression"), (None, "error: give an expression"), ([1], "error: give an expression"),
 ]
@@ -78,7 +80,7 @@ def test_calculator_attacks_from_8_threads():
 
 
 def test_calculator_fuzz():
-    """50,000 strings: no exception, no warning, no slow one; what it answers is what Python computes."""
+    """50,000 strings: no exception, no warning, no slow one; every answer a finite number or a short error."""
     rng = random.Random(0)
     pieces = ["0", "1", "9", "7", "12", ".5", "1e9", "1e-9", "1,000", "10**9", "+", "-", "*", "/", "//", "%", "**", "(", ")", ",", " ",
               "max(", "round(", "sqrt(", "abs(", "if", "or", "e", "x", "_", "'", "²", "\0", "\ud800", "\n", "[", "{", "=", "lambda:", "True"]
@@ -91,8 +93,7 @@ def test_calculator_fuzz():
             start = time.thread_time()
             got = calculator(text)
             worst = max(worst, time.thread_time() - start)
-            assert isinstance(got, str) and (len(got) <= 120 if got.startswith("error: ") else "," not in text or "(" in text
-                                             or "1,000" in text)
+            assert len(got) <= 120 if got.startswith("error: ") else math.isfinite(float(got)), text
             values += not got.startswith("error")
     assert worst < 0.05 and values > 1000
 
@@ -184,7 +185,6 @@ def test_reset_renews_all_state():
     assert fresh.reset(**other) == used.reset(**other) == "2+2?"
     assert vars(fresh) == vars(used)
     assert used._expert() == [{"name": "answer", "arguments": {"value": "4"}}]
-    assert not GSM8K()._check.__self__ is used and "_gold" not in vars(GSM8K)
 
 
 def test_expert_one_call_a_turn():
@@ -198,7 +198,7 @@ def test_expert_one_call_a_turn():
 
 def test_expert_leaves_out_false_marks():
     env = GSM8K()
-    env.reset(question="?", answer="<<2+2=5>> <<2*=4>> <<10/4=2.50>> <<1/3=0.33>>\n#### 1,250.50")
+    env.reset(question="?", answer="<<2+2=5>> <<2*=4>> <<2x=y>> <<10/4=2.50>> <<1/3=0.33>>\n#### 1,250.50")
     assert env._plan == ["10/4"]
     env.calculator("0")
     assert env._expert()[0]["arguments"] == {"value": "1250.50"}
@@ -311,7 +311,7 @@ def test_download_once(remote):
 ])
 def test_no_network(remote, fault, why):
     remote.fault = fault
-    with pytest.raises(ValueError, match=re.escape(f"gsm8k: not in the cache and {why}; give --dataset path/to/train.jsonl")) as error:
+    with pytest.raises(UserError, match=re.escape(f"gsm8k: not in the cache and {why}; give --dataset path/to/train.jsonl")) as error:
         GSM8K._tasks("train", 7, 3)
     assert "\n" not in str(error.value) and not remote.cache.exists()
 
@@ -319,14 +319,14 @@ def test_no_network(remote, fault, why):
 @pytest.mark.parametrize("fault", [b"", b"<html>", b'{"question": "1+1?", "answer": "#### 3"}\n', b"x" * 10**7])
 def test_another_file_is_refused(remote, fault):
     remote.fault = fault
-    with pytest.raises(ValueError, match="sha256 differs from the official file's; give --dataset"):
+    with pytest.raises(UserError, match="sha256 differs from the official file's; give --dataset"):
         GSM8K._tasks("train", 7, 3)
     assert not remote.cache.exists()  # nothing is kept
     remote.fault = None
     GSM8K._tasks("train", 7, 3)
     with open(remote.cache / "train.jsonl", "ab") as f:
         f.write(b"\n")
-    with pytest.raises(ValueError, match="train.jsonl: sha256 differs .*; delete it and it is fetched again"):
+    with pytest.raises(UserError, match="train.jsonl: sha256 differs .*; delete it and it is fetched again"):
         GSM8K._tasks("train", 7, 3)
 
 

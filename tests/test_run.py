@@ -1,0 +1,502 @@
+"""run.py: what the flags accept and refuse, that config.yaml repeats a run, that a checkpoint is whole or absent."""
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import run
+from run import Run, UserError, flag, parse
+
+ROOT = Path(run.__file__).parent
+
+
+@dataclasses.dataclass
+class Config:
+    model_path: str = flag("tiny", "tiny, a hub id or a folder", group="model")
+    lora_target_modules: list[str] = flag(["q_proj", "v_proj"], "layers that get an adapter", group="model")
+    reference: str | None = flag(None, "the reference policy")
+    learning_rate: float = flag(1e-5, "AdamW step size", group="optimisation", above=0)
+    lora_dropout: float = flag(0.0, "probability", low=0, high=1)
+    group_size: int = flag(8, "episodes per task", aliases=("samples_per_prompt",), low=2)
+    batch_size: int = flag(4, "sequences in one forward", low=1)
+    max_steps: int | None = flag(None, "optimizer steps", low=1)
+    loss: str = flag("grpo", "objective", choices=("grpo", "dapo", "gspo"))
+    load_in_4bit: bool = flag(False, "4-bit base weights")
+    shuffle: bool = flag(True, "shuffle the tasks")
+    seed: int = flag(0, "seed of everything random", low=0)
+    output_dir: str = flag("runs/a", "folder")
+    overwrite: bool = flag(False, "replace the run in output_dir")
+    resume: bool = flag(False, "go on")
+
+
+def refusal(*argv):
+    with pytest.raises(UserError) as caught:
+        parse(Config, argv)
+    return str(caught.value)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("line, name, value", [
+    ("--learning_rate 1e-4", "learning_rate", 1e-4), ("--learning-rate=.5", "learning_rate", 0.5),
+    ("--learning_rate 3", "learning_rate", 3.0), ("--samples_per_prompt 4", "group_size", 4),
+    ("--samples-per-prompt=4", "group_size", 4), ("--load_in_4bit", "load_in_4bit", True),
+    ("--load_in_4bit false", "load_in_4bit", False), ("--load_in_4bit=True", "load_in_4bit", True),
+    ("--no_shuffle", "shuffle", False), ("--no-shuffle", "shuffle", False), ("--shuffle --seed 1", "shuffle", True),
+    ("--max_steps 3", "max_steps", 3), ("--max_steps none", "max_steps", None), ("--reference none", "reference", None),
+    ("--model_path none", "model_path", "none"), ("--model_path=--odd", "model_path", "--odd"),
+    ("--model_path a=b", "model_path", "a=b"), ("--lora_target_modules q,k,", "lora_target_modules", ["q", "k"]),
+    ("--lora_target_modules=", "lora_target_modules", []), ("--seed 1 --seed 2", "seed", 2),
+])
+def test_accepts(line, name, value):
+    got = getattr(parse(Config, line.split(" ")), name)
+    assert got == value and type(got) is type(value)
+
+
+def test_defaults_are_not_shared():
+    parse(Config, []).lora_target_modules.append("x")
+    assert parse(Config, []) == Config() and Config().lora_target_modules == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("line, message", [
+    ("--lerning_rate 1", "unknown option --lerning_rate; did you mean --learning_rate?"),
+    ("--learning 1", "unknown option --learning; did you mean --learning_rate?"),          # no abbreviations
+    ("--zzzz 1", "unknown option --zzzz; --help lists them"),
+    ("--no_seed", "unknown option --no_seed; did you mean --seed?"),
+    ("--learning_rate 1e-4x", "--learning_rate 1e-4x: not a number"),
+    ("--learning_rate nan", "--learning_rate nan: not a number"),
+    ("--learning_rate inf", "--learning_rate inf: not a number"),
+    ("--learning_rate 1e999", "--learning_rate 1e999: not a finite number"),
+    ("--learning_rate 1_0", "--learning_rate 1_0: not a number"),
+    ("--learning_rate 0", "--learning_rate 0: must be greater than 0"),
+    ("--learning_rate -1", "--learning_rate -1: must be greater than 0"),
+    ("--lora_dropout 1.5", "--lora_dropout 1.5: must be at most 1"),
+    ("--batch_size 0", "--batch_size 0: must be at least 1"),
+    ("--batch_size 1.0", "--batch_size 1.0: not a whole number"),
+    ("--batch_size ４", "--batch_size ４: not a whole number"),
+    ("--batch_size true", "--batch_size true: not a whole number"),
+    ("--batch_size=", "--batch_size '': not a whole number"),
+    ("--samples_per_prompt 1", "--samples_per_prompt 1: must be at least 2"),
+    ("--load_in_4bit=yes", "--load_in_4bit yes: not true or false"),
+    ("--load_in_4bit yes", "unexpected argument yes; options are written --name value"),
+    ("--loss gpro", "--loss gpro: must be one of grpo, dapo, gspo"),
+    ("--seed", "--seed: needs a value"), ("--seed --shuffle", "--seed: needs a value"),
+    ("--seed none", "--seed none: not a whole number"),
+    ("train.csv", "unexpected argument train.csv; options are written --name value"),
+    ("-s 1", "unexpected argument -s; options are written --name value"),
+    ("--", "unexpected argument --; options are written --name value"),
+    ("--config", "--config: needs a value"),
+])
+def test_refuses(line, message):
+    assert refusal(*line.split(" ")) == message
+
+
+def test_long_values_are_not_repeated_in_full():
+    assert len(refusal("--seed", "9" * 6000)) < 120
+
+
+# -- YAML --------------------------------------------------------------------------------------------------------------
+
+def test_defaults_then_yaml_then_command_line(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("learning_rate: 1e-4\nsamples_per_prompt: 6\nseed: 5\nmodel_path: no\nmax_steps: null\n")
+    second.write_text("seed: 7\nlora_target_modules: [a, 'b,c']\nload-in-4bit: true\n")
+    config = parse(Config, ["--group_size", "3", "--config", str(first), f"--config={second}"])
+    assert config == Config(learning_rate=1e-4, group_size=3, seed=7, model_path="no", load_in_4bit=True,
+                            lora_target_modules=["a", "b,c"])
+    first.write_text("# nothing yet\n")
+    assert parse(Config, ["--config", str(first)]) == Config()
+
+
+@pytest.mark.parametrize("text, message", [
+    ("seed: 1\nlerning_rate: 1\n", ":2: unknown option lerning_rate; did you mean learning_rate?"),
+    ("seed: 1\nseed: 2\n", ":2: seed is given twice, first in line 1"),
+    ("group_size: 4\n\nsamples_per_prompt: 4\n", ":3: samples_per_prompt is given twice, first in line 1"),
+    ("seed:\n", ":1: seed null: not a whole number"), ("batch_size: 0", ":1: batch_size 0: must be at least 1"),
+    ("batch_size: 2.5", ":1: batch_size 2.5: not a whole number"), ("seed: true", ":1: seed true: not a whole number"),
+    ("learning_rate: .nan", ":1: learning_rate .nan: not a number"),
+    ("seed: [1]", ":1: seed ['1']: not a whole number"),
+    ("load_in_4bit: 1", ":1: load_in_4bit 1: not true or false"),
+    ("loss: x", ":1: loss x: must be one of grpo, dapo, gspo"),
+    ("model_path: [a]", ":1: model_path ['a']: not text"),
+    ("lora_target_modules: [null]", ":1: lora_target_modules [None]: must be one of text, text"),
+    ("seed:\n  a: 1\n", ":2: give lines `name: value`, nothing nested"),
+    ("lora_target_modules: [[a]]", ":1: give lines `name: value`, nothing nested"),
+    ("- seed\n", ":1: give lines `name: value`"), ("just text", ":1: give lines `name: value`"),
+    ("seed: 1\n\tx: 2", ":2: cannot be read as YAML: found character '\\t' that cannot start any token"),
+    ("a: *x", ":1: cannot be read as YAML: found undefined alias 'x'"),
+    ("seed: 1\n---\nseed: 2", ":2: cannot be read as YAML: but found another document"),
+])
+def test_yaml_refuses(tmp_path, text, message):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    assert refusal("--config", str(path)) == str(path) + message
+
+
+def test_yaml_that_is_no_yaml(tmp_path):
+    (tmp_path / "y.yaml").write_bytes(b"seed: \xff\xfe\n")
+    assert "cannot be read as YAML" in refusal("--config", str(tmp_path / "y.yaml"))
+    (tmp_path / "y.yaml").write_text("a: " + "[" * 20000)
+    assert "cannot be read as YAML" in refusal("--config", str(tmp_path / "y.yaml"))
+    assert refusal("--config", f"{tmp_path}/x.yaml") == f"{tmp_path}/x.yaml: no such file; nearest: y.yaml"
+    assert refusal("--config", f"{tmp_path}/no/x.yaml") == f"{tmp_path}/no/x.yaml: no such file"
+    assert "Is a directory" in refusal("--config", str(tmp_path))
+    assert "null byte" in refusal("--config", "a\0b")
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@example(Config(model_path="\x85", reference="no", lora_target_modules=["", "a,b", "~", "\u2028\ud800\n"]))
+@example(Config(model_path="模型 # x: y", reference="", learning_rate=1e-5))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.builds(Config, model_path=TEXT, lora_target_modules=st.lists(TEXT, max_size=3), reference=st.none() | TEXT,
+                 learning_rate=st.floats(1e-300, 1e300) | st.integers(1, 9), lora_dropout=st.floats(0, 1),
+                 group_size=st.integers(2), max_steps=st.none() | st.integers(1), load_in_4bit=st.booleans(),
+                 loss=st.sampled_from(["grpo", "dapo", "gspo"]), seed=st.integers(0, 2**80)))
+def test_config_yaml_round_trips(tmp_path_factory, config):
+    config.output_dir = str(tmp_path_factory.mktemp("run"))
+    Run(config, "grpo")
+    assert parse(Config, ["--config", config.output_dir + "/config.yaml"]) == config
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """A tiny algorithm file; -> run(argv, **environment) -> CompletedProcess."""
+    script = tmp_path_factory.mktemp("program") / "toy.py"
+    script.write_text(textwrap.dedent('''
+        """Toy – learns nothing.
+
+        A second paragraph."""
+        import sys, time
+        from dataclasses import dataclass
+        from run import UserError, flag, main
+        assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
+
+        @dataclass
+        class Config:
+            learning_rate: float = flag(1e-5, "AdamW step size", group="optimisation", above=0)
+            group_size: int = flag(8, "episodes per task", aliases=("samples_per_prompt",))
+            loss: str = flag("grpo", "objective", choices=("grpo", "dapo"))
+            fail: str = flag("", "how to end")
+
+        def train(config):
+            if config.fail == "user":
+                raise UserError("reward.py: returns nan;\\nreturn a finite number, not \u2014 this")
+            if config.fail == "interrupt":
+                raise KeyboardInterrupt
+            if config.fail == "bug":
+                raise ValueError("ours")
+            print("trained", config.learning_rate)
+
+        if __name__ == "__main__":
+            main(Config, train, __doc__)
+    '''), encoding="utf-8")
+
+    def call(*argv, **environment):
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        return subprocess.run([sys.executable, script, *argv], capture_output=True, encoding="utf-8", env=env)
+    return call
+
+
+@pytest.mark.parametrize("argv, code, line", [
+    (["--lr", "1"], 2, "toy.py: unknown option --lr; --help lists them"),
+    (["--learning_rate", "0"], 2, "toy.py: --learning_rate 0: must be greater than 0"),
+    (["--fail", "user"], 2, "toy.py: reward.py: returns nan; return a finite number, not — this"),
+    (["--fail", "interrupt"], 130, "toy.py: interrupted; the checkpoints that were written are whole"),
+])
+def test_exit_codes(program, argv, code, line):
+    done = program(*argv)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", line + "\n")
+
+
+def test_success_and_our_own_bugs(program):
+    done = program("--learning_rate", "1e-4")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained 0.0001\n", "")
+    done = program("--fail", "bug")
+    assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
+
+
+def test_help(program):
+    done = program("--help", COLUMNS="100", LC_ALL="C")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == textwrap.dedent("""\
+        usage: python toy.py [--config file.yaml] [--name value] [--no_switch]
+
+        Toy – learns nothing.
+
+        options:
+          --config         none   YAML file of options; the command line wins
+          --group_size     8      episodes per task; same as --samples_per_prompt
+          --loss           grpo   objective; one of grpo, dapo
+          --fail           ''     how to end
+
+        optimisation:
+          --learning_rate  1e-05  AdamW step size
+        """)
+
+
+def test_ascii_locale(program):
+    ascii = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert program("--help", **ascii, PYTHONIOENCODING="ascii").returncode == 0
+    assert program("--fail", "user", **ascii).returncode == 2
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+def started(folder, **changes):
+    config = Config(output_dir=str(folder), **changes)
+    return Run(config, "grpo")
+
+
+def test_config_yaml_does_not_repeat_permissions(tmp_path):
+    started(tmp_path / "a", overwrite=True, seed=3)
+    written = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    assert written["seed"] == 3 and "overwrite" not in written and "resume" not in written
+
+
+def test_refuses_a_folder_that_holds_a_run(tmp_path):
+    folder = tmp_path / "a"
+    started(folder).log(0, {"loss": 1.0}, {})
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="a: already holds a grpo run; give another --output_dir, or --overwrite to"):
+        started(folder)
+    assert (folder / "metrics.jsonl").exists()
+    started(folder, overwrite=True)
+    assert not (folder / "metrics.jsonl").exists() and (folder / "notes.txt").read_text() == "mine"
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(UserError, match="b: already holds config.yaml; "):
+        started(tmp_path / "b")
+
+
+def test_overwrite_never_removes_what_the_run_starts_from(tmp_path):
+    started(tmp_path)
+    (tmp_path / "base").mkdir()
+    for start in (tmp_path, tmp_path / "base"):
+        with pytest.raises(UserError, match="--model_path .* lies in the folder to overwrite"):
+            started(tmp_path, overwrite=True, model_path=str(start))
+    assert (tmp_path / "base").exists() and (tmp_path / "config.yaml").exists()
+
+
+def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    for folder, reason in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "a", "Not a directory"),
+                           (tmp_path / ("n" * 256), "File name too long"), ("a\0b", "null byte")):
+        with pytest.raises(UserError, match=f"(?s): cannot write there .*{reason}.*; give another --output_dir"):
+            started(folder)
+    assert started(tmp_path / ("n" * 255)).folder.is_dir()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(Path, "write_text", full)                           # read-only and full disks look like this
+    with pytest.raises(UserError, match="No space left"):
+        started(tmp_path / "full")
+
+
+def test_config_made_in_python_is_checked_too(tmp_path):
+    with pytest.raises(UserError, match="--batch_size 0: must be at least 1"):
+        started(tmp_path, batch_size=0)
+    with pytest.raises(UserError, match="--learning_rate nan: not a finite number"):
+        started(tmp_path, learning_rate=float("nan"))
+    assert not list(tmp_path.iterdir())
+
+
+def strict(path):
+    def refuse(word):
+        raise AssertionError(word)
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class Episode:
+    def __init__(self, **values):
+        self.values = values
+
+    def to_json(self):
+        return self.values
+
+
+def test_lines_are_strict_json(tmp_path):
+    book = started(tmp_path)
+    book.log(0, {"loss": float("nan"), "kl": torch.tensor(0.5), "n": 3}, {"seconds": float("inf")})
+    assert strict(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": None, "kl": 0.5, "n": 3}]     # flushed at once
+    assert strict(tmp_path / "timing.jsonl") == [{"step": 0, "seconds": None}]
+    odd = "日本\u2028\ud800\n"
+    book.trajectories(1, [Episode(logprobs=[float("-inf"), -1.5], messages=[{"content": odd}]), Episode(reward=1.0)])
+    rows = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().split("\n")[:-1]]
+    assert rows == [{"step": 1, "logprobs": [None, -1.5], "messages": [{"content": odd}]}, {"step": 1, "reward": 1.0}]
+
+
+def test_rewind_drops_later_steps_and_cut_lines(tmp_path):
+    book = started(tmp_path)
+    for step in range(1, 5):
+        book.log(step, {"loss": step}, {})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    book = started(tmp_path, resume=True)
+    book.rewind(2)
+    book.log(3, {"loss": 9}, {})
+    assert [row["loss"] for row in strict(tmp_path / "metrics.jsonl")] == [1, 2, 9]
+    assert len(strict(tmp_path / "timing.jsonl")) == 3
+
+
+def test_result(tmp_path):
+    book = started(tmp_path)
+    with pytest.raises(AssertionError, match="peak_memory_mb"):
+        book.finish({"seed": 1})
+    result = dict(success_before=None, success_after=0.5, seconds=float("nan"), peak_memory_mb=1, steps=2, seed=0)
+    assert book.finish(result) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
+
+
+def test_only_rank_zero_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    book = started(tmp_path / "a")
+    book.log(0, {}, {})
+    book.rewind(0)
+    assert book.save(3, None) == tmp_path / "a/checkpoints/step_000003" and not (tmp_path / "a").exists()
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+def small_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def update(model, optimizer, seed):
+    optimizer.zero_grad()
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))).pow(2).sum().backward()
+    optimizer.step()
+
+
+def weights(folder):
+    from safetensors.torch import save_file
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+
+
+def test_save(tmp_path):
+    book, model = started(tmp_path), small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    update(model, optimizer, 1)
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            (Path(folder) / "tokenizer.json").write_text("{}")
+    assert run.newest_checkpoint(tmp_path) is None
+    path = book.save(7, weights, Tokenizer(), run.optimizer_tensors(optimizer, model.named_parameters()), {"best": 0.5})
+    assert path == tmp_path / "checkpoints/step_000007" == run.newest_checkpoint(str(tmp_path))
+    state = run.read_state(path)
+    assert (state["step"], state["algorithm"], state["extra"]) == (7, "grpo", {"best": 0.5})
+    assert state["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert sorted(state["files"]) == ["model.safetensors", "optimizer.safetensors", "tokenizer.json"]
+    assert state["files"]["tokenizer.json"]["bytes"] == 2
+    assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "config.yaml").stat().st_mode}
+    book.save(7, weights)                                                   # the same step again replaces it
+    assert sorted(file.name for file in path.iterdir()) == ["model.safetensors", "state.json"]
+    for step in (1000000, 999999):
+        book.save(step, weights)
+    (tmp_path / "checkpoints/step_2000000").mkdir()                         # without a state.json it is none
+    assert run.newest_checkpoint(tmp_path).name == "step_1000000"
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, OSError])
+def test_a_save_that_fails_leaves_nothing(tmp_path, fault):
+    book = started(tmp_path)
+    good = book.save(1, weights)
+
+    def broken(folder):
+        weights(folder)
+        raise fault("killed")
+    for step in (1, 2):
+        with pytest.raises(fault):
+            book.save(step, broken)
+    assert os.listdir(tmp_path / "checkpoints") == ["step_000001"] and run.read_state(good)["step"] == 1
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    path = started(tmp_path).save(1, weights)
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1                                     # safetensors itself would load this silently
+    (path / "model.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match="step_000001/model.safetensors: damaged"):
+        run.read_state(path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="step_000001: not a whole checkpoint"):
+        run.read_state(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}])
+def test_optimizer_goes_on_as_if_never_stopped(tmp_path, options):
+    from safetensors.torch import save_file
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    for seed in range(3):
+        update(model, optimizer, seed)
+    saved = run.optimizer_tensors(optimizer, model.named_parameters())
+    assert {"0.weight|exp_avg", "0.weight|exp_avg_sq", "1.bias|step"} <= set(saved)
+    save_file(saved, tmp_path / "optimizer.safetensors")
+    other = small_model()
+    other.load_state_dict(model.state_dict())
+    fresh = torch.optim.AdamW(reversed(list(other.parameters())), lr=0.1, **options)         # by name, not by order
+    run.load_optimizer(fresh, other.named_parameters(), tmp_path / "optimizer.safetensors")
+    for seed in range(3, 6):
+        update(model, optimizer, seed)
+        update(other, fresh, seed)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+def test_optimizer_files_that_do_not_fit(tmp_path):
+    from safetensors.torch import save_file
+    path, model = tmp_path / "optimizer.safetensors", small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UserError, match="not an optimizer file"):
+        run.load_optimizer(optimizer, model.named_parameters(), path)
+    saved = run.optimizer_tensors(optimizer, model.named_parameters())     # no state yet, no complaint
+    save_file(saved, path)
+    run.load_optimizer(optimizer, model.named_parameters(), path)
+    assert not optimizer.state
+    update(model, optimizer, 0)
+    saved = run.optimizer_tensors(optimizer, model.named_parameters())
+    save_file({key: value for key, value in saved.items() if not key.startswith("1.bias")}, path)
+    with pytest.raises(UserError, match="has no state for 1.bias"):
+        run.load_optimizer(optimizer, model.named_parameters(), path)
+    save_file({**saved, "2.bias|": torch.empty(0)}, path)
+    with pytest.raises(UserError, match="2.bias is not trained here"):
+        run.load_optimizer(optimizer, model.named_parameters(), path)
+    save_file({**saved, "1.bias|exp_avg": torch.zeros(3)}, path)
+    with pytest.raises(UserError, match=r"1.bias was \(3,\), here it is \(2,\)"):
+        run.load_optimizer(optimizer, model.named_parameters(), path)
+    path.write_bytes(b"version https://git-lfs")
+    with pytest.raises(UserError, match="not an optimizer file"):
+        run.load_optimizer(optimizer, model.named_parameters(), path)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+def test_mix():
+    assert run.mix(0, 1, "task", 2) == 208114185031139582      # the same on every machine and Python
+    parts = [(0, 1, 2), (0, 2, 1), (1, 0, 2), ("0", 1, 2), (0, 12), (0, 1, 2, 0), (0.0, 1, 2)]
+    seeds = [run.mix(*part) for part in parts]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+    ones = [sum(run.mix(seed, step) >> bit & 1 for seed in range(40) for step in range(50)) for bit in range(63)]
+    assert all(850 < count < 1150 for count in ones)                         # 1000 expected, 6.7 sigma
+    with pytest.raises(TypeError):
+        run.mix(torch.tensor(1))
+
+
+def test_peak_memory():
+    code = "import run; a = run.peak_memory_mb(); b = b'x' * (200 << 20); del b; print(a, run.peak_memory_mb())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    before, after = map(float, done.stdout.split())     # in MiB, and not counting this process, which holds torch
+    assert 5 < before < 60 and 195 < after - before < 215
