@@ -1,19 +1,31 @@
-"""The agent's side of an episode: what is stored, how chat becomes tokens, how sampled text becomes tool calls.
+"""The agent's side of an episode: play it, write it down, judge it.
 
-`Trajectory` is one episode, token by token. `Chat` turns messages into ids through the tokenizer's own chat template
-and never renders a conversation twice: an episode's ids are prompt + sampled + suffix + sampled ..., each suffix cut
-out of a rendering of a dummy conversation. `parse_tool_calls` reads what the model wrote, and never raises.
+    rollout       tasks -> `Trajectory`s: the model samples turns, tools run while other episodes decode
+    demonstrate   the same with a scripted expert in the model's place, token for token by the same path
+    evaluate      success, pass@k, reward, actions, structure, completion and tool errors of a model in a world
+
+A trajectory's ids are what the model saw and sampled, in that order; they are never decoded and encoded again. `Chat` and
+`parse_tool_calls` (chat.py) do the templates and the reading of calls.
+
+    python agent.py --model_path runs/grpo                       chat with the agent; its tool calls are shown
+    python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
-
-import ast
-import copy
-import hashlib
+import asyncio
+import inspect
 import json
 import math
-import os
-import re
+import queue
+import threading
+import time
 from dataclasses import dataclass, field
-from itertools import takewhile
+
+import torch
+
+import envs
+from chat import Chat, parse_tool_calls
+from generate import Engine, Row
+from lora import DTYPES, load_model
+from run import UserError, flag, main, mix
 
 
 @dataclass
@@ -57,388 +69,425 @@ class Trajectory:
         return out
 
 
-# ---------------------------------------------------------------------------------------------- chat <-> token ids
+# ---------------------------------------------------------------------------------------------------- running tools
+class ToolPool:
+    """Daemon threads that run tool calls while the model decodes, and one event loop that all async tools share.
 
-# Words no template contains: where they come out tells what a template does with the text around them.
-USER, REPLY, ANSWER, ARG, ARG2, RESULT, ABOUT, THOUGHT = (f"zq{c}zq" for c in "abcdefgh")
-PROBE = {"type": "function", "function": {"name": "probe", "description": ABOUT, "parameters": {
-    "type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}}}
-TOOLS_AS_TEXT = """You can call these functions. Each line is the JSON schema of one:
-{schemas}
-To call a function, write its name and arguments as JSON between tags, one pair of tags per call:
-<tool_call>
-{{"name": "function_name", "arguments": {{"argument_name": "value"}}}}
-</tool_call>
-Each result comes back between <tool_response> and </tool_response>."""
-
-
-class Chat:
-    """Chat template <-> token ids, for one tokenizer and one list of tools (schemas of transformers' get_json_schema).
-
-    Only what the template writes itself, or the policy samples, can be a control token; all other text is encoded as
-    text, whatever it spells. `native_tools`: the template shows tools, calls and results; else they go as Hermes text.
-    `stop_ids` end a turn; `start_ids` open a message and never occur inside a turn: one sampled is a malformed turn.
-    Raises ValueError, in one line, for a template it cannot use.
+    Every job runs one episode's calls of one turn, in order. A thread that overruns is never joined: it is left behind
+    and another one started in its place. RuntimeError once more than `max_abandoned` calls were left behind.
     """
 
-    def __init__(self, tokenizer, tools: list[dict], generation_config=None):
-        if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template: take the instruct model's, or set one yourself")
-        self.template_hash = hashlib.sha256(tokenizer.get_chat_template(tools=tools or None).encode()).hexdigest()
-        # All added tokens, not only those the template names; but Gemma's "\n\n" is one too, and ordinary text.
-        controls = [t.content for t in tokenizer.added_tokens_decoder.values() if not t.content.isspace()]
-        self._control = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or "(?!)")
-        self.tokenizer = copy.copy(tokenizer)  # ours alone, or the list would be saved with the model
-        self.tokenizer.chat_control_tokens = controls
-        tools = self._clean(tools)
-        if bad := [t["function"]["name"] for t in tools if not NAME.fullmatch(t["function"]["name"])]:
-            raise ValueError(f"tool names must be identifiers, got {bad}")
+    def __init__(self, threads: int, timeout: float, max_abandoned: int = 8):
+        self.timeout, self.max_abandoned, self.abandoned = timeout, max_abandoned, 0
+        self.jobs, self.threads, self.loop = queue.SimpleQueue(), 0, None
+        self.target = threads
 
-        user, answer, reply = (self._message(*m) for m in (("user", USER), ("assistant", ANSWER), ("user", REPLY)))
-        two = [{"name": "probe", "arguments": {"x": arg}} for arg in (ARG, ARG2)]
-        self._tools, self._many = [PROBE], True  # while we find out
-        self.native_tools = self._shows([ABOUT, ARG, RESULT], self._called(two[:1], [RESULT]))
-        self._many = self._shows([ARG, ARG2, RESULT], self._called(two, [RESULT, RESULT]))  # calls in one turn
-        self._tools = tools if self.native_tools and tools else None
-        self._tools_text = "" if self.native_tools or not tools else TOOLS_AS_TEXT.format(
-            schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        self._folds_system = not self._shows([ABOUT, USER], [self._message("system", ABOUT), user])
-        if not self._shows([USER, ANSWER, REPLY], [user, answer, reply]):
-            raise ValueError("the chat template does not show user and assistant messages given as text")
+    def submit(self, env, calls) -> dict:
+        if self.threads < self.target:
+            self._start()
+        if self.loop is None and any(inspect.iscoroutinefunction(envs.tools(env).get(c["name"])) for c in calls):
+            self.loop = asyncio.new_event_loop()
+            threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        job = {"env": env, "calls": calls, "results": [], "began": None, "done": threading.Event(), "abandoned": False}
+        self.jobs.put(job)
+        return job
 
-        self.answer_stop_id, *self._answer_cut = self._end_of_turn([user, answer, reply], ANSWER)
-        self.call_stop_id, self._call_cut = self.answer_stop_id, self._answer_cut
-        if self.native_tools:
-            dummy, args = self._called(two, [RESULT, RESULT]), (ARG, ARG2) if self._many else (ARG, ARG)
-            self.call_stop_id, *self._call_cut = self._end_of_turn(dummy, args[1], args[0])
-        eos = getattr(generation_config, "eos_token_id", None)
-        eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, (list, tuple)) else [eos])} - {None}
-        self.stop_ids = frozenset(eos | {self.call_stop_id, self.answer_stop_id})
-        self.start_ids = self._turn_starts(user, answer, reply) - self.stop_ids
+    def wait(self, job) -> list[tuple[str, bool, float]]:
+        """(text for the model, error, env.reward after it) of each call; blocks until done or a call overruns."""
+        while not job["done"].is_set():
+            began = job["began"]
+            left = self.timeout if began is None else began + self.timeout - time.monotonic()
+            if left > 0:
+                job["done"].wait(left)
+                continue
+            job["abandoned"] = True
+            self.abandoned += 1
+            self._start()
+            done = list(job["results"])
+            if self.abandoned > self.max_abandoned:
+                raise RuntimeError(f"{self.abandoned} tool calls overran --tool_timeout {self.timeout:g} s, the last one "
+                                   f"{job['calls'][len(done)]['name']}; mend the tool or raise the limit")
+            late = f"error: TimeoutError: no answer within {self.timeout:g} s"
+            return done + [(late, True, done[-1][2] if done else 0.0)] * (len(job["calls"]) - len(done))
+        return job["results"]
 
-    def prompt(self, messages: list[dict]) -> list[int]:
-        """Ids of the first prompt ([system], user, [assistant, user ...]), generation prompt included."""
-        for i, m in enumerate(messages):
-            if m.get("role") not in ("system", "user", "assistant") or (m["role"] == "system" and i > 0):
-                raise ValueError(f"message {i} has role {m.get('role')!r}: need [system], user, [assistant, user ...]")
-            if not isinstance(m.get("content"), str):
-                raise ValueError(f"message {i}: content must be text, got {type(m.get('content')).__name__}")
-        if not messages or messages[-1]["role"] != "user":
-            raise ValueError("a prompt must end with a user message")
-        made = [self._message(m["role"], m["content"]) for m in messages]
-        top = [made.pop(0)["content"]] if made[0]["role"] == "system" and self._folds_system else []
-        first = made[made[0]["role"] == "system"]
-        first["content"] = "\n\n".join([*top, *[self._tools_text] * bool(self._tools_text), first["content"]])
-        return self._ids(made)
+    def _start(self):
+        self.threads += 1
+        threading.Thread(target=self._work, daemon=True).start()
 
-    def turn(self, content: str, calls: list[dict]) -> list[int]:
-        """An assistant turn as the model would sample it after the generation prompt, its stop token included."""
-        if not self.native_tools:
-            as_text = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-            content, calls = "\n".join([content] * bool(content) + as_text), []
-        if len(calls) > 1 and not self._many:
-            raise ValueError(f"the chat template shows one tool call per turn, got {len(calls)}")
-        user = self._message("user", USER)
-        prompt, full = self._ids([user]), self._ids([user, self._message("assistant", content, calls)], False)
-        shared = len(os.path.commonprefix([prompt, full]))
-        rest, turn = self._decode(prompt[shared:]), full[shared:]  # rest: what of the prompt the full rendering lacks
-        seam = next((k for k in range(1, len(prompt) + 1) if self._decode(turn[:k]).startswith(rest)), 0) if rest else 0
-        if seam:  # the prompt ends with "<think>", "\n"; here it is "<think>", "\n\n": one token across the seam
-            turn = self._encode(self._decode(turn[:seam])[len(rest):]) + turn[seam:]
-        elif rest.strip() == "<think>":  # the prompt opens a thought, which this template's own turns do not have
-            turn = self._encode("</think>\n\n") + turn
-        elif rest.strip():
-            raise ValueError(f"the chat template's assistant turns do not begin with its generation prompt: {rest!r}")
-        stop = self.call_stop_id if calls else self.answer_stop_id
-        return turn[:turn.index(stop) if stop in turn else len(turn)] + [stop]
+    def _work(self):
+        while (job := self.jobs.get()) is not None:
+            for call in job["calls"]:
+                job["began"] = time.monotonic()
+                text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
+                if job["abandoned"]:
+                    return  # a new thread has taken this one's place
+                job["results"].append((text, error, getattr(job["env"], "reward", 0.0)))
+            job["done"].set()
 
-    def results(self, calls: list[dict], results: list[str], sampled_stop: int | None) -> list[int]:
-        """Ids that follow a calling turn: its results in one rendering, then the generation prompt.
+    def close(self):
+        for _ in range(self.threads):
+            self.jobs.put(None)
+        if self.loop:
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
-        Results beyond the calls are errors about calls that could not be read. If the turn did not end with the
-        expected stop token, the one that the template writes there comes first: ours, so it is not trained.
+
+# --------------------------------------------------------------------------------------------------------- episodes
+@dataclass(frozen=True)
+class Limits:
+    """Budgets of an episode. Reaching one ends it with the stop_reason of the same name."""
+
+    max_turns: int | None = None  # assistant turns; None: the world's own max_turns, or 8
+    max_new_tokens: int = 128  # sampled tokens of one turn
+    max_tokens: int = 1024  # the whole episode, prompt included
+    max_tool_calls: int = 32
+    max_tool_tokens: int = 512  # tokens of tool results, of the whole episode
+
+
+class Episode:
+    """One episode's bookkeeping, the same for the model (`rollout`) and for a scripted expert (`demonstrate`)."""
+
+    def __init__(self, env_name: str, env, chat: Chat, task: dict, group_id: str, limits: Limits):
+        self.env, self.chat, self.limits = env, chat, limits
+        task = {k: v for k, v in task.items() if k != "env"}
+        try:
+            first = env.reset(**task)
+        except Exception as error:
+            raise RuntimeError(f"world {env_name}: reset failed on task {str(task)[:200]}: {type(error).__name__}: {error}") from error
+        system = getattr(env, "system_prompt", None)
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": first or ""}]
+        ids = chat.prompt(messages)
+        self.trajectory = Trajectory(token_ids=ids, loss_mask=[0] * len(ids), logprobs=[0.0] * len(ids), group_id=group_id,
+                                     messages=messages, info={"env": env_name, "task": task, "tool_calls": 0, "tool_errors": 0,
+                                                              "parsed_turns": 0, "timeouts": 0})
+        self.max_turns = limits.max_turns or getattr(env, "max_turns", 8)
+        self.paid, self.tool_tokens, self.stop, self.stuck = getattr(env, "reward", 0.0), 0, None, False
+        if self.room < 1:
+            raise RuntimeError(f"world {env_name}: the prompt has {len(ids)} tokens, --max_tokens is {limits.max_tokens}")
+
+    @property
+    def room(self) -> int:
+        """Tokens the next turn may sample."""
+        return min(self.limits.max_new_tokens, self.limits.max_tokens - len(self.trajectory.token_ids))
+
+    def take_turn(self, ids, logprobs) -> list[dict] | None:
+        """Append a sampled turn -> the calls to run ([] if none could be read but errors must be shown), or None.
+
+        After None the episode has ended (`trajectory.stop_reason`) or goes on with the ids in `self.next_ids`.
         """
-        if not self.native_tools:
-            return self.reply("\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in results), sampled_stop)
-        names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
-        dummy = self._called([{"name": name, "arguments": {"x": ARG}} for name in names], results)
-        return self._suffix(dummy, self._call_cut, sampled_stop == self.call_stop_id)
+        t, chat = self.trajectory, self.chat
+        t.token_ids += ids
+        t.loss_mask += [1] * len(ids)
+        t.logprobs += logprobs
+        t.rewards.append(0.0)
+        self.stop = ids[-1] if ids[-1] in chat.stop_ids else None
+        text = chat.text(ids)
+        if any(i in chat.start_ids for i in ids):
+            t.messages.append({"role": "assistant", "content": text})
+            return self.finish("malformed")
+        if self.stop is None:
+            t.messages.append({"role": "assistant", "content": text})
+            return self.finish("max_tokens")
+        content, calls, self.errors = parse_tool_calls(text)
+        t.info["parsed_turns"] += not self.errors
+        t.messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+        t.info["tool_calls"] += len(calls)
+        t.info["tool_errors"] += len(self.errors)
+        if calls or self.errors:
+            self.calls = calls
+            return self.finish("max_tool_calls") if t.info["tool_calls"] > self.limits.max_tool_calls else calls
+        reply = self.env._reply(text) if hasattr(self.env, "_reply") and not self.stuck else None
+        self._pay_turn()
+        if reply is None or getattr(self.env, "done", False):
+            return self.finish("done")
+        t.messages.append({"role": "user", "content": reply})
+        return self._continue(chat.reply(reply, self.stop))
 
-    def reply(self, text: str, sampled_stop: int | None) -> list[int]:
-        """Ids that follow an answering turn: a user message and the generation prompt."""
-        dummy = [self._message("user", USER), self._message("assistant", ANSWER), self._message("user", text)]
-        return self._suffix(dummy, self._answer_cut, sampled_stop == self.answer_stop_id)
+    def take_results(self, results):
+        """Append the results of the turn's calls; the next ids, if the episode goes on, are in `self.next_ids`."""
+        t = self.trajectory
+        shown = []
+        for call, (text, error, reward) in zip(self.calls, results, strict=True):
+            text = _cut(text)
+            t.info["tool_errors"] += error
+            t.messages.append({"role": "tool", "name": call["name"], "content": text, "reward": reward - self.paid})
+            t.rewards[-1] += reward - self.paid
+            self.paid = reward
+            shown.append(text)
+        for error in self.errors:
+            t.messages.append({"role": "tool", "name": "", "content": error, "reward": 0.0})
+            shown.append(error)
+        if getattr(self.env, "done", False):
+            return self.finish("done")
+        ids = self.chat.results(self.calls, shown, self.stop)
+        self.tool_tokens += len(ids)
+        if self.tool_tokens > self.limits.max_tool_tokens:
+            return self.finish("max_tool_tokens")
+        return self._continue(ids)
 
-    def text(self, ids: list[int]) -> str:
-        """What the model wrote, its control tokens spelled out, without the stop token."""
-        return self._decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+    def _continue(self, ids):
+        t = self.trajectory
+        if len(t.rewards) >= self.max_turns:
+            return self.finish("max_turns")
+        if len(t.token_ids) + len(ids) >= self.limits.max_tokens:  # a result is never appended half
+            return self.finish("max_tokens")
+        t.token_ids += ids
+        t.loss_mask += [0] * len(ids)
+        t.logprobs += [0.0] * len(ids)
+        self.next_ids = ids
 
-    def _decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def _pay_turn(self):
+        reward = getattr(self.env, "reward", 0.0)
+        self.trajectory.rewards[-1] += reward - self.paid
+        self.paid = reward
 
-    def _encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _clean(self, value):
-        """Without lone surrogates, which do not encode. Names are refused, not cleaned: sanitising skips dict keys."""
-        if isinstance(value, dict):
-            if bad := [key for key in value if not isinstance(key, str) or self._control.search(key)]:
-                raise ValueError(f"names must be text without control tokens, got {bad}")
-            return {self._clean(k): self._clean(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [self._clean(v) for v in value]
-        return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-    def _message(self, role, content, calls=(), **extra):
-        made = {"role": role, "content": self._clean(content), **extra}
-        if calls:  # ids of nine alphanumerics, because Mistral's templates insist on them
-            made["tool_calls"] = [{"id": f"call{i:05d}", "type": "function", "function": self._clean(call)}
-                                  for i, call in enumerate(calls)]
-        return made
-
-    def _called(self, calls, results):
-        """A dummy conversation: user, assistant calling, results. A template of one call per turn gets the first."""
-        return [self._message("user", USER), self._message("assistant", "", calls if self._many else calls[:1])] + [
-            self._message("tool", result, tool_call_id=f"call{i:05d}", name=call["name"])
-            for i, (call, result) in enumerate(zip(calls, results, strict=True))]
-
-    def _render(self, messages, generate=True, **how):
+    def finish(self, reason: str):
+        """The last turn gets what get_reward() says beyond what was paid. RuntimeError if our side fails: that is no episode."""
+        t, env = self.trajectory, self.env
+        t.stop_reason, self.next_ids = reason, None
+        where = f"world {t.info['env']}: get_reward() on task {str(t.info['task'])[:200]}"
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=self._tools, add_generation_prompt=generate, return_dict=False, **how)
-        except Exception as error:  # Jinja's errors, and whatever Python raises inside a template
-            raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
-
-    def _ids(self, messages, generate=True):
-        return self._render(messages, generate, sanitize_control_tokens=True)
-
-    def _controls(self, text):
-        return self.tokenizer.convert_tokens_to_ids(self._control.findall(text))
-
-    def _shows(self, words, messages):
-        try:
-            text = self._render(messages, tokenize=False)
-        except ValueError:
-            return False
-        places = [text.find(word) for word in words]
-        return -1 not in places and places == sorted(places)
-
-    def _end_of_turn(self, dummy, last, first=None):
-        """(stop id, cut id, n): what ends dummy[1], and where what follows begins: after the n-th cut id.
-
-        `last` is the turn's last sentinel. Control tokens between two calls (</tool_call>) are syntax and end nothing.
-        """
-        def split(text):
-            return self._controls(text[:text.rindex(last)]), [
-                t for t in self._controls(text[text.rindex(last):]) if t not in syntax]
-
-        long = self._render(dummy, tokenize=False)
-        syntax = set(self._controls(long[long.index(first):long.index(last)])) if first else ()
-        (before, followed), (_, alone) = split(long), split(self._render(dummy[:2], False, tokenize=False))
-        if not followed:
-            raise ValueError("no added token ends a turn of this chat template: add its end-of-turn token")
-        # The last token the turn has both alone and in history. Else it ends otherwise alone (gpt-oss), or with none
-        # of its own (GLM): the token that opens the next message is then what stops the model.
-        both = [a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(alone, followed))]
-        stop = (both or alone or followed[:1])[-1]
-        cut = stop if stop in followed else followed[0]
-        n = before.count(cut) + (both.count(cut) or 1)
-        return stop, cut, n
-
-    def _suffix(self, dummy, cut, stopped):
-        ids, (cut_id, n) = self._ids(dummy), cut
-        at = [i for i, t in enumerate(ids) if t == cut_id][n - 1]  # sanitised text cannot add to the count
-        return ids[at + stopped:]
-
-    def _turn_starts(self, user, answer, reply):
-        closed, opened, long = (self._controls(self._render(messages, generate, tokenize=False)) for messages, generate
-                                in (([user], False), ([user], True), ([user, answer, reply], True)))
-        at = [i for i, t in enumerate(long) if t == self._answer_cut[0]][self._answer_cut[1] - 1]
-        starts = {*opened[len(os.path.commonprefix([closed, opened])):][:1], *long[at + 1:at + 2]}
-        try:  # gpt-oss begins a second <|start|> after its thoughts
-            thinking = {**answer, "thinking": THOUGHT, "reasoning_content": THOUGHT}
-            thought = self._render([user, thinking], False, tokenize=False).partition(THOUGHT)[2].partition(ANSWER)[0]
-        except ValueError:
-            thought = ""
-        return frozenset(starts - set(self._controls(thought)))
+            total = float(env.get_reward()) if not self.stuck else self.paid
+            t.reward_parts = {k: float(v) for k, v in getattr(env, "_reward_parts", {}).items()}
+            t.info["success"] = bool(env._check()) if hasattr(env, "_check") and not self.stuck else total > 0
+        except Exception as error:
+            raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
+        if not all(map(math.isfinite, (total, *t.reward_parts.values(), *t.rewards))):
+            raise RuntimeError(f"{where} is {total}, parts {t.reward_parts}: not finite")
+        t.rewards[-1] += total - self.paid
+        t.reward = math.fsum(t.rewards)
 
 
-# ----------------------------------------------------------------------------------------- sampled text -> tool calls
-
-MAX_CALLS, MAX_DEPTH, MAX_PYTHON = 64, 64, 100_000  # calls in a turn, nesting of arguments, characters given to ast
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_SPACE = re.compile(r"\s*")
-_OPENER = re.compile(r'<tool_call>|<function=|<atem:invoke name="|<\|python_tag\|>|<\|tool_call_start\|>|'
-                     r'<\|tool_call>call:|to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>')
-_CLOSER = re.compile(r"</tool_call>|</function>|</atem:invoke>|<\|tool_call_end\|>|<tool_call\|>")
-_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
-_MEANT = re.compile(r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"', re.S)
-_TAG_NAME = re.compile(r'(?:<function=)?([\w.-]{1,64})(?:">|>)?\s*')
-_TAG_VALUE = re.compile(r'(?:<parameter=([^>\n]{1,64})>|<atem:parameter name="([^"\n]{1,64})">|<arg_key>([^<\n]{1,64})'
-                        r"</arg_key>\s*<arg_value>)(.*?)(?:</parameter>|</atem:parameter>|</arg_value>)\s*", re.S)
-_LITERALS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+def _cut(text: str, limit: int = 4000) -> str:
+    """A tool's result, at most about `limit` characters of it: the head, how much was cut, the tail."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit * 3 // 4]}\n[... {len(text) - limit} characters cut ...]\n{text[-limit // 4:]}"
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
-    """What the model wrote -> (content, calls [{"name", "arguments": dict}], errors to show the model). Never raises.
-
-    Read are <tool_call> around JSON, Qwen's <function=> or GLM's <arg_key>; the markup of gpt-oss, Gemma 4, LFM, Llama
-    and ATEM; a text that is itself a JSON call, a list of them, or [f(x=1)]. We read decoded text: a tag spelled in
-    plain tokens is the same as the added token. A closed thought at the start is content, whatever it mentions. A good
-    call counts beside a bad one; prose and other JSON are an answer. A tagged value (<parameter=n>42) that is JSON and
-    no string is read as JSON: the caller, who has the signature, may take it back to text.
-    """
-    calls, errors = [], []
-    opener, at = _OPENER.search(text), text.find("</think>") + len("</think>")
-    if at < len("</think>") or (opener and opener.start() < at and not text.lstrip().startswith("<think>")):
-        at = 0
-    content, opener = text[:at], None  # first, the text itself may be a call
-    while True:
-        start = _SPACE.match(text, opener.end() if opener else at).end()
-        try:
-            found, end = _read(text, opener, start)
-            at = end if found else at
-        except (ValueError, RecursionError, MemoryError, SyntaxError) as error:
-            found = []
-            if opener or _MEANT.match(text, start):
-                errors.append(f"error: {error if type(error) is ValueError else 'the tool call cannot be read'}"[:300])
-                at = min([m.start() for tag in (_CLOSER, _OPENER) if (m := tag.search(text, start))], default=len(text))
-        for raw in found[:MAX_CALLS + 1]:
-            try:
-                calls.append(_checked(raw))
-            except ValueError as error:
-                errors.append(f"error: {error}"[:300])
-        while closer := _CLOSER.match(text, _SPACE.match(text, at).end()) if opener else None:
-            at = closer.end()
-        opener = _OPENER.search(text, at)
-        content += text[at:opener.start() if opener else len(text)]
-        if len(calls) + len(errors) > MAX_CALLS:  # this too keeps us linear, as every attempt may read to the end
-            return content.strip(), calls[:MAX_CALLS], [*errors[:1], f"error: only {MAX_CALLS} calls of a turn are read"]
-        if not opener:
-            return content.strip(), calls, errors
-
-
-def _read(text, opener, at):
-    """The calls at `at` -> (unchecked calls, where they end). Without an opener: none, if the text is an answer."""
-    kind = opener[0] if opener else ""
-    if opener and opener["name"]:  # gpt-oss
-        arguments, at = _json(text, at)
-        return [{"name": opener["name"], "arguments": arguments}], at
-    if kind == "<|tool_call>call:":  # Gemma 4: name{key:<|"|>text<|"|>,n:1}, which is JSON but for its quotes
-        body = text[at:].partition("<tool_call|>")[0]
-        parts = body.split('<|"|>')
-        parts[0::2] = [re.sub(r"([{,]\s*)([A-Za-z_]\w*)\s*:", r'\1"\2":', part) for part in parts[0::2]]
-        parts[1::2] = map(json.dumps, parts[1::2])
-        name, brace, rest = "".join(parts).partition("{")
-        return [{"name": name, "arguments": _json(brace + rest, 0)[0]}], at + len(body)
-    if _PYTHON.match(text, at) and (opener or text.rstrip().endswith(")]")):
-        source = text[at:].partition("<|tool_call_end|>")[0]
-        return _python(source.strip()), at + len(source)
-    if text[at:at + 1] not in ("{", "["):
-        return _tagged(text, at) if opener else ([], at)
-    found, end = [], at
-    while text[end:end + 1] in ("{", "[") and len(found) < MAX_CALLS:  # Llama writes several as {...}; {...}
-        value, end = _json(text, end)
-        found += value if isinstance(value, list) else [value]
-        end = _SPACE.match(text, end).end()
-        end = _SPACE.match(text, end + 1).end() if text[end:end + 1] == ";" else end
-    is_call = [isinstance(c, dict) and ("name" in c and ("arguments" in c or "parameters" in c) or
-                                        isinstance(c.get("function"), dict)) for c in found]
-    if not opener and not any(is_call):
-        return [], at
-    if kind == "<tool_call>" and end < len(text) and not (_CLOSER.match(text, end) or _OPENER.match(text, end)):
-        raise ValueError(f"unexpected {text[end:end + 20]!r} after the JSON of a tool call")
-    return found, end
-
-
-def _tagged(text, at):
-    """name>, then <parameter=key>value</parameter> ..., or what GLM and ATEM write for that."""
-    if not (name := _TAG_NAME.match(text, at)):
-        raise ValueError(f"expected a JSON object or a function name, got {text[at:at + 20]!r}")
-    at, pairs = name.end(), []
-    if text[at:at + 1] == "{":  # Llama's <function=name>{json}
-        arguments, at = _json(text, at)
-        return [{"name": name[1], "arguments": arguments}], at
-    while tag := _TAG_VALUE.match(text, at):
-        key, at, raw = tag[1] or tag[2] or tag[3], tag.end(), tag[4].removeprefix("\n").removesuffix("\n")
-        try:
-            value, end = (_LITERALS[raw], len(raw)) if raw in _LITERALS else _json(raw, 0)
-        except ValueError:
-            value, end = raw, 0
-        pairs.append((key, raw if isinstance(value, str) or end < len(raw) else value))
-    if at < len(text) and not (_CLOSER.match(text, at) or _OPENER.match(text, at)):
-        raise ValueError(f"unexpected {text[at:at + 20]!r} in a tool call")
-    return [{"name": name[1], "arguments": _unique(pairs)}], at
-
-
-def _python(source):
-    """[f(x=1), g(y="a")], as Llama 4 and LFM write calls. Literals only: nothing is evaluated."""
-    if len(source) > MAX_PYTHON:
-        raise ValueError(f"a tool call of more than {MAX_PYTHON} characters")
-    tree = ast.parse(source, mode="eval").body
-    calls = tree.elts if isinstance(tree, ast.List) else []
-    if not calls or any(not isinstance(c, ast.Call) or c.args or any(k.arg is None for k in c.keywords) for c in calls):
-        raise ValueError("expected [name(key=value, ...)]")
-    return [{"name": ast.unparse(c.func), "arguments": _unique([(k.arg, _literal(k.value)) for k in c.keywords])}
-            for c in calls]
-
-
-def _literal(node):
-    match node:
-        case ast.Constant(value=value):
-            return value
-        case ast.Name(id=name) if name in _LITERALS:
-            return _LITERALS[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return _unique([(_literal(k), _literal(v)) for k, v in zip(keys, values)])
-    raise ValueError("arguments must be literal values")
-
-
-def _unique(pairs):
-    made = {str(key): value for key, value in pairs}
-    if len(made) < len(pairs):
-        raise ValueError("an argument is given twice")
-    return made
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_unique)
-
-
-def _json(text, at):
+def _chats(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, dict]:
+    names = {task.get("env", env_name) for task in tasks}
+    classes = {name: envs.load(name) for name in names}
     try:
-        return _JSON.raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the tool call is not valid JSON: {error.msg} at character {error.pos - at}") from None
-    except RecursionError:
-        raise ValueError("the tool call is nested too deep") from None
+        return classes, {name: Chat(tokenizer, envs.schemas(cls), generation_config) for name, cls in classes.items()}
+    except ValueError as error:  # a template or a tool that cannot be used
+        raise UserError(str(error)) from error
 
 
-def _checked(raw):
-    """{"name": str, "arguments": dict of finite, encodable JSON}, or ValueError."""
-    if isinstance(raw, dict) and isinstance(raw.get("function"), dict):
-        raw = raw["function"]
-    if not isinstance(raw, dict):
-        raise ValueError("a tool call must be an object with a name and arguments")
-    name, arguments = raw.get("name"), raw.get("arguments", raw.get("parameters", {}))
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"{str(name)[:50]!r} is not a function name")
-    if isinstance(arguments, str):  # encoded twice
-        arguments = _json(arguments.strip() or "{}", 0)[0]
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name} must be an object, got {type(arguments).__name__}")
-    level = [arguments]
-    for _ in range(MAX_DEPTH):
-        for value in level:
-            if (not isinstance(value, (str, int, float, list, dict, type(None)))
-                    or isinstance(value, float) and not math.isfinite(value)
-                    or isinstance(value, str) and re.search("[\ud800-\udfff]", value)):
-                raise ValueError(f"the arguments of {name} must be JSON with finite numbers and whole characters")
-        level = [child for v in level if isinstance(v, (dict, list))
-                 for child in ([*v, *v.values()] if isinstance(v, dict) else v)]
-        if not level:
-            return {"name": name, "arguments": arguments}
-    raise ValueError(f"the arguments of {name} are nested too deep")
+def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *, limits: Limits = Limits(),
+            temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
+            slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4, progress=None) -> list[Trajectory]:
+    """`group_size` episodes of every task, a task's episodes together -> list of len(tasks) * group_size Trajectories.
+
+    What is sampled is a function of (seed, step, first_task + index of the task, sample). Tools run in threads while other
+    rows decode; a row that called one comes back at the next multiple of `tool_steps` decode steps, and decoding waits there
+    if it must: so who shares a batch depends on token counts, never on the clock. `progress(n)`: n more episodes ended.
+    RuntimeError: a reward function that raises, a non-finite reward or logit, too many hanging tools.
+    """
+    classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
+    engine = Engine(model, slots=min(slots, len(tasks) * group_size), temperature=temperature, top_k=top_k, top_p=top_p,
+                    stop_ids=frozenset().union(*(chat.stop_ids for chat in chats.values())))
+    episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), tool_timeout), []
+    for i, task in enumerate(tasks):
+        name = task.get("env", env_name)
+        for sample in range(group_size):
+            episode = Episode(name, classes[name](), chats[name], task, f"{step}-{first_task + i}", limits)
+            row = Row(episode.trajectory.token_ids, group=i, seed=mix(seed, step, first_task + i, sample), limit=episode.room)
+            episodes[row] = episode
+    engine.add(episodes)
+
+    def go_on(row, episode):
+        if episode.trajectory.stop_reason:
+            engine.release(row)
+            progress and progress(1)
+        else:
+            engine.extend(row, episode.next_ids, episode.room)
+
+    try:
+        while engine.busy or paused:
+            for row in engine.step() if engine.busy else ():
+                episode = episodes[row]
+                calls = episode.take_turn(row.turn, row.logprobs)
+                if calls is None:
+                    go_on(row, episode)
+                elif episode.stuck:  # its world still sits in a call that was abandoned: it cannot be touched again
+                    episode.take_results([("error: the tool is still busy", True, episode.paid)] * len(calls))
+                    go_on(row, episode)
+                else:
+                    paused.append((engine.clock // tool_steps + 1, row, pool.submit(episode.env, calls)))
+            due = engine.clock // tool_steps if engine.busy else min((slot for slot, *_ in paused), default=0)
+            for entry in [entry for entry in paused if entry[0] <= due]:
+                _, row, job = entry
+                paused.remove(entry)
+                results = pool.wait(job)
+                episodes[row].stuck = job["abandoned"]
+                episodes[row].trajectory.info["timeouts"] += job["abandoned"]
+                episodes[row].take_results(results)
+                go_on(row, episodes[row])
+    except FloatingPointError as error:
+        raise RuntimeError(f"rollout, step {step}: {error}; the weights may have diverged: lower --learning_rate") from error
+    finally:
+        pool.close()
+    return [episode.trajectory for episode in episodes.values()]
+
+
+def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Limits()) -> list[Trajectory]:
+    """Episodes of the worlds' scripted experts (`_expert`), assembled by the path that rollouts take: the same ids."""
+    classes, chats = _chats(tokenizer, tasks, env_name)
+    out = []
+    for i, task in enumerate(tasks):
+        name = task.get("env", env_name)
+        if not hasattr(classes[name], "_expert"):
+            raise ValueError(f"world {name!r} has no _expert(): give --trajectories or demonstrations of your own")
+        env = classes[name]()
+        episode = Episode(name, env, chats[name], task, str(i), limits)
+        while not episode.trajectory.stop_reason:
+            calls = env._expert()
+            ids = chats[name].turn("", calls)
+            if (calls := episode.take_turn(ids, [0.0] * len(ids))) is not None:
+                episode.take_results([(*envs.call(env, c["name"], c["arguments"]), getattr(env, "reward", 0.0)) for c in calls])
+        out.append(episode.trajectory)
+    return out
+
+
+def collate(trajectories: list[Trajectory], device="cpu"):
+    """Episodes as right-padded tensors -> token_ids, loss_mask (int64), logprobs (float32), each (B, T). Pads are masked."""
+    width = max(len(t.token_ids) for t in trajectories)
+    def pad(rows, dtype):
+        return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=dtype, device=device)  # (B, T)
+    return (pad([t.token_ids for t in trajectories], torch.long), pad([t.loss_mask for t in trajectories], torch.long),
+            pad([t.logprobs for t in trajectories], torch.float32))
+
+
+def read_trajectories(path: str) -> list[Trajectory]:
+    """Episodes of a trajectories.jsonl. UserError: `FILE:LINE: what is wrong`."""
+    out = []
+    for row in envs.read_rows(path):
+        line = row.pop("_line")
+        row.pop("step", None)
+        try:
+            out.append(Trajectory.from_json(row))
+        except ValueError as error:
+            raise UserError(f"{path}:{line}: {error}") from None
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+def summarise(trajectories: list[Trajectory]) -> dict:
+    """What a set of episodes says: shares in 0..1, rewards and counts as means per episode."""
+    def mean(values):
+        values = list(values)
+        return sum(values) / len(values) if values else 0.0
+    turns, calls = sum(len(t.rewards) for t in trajectories), sum(t.info["tool_calls"] for t in trajectories)
+    parts = sorted({name for t in trajectories for name in t.reward_parts})
+    return {"success": mean(t.info["success"] for t in trajectories), "reward": mean(t.reward for t in trajectories),
+            **{f"reward/{name}": mean(t.reward_parts.get(name, 0.0) for t in trajectories) for name in parts},
+            "turns": turns / len(trajectories), "actions": calls / len(trajectories),
+            "structure": sum(t.info["parsed_turns"] for t in trajectories) / turns,
+            "completion": mean(t.stop_reason == "done" for t in trajectories),
+            "tool_errors": sum(t.info["tool_errors"] for t in trajectories) / max(calls, 1),
+            "tool_timeouts": sum(t.info["timeouts"] for t in trajectories),
+            "tokens": mean(len(t.token_ids) for t in trajectories),
+            "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
+            "truncated": mean(t.stop_reason == "max_tokens" for t in trajectories)}
+
+
+def pass_at_k(successes: list[list[bool]]) -> dict:
+    """pass@k for k = 1 .. G, unbiased: mean over tasks of 1 - C(G - c, k) / C(G, k), c of G right (arXiv 2107.03374, eq. 1)."""
+    group = len(successes[0])
+    return {f"pass@{k}": sum(1 - math.comb(group - sum(s), k) / math.comb(group, k) for s in successes) / len(successes)
+            for k in range(1, group + 1)}
+
+
+def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, **options) -> dict:
+    """`rollout` with these options, summarised: success, pass@k, reward, actions, structure, completion, tool errors."""
+    trajectories = rollout(model, tokenizer, env_name, tasks, group_size, **options)
+    solved = [t.info["success"] for t in trajectories]
+    groups = [solved[i:i + group_size] for i in range(0, len(solved), group_size)]
+    return {**summarise(trajectories), **pass_at_k(groups)}
+
+
+def transcript(trajectory: Trajectory) -> str:
+    """The episode to read: what was asked, then `Action: name(arguments) -> Reward: 2.0 -> "result"` a call."""
+    lines, calls = [], []
+    for m in trajectory.messages:
+        if m["role"] == "tool":
+            call = calls.pop(0) if calls and m["name"] else {"name": "unreadable call", "arguments": {}}
+            arguments = ", ".join(map(str, call["arguments"].values()))
+            lines.append(f'Action: {call["name"]}({arguments}) -> Reward: {m["reward"]:.1f} -> "{m["content"]}"')
+        else:
+            calls = list(m.get("tool_calls", []))
+            if m["content"]:
+                lines.append(f"{m['role'].capitalize()}: {m['content']}")
+    return "\n".join(lines + [f"[{trajectory.stop_reason}; success {trajectory.info['success']}; reward {trajectory.reward:.2f}]"])
+
+
+# ------------------------------------------------------------------------------------------------------------- chat
+@dataclass
+class Config:
+    model_path: str = flag("tiny", "model: tiny, hub id, model folder, adapter folder or output folder")
+    env: str = flag("equations", "the world whose tools the agent has")
+    dataset: str | None = flag(None, "task file (.jsonl); default: the world's own tasks")
+    num_tasks: int = flag(0, "play this many held-out tasks and print them, instead of chatting", low=0)
+    group_size: int = flag(1, "episodes per task", low=1, aliases=("samples_per_prompt",))
+    output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
+    temperature: float = flag(1.0, "sampling temperature; 0: the most likely token", low=0)
+    top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
+    top_p: float = flag(1.0, "sample among the most likely tokens of this total probability", above=0, high=1)
+    max_turns: int | None = flag(None, "assistant turns per episode; default: the world's", low=1)
+    max_new_tokens: int = flag(256, "tokens per turn", low=1)
+    max_tokens: int = flag(4096, "tokens per episode", low=8)
+    dtype: str = flag("float32", "of the weights", choices=tuple(DTYPES))
+    seed: int = flag(0, "of tasks and sampling", low=0)
+
+
+def talk(config: Config):
+    """Talk to the agent, or with --num_tasks watch it work; its tool calls and their results are shown."""
+    model, tokenizer = load_model(config.model_path, lora_r=0, dtype=config.dtype)
+    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, 10**6, config.max_tokens)
+    sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    if config.num_tasks:
+        tasks = envs.tasks(config.env, "test", config.num_tasks, config.seed, config.dataset)
+        episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, limits=limits, seed=config.seed, **sampling)
+        if config.output:
+            with open(config.output, "w", encoding="utf-8") as f:
+                f.writelines(json.dumps(t.to_json(), ensure_ascii=False, allow_nan=False) + "\n" for t in episodes)
+        for t in episodes[:8]:
+            print(transcript(t), end="\n\n")
+        print(json.dumps(summarise(episodes)))
+        return
+    (task,), cls = envs.tasks(config.env, "test", 1, config.seed, config.dataset), envs.load(config.env)
+    env, chat = cls(), Chat(tokenizer, envs.schemas(cls), model.generation_config)
+    episode = Episode(config.env, env, chat, task, "chat", limits)
+    print(f"World {config.env}: {', '.join(envs.tools(env))}. An empty line plays the world's own task; Ctrl-D ends.\n"
+          f"Its task: {episode.trajectory.messages[-1]['content']}")
+    engine = Engine(model, slots=1, stop_ids=chat.stop_ids, **sampling)
+    row, system = None, [m for m in episode.trajectory.messages if m["role"] == "system"]
+    while True:
+        try:
+            text = input("\nYou: ").strip()
+        except EOFError:
+            return print()
+        if row is None:
+            ids = chat.prompt(system + [{"role": "user", "content": text or episode.trajectory.messages[-1]["content"]}])
+            row = Row(ids, seed=config.seed, limit=config.max_new_tokens)
+            engine.add([row])
+        else:
+            engine.extend(row, chat.reply(text, stop), config.max_new_tokens)
+        for _ in range(config.max_turns or getattr(env, "max_turns", 8)):
+            while not engine.step():
+                pass
+            stop = row.turn[-1]
+            content, calls, errors = parse_tool_calls(chat.text(row.turn))
+            if content:
+                print(f"Agent: {content}")
+            if not calls and not errors:
+                break
+            results = [envs.call(env, c["name"], c["arguments"])[0] for c in calls] + errors
+            for call, result in zip(calls + [{"name": "unreadable call", "arguments": {}}] * len(errors), results):
+                print(f"  {call['name']}({', '.join(f'{k}={v!r}' for k, v in call['arguments'].items())}) -> {result}")
+            engine.extend(row, chat.results(calls, results, stop), config.max_new_tokens)
+
+
+if __name__ == "__main__":
+    main(Config, talk, __doc__)

@@ -29,7 +29,7 @@ class Row:
     def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=None):
         """`limit`: tokens this turn may sample. `forced`: ids taken in place of sampled ones (their log-probs are returned)."""
         self.pending, self.length = list(prompt), 0  # ids not yet in the cache; ids that are
-        self.group, self.limit, self.forced = group if group is not None else self, limit, forced
+        self.group, self.limit, self.forced = group if group is not None else self, limit, list(forced or [])
         self.turn, self.logprobs, self.slot, self.state = [], [], None, "waiting"
         self._rng, self._uniforms = np.random.Generator(np.random.Philox(key=seed)), []
 
@@ -119,21 +119,21 @@ def sample(logits, uniforms, temperature: float = 1.0, top_k: int = 0, top_p: fl
         z = z.masked_fill(torch.zeros_like(before, dtype=torch.bool).scatter(1, index, before >= top_p), -torch.inf)
     z = z - z.amax(-1, keepdim=True)
     weight = F.pad(z.exp(), (0, -z.shape[1] % block)).unflatten(1, (-1, block))  # (R, blocks, block)
-    cumulative = weight.sum(-1).cumsum(-1)  # (R, blocks)
+    cumulative = weight.sum(-1).double().cumsum(-1)  # (R, blocks); float64: a uniform just under 1 must stay under the total
     total = cumulative[:, -1:]  # (R, 1)
     if not torch.isfinite(total).all():
         raise FloatingPointError("the model's logits are not finite")
     if temperature == 0:
         ids = z.argmax(-1)
     else:
-        aim = torch.as_tensor(uniforms, dtype=torch.float32, device=z.device)[:, None] * total  # (R, 1)
+        aim = torch.as_tensor(uniforms, dtype=torch.float64, device=z.device)[:, None] * total  # (R, 1)
         which = torch.searchsorted(cumulative, aim, right=True).clamp_(max=cumulative.shape[1] - 1)  # (R, 1)
         rest = aim - cumulative.gather(1, which) + weight.sum(-1).gather(1, which)  # (R, 1)
-        inside = weight[torch.arange(len(z), device=z.device), which[:, 0]].cumsum(-1)  # (R, block)
+        inside = weight[torch.arange(len(z), device=z.device), which[:, 0]].double().cumsum(-1)  # (R, block)
         # Rounding may leave `rest` at or over the block's own sum: pull it under, so that no token of weight 0 is drawn.
-        rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-22))
+        rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-40))
         ids = (which * block + torch.searchsorted(inside, rest, right=True))[:, 0]  # (R,)
-    return ids, z.gather(1, ids[:, None])[:, 0] - total[:, 0].log()
+    return ids, z.gather(1, ids[:, None])[:, 0] - total[:, 0].log().float()
 
 
 class Engine:

@@ -1,17 +1,42 @@
 """GRPO and its relatives: a group of episodes of one task is its own baseline.
 
-One step's equations, in the order the loop uses them: rewards -> `group_advantages` (one per episode) or
-`turn_advantages` (one per turn) -> [`importance_correction`] -> `LOSSES[name]` + [`kl_estimate`] - [entropy bonus].
+    rollout          -> group_size episodes of each task, every token with the log-probability it was sampled at
+    group_advantages -> one number per episode: its reward against its group's (arXiv 2402.03300 section 4.1.2), or
+    turn_advantages  -> one per turn: what this and the later turns earned (section 4.1.3)
+    LOSSES[name]     -> clipped ratio x advantage (eq. 3), or one of its relatives, + KL to the start - entropy bonus
+    train            -> rollout, advantages, `updates_per_step` times (micro-batches, clip, AdamW); before/after on held-out tasks
 
-B sequences, T tokens, V vocabulary, G group_size. Every (B, T) tensor's column t belongs to token t;
+Old log-probs are the sampler's, so the ratio also corrects what little sampler and trainer differ by. Left out: bnpo, whose
+divisor depends on the micro-batch; adaptive KL; value networks.
+
+    python grpo.py                      the tiny model, the equations world, from nothing: under 6 minutes on 2 CPU cores
+    python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --learning_rate 2e-5 --dtype bfloat16
+
+Legend: B sequences, T tokens, V vocabulary, G group_size. Every (B, T) tensor's column t belongs to token t;
 mask is 1 exactly where the policy sampled the token.
 """
 
+import math
+import os
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
+
+import envs
+import sft  # only for the tiny model, where there is none to start from
+from agent import Limits, Trajectory, collate, evaluate, rollout, summarise
+from lora import DTYPES, fast_float32, freeze_reference, load_model, merged, reference, save_model, token_logprobs
+from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
+
+TINY_SFT = {"max_samples": 4000, "expert_noise": 0.7, "max_steps": 150, "learning_rate": 3e-3}  # demonstrations for the tiny model
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -188,3 +213,326 @@ LOSSES = {  # loss -> function(logprobs, old_logprobs, advantages, mask, counts,
     "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261: GSPO x length
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693
 }
+
+
+# -------------------------------------------------------------------------------------------------------- config
+@dataclass
+class Config:
+    model_path: str = flag("tiny", "tiny, hub id, model folder, adapter folder or output folder", group="model")
+    lora_r: int = flag(16, "LoRA rank; 0: all weights train", group="model", low=0)
+    lora_alpha: float | None = flag(None, "LoRA alpha; default: twice the rank", group="model", above=0)
+    lora_dropout: float = flag(0.0, "dropout on the adapter's input, updates only", group="model", low=0, high=0.99)
+    lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
+    use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
+    dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
+    gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+
+    env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="world")
+    dataset: str | None = flag(None, "tasks (.jsonl, or a name the world knows); default: the world's own", group="world")
+    eval_dataset: str | None = flag(None, "held-out tasks (.jsonl); default: a tenth of --dataset", group="world")
+    max_samples: int = flag(10_000, "training tasks", group="world", low=1)
+    num_turns: int | None = flag(None, "answers the world lets the model try (gsm8k)", group="world", low=1)
+    reward_scaling: float = flag(1.0, "reward = (reward - reward_bias) x this", group="world")
+    reward_bias: float = flag(0.0, "subtracted from each episode's reward", group="world")
+    shuffle_rewards: bool = flag(False, "control experiment: rewards permuted over the step, so nothing can be learned", group="world")
+
+    tasks_per_step: int = flag(16, "tasks of a step", group="rollout", low=1)
+    group_size: int = flag(8, "episodes of each task", group="rollout", low=2, aliases=("samples_per_prompt", "num_samples"))
+    temperature: float = flag(1.0, "of the softmax, in rollout and update", group="rollout", above=0)
+    max_new_tokens: int = flag(64, "tokens per turn", group="rollout", low=1)
+    max_tokens: int = flag(512, "tokens per episode, prompt and tool results included", group="rollout", low=8, aliases=("max_length",))
+    max_turns: int | None = flag(None, "assistant turns per episode; default: the world's", group="rollout", low=1)
+    max_tool_calls: int = flag(32, "tool calls per episode", group="rollout", low=1)
+    max_tool_tokens: int = flag(512, "tokens of tool results per episode", group="rollout", low=1)
+    tool_timeout: float = flag(10.0, "seconds before a tool call is abandoned", group="rollout", above=0)
+    tool_steps: int = flag(4, "decode steps a tool call has before decoding waits for it", group="rollout", low=1)
+    slots: int = flag(128, "episodes decoded at once", group="rollout", low=1)
+    merge_lora: bool = flag(True, "merge the adapter into the working weights while decoding", group="rollout")
+    success_rate_lb: float = flag(0.0, "groups with a lower share of successes are dropped and replaced", group="rollout", low=0, high=1)
+    success_rate_ub: float = flag(1.0, "groups with a higher share of successes are dropped and replaced", group="rollout", low=0, high=1)
+    max_resample: int = flag(3, "rounds of replacement; then the step goes on smaller", group="rollout", low=0)
+
+    loss: str = flag("grpo", "see LOSSES", group="loss", choices=tuple(LOSSES), aliases=("loss_type",))
+    credit: str = flag("turn", "advantage per episode, or per turn (process supervision)", group="loss", choices=("episode", "turn"))
+    scale_rewards: str = flag("group", "divide advantages by a standard deviation of", group="loss", choices=("group", "batch", "none"))
+    leave_one_out: bool = flag(False, "baseline of the other episodes of the group (RLOO); with --credit episode", group="loss")
+    clip_eps_low: float = flag(0.2, "ratio clipped below at 1 - this", group="loss", above=0, aliases=("clip_eps",))
+    clip_eps_high: float = flag(0.2, "ratio clipped above at 1 + this (DAPO: 0.28)", group="loss", above=0)
+    delta: float | None = flag(None, "two-sided clip: upper bound of the unclipped ratio", group="loss", above=1)
+    clip_max: float = flag(5.0, "cispo: cap of the ratio itself", group="loss", above=0)
+    tau_pos: float = flag(1.0, "sapo: gate temperature where the advantage is positive", group="loss", above=0)
+    tau_neg: float = flag(1.05, "sapo: gate temperature elsewhere", group="loss", above=0)
+    k_pos: float = flag(2.0, "vespo", group="loss", above=0)
+    lambda_pos: float = flag(3.0, "vespo", group="loss", above=0)
+    k_neg: float = flag(3.0, "vespo", group="loss", above=0)
+    lambda_neg: float = flag(2.0, "vespo", group="loss", above=0)
+    kl_coef: float = flag(0.0, "weight of the KL to the policy this run started from; 0 skips its forward pass", group="loss", low=0)
+    kl_estimator: str = flag("k3", "estimator: k1 goes into the reward, k2 and k3 into the loss", group="loss", choices=("k1", "k2", "k3"))
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", group="loss")
+    mask_truncated: bool = flag(False, "episodes cut by a token limit train nothing", group="loss")
+    importance_correction: float | None = flag(None, "cap C: old = the trainer's log-probs, weighted by min(old / sampled, C)",
+                                               group="loss", above=0)
+
+    learning_rate: float = flag(5e-4, "AdamW step size (real models with LoRA: 1e-5 to 1e-4)", group="training", low=0)
+    lr_schedule: str = flag("constant", "after the warm-up", group="training", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = flag(5, "steps of linear warm-up", group="training", low=0)
+    weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
+    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
+    updates_per_step: int = flag(1, "optimiser updates on one step's episodes (mu)", group="training", low=1)
+    batch_size: int = flag(32, "episodes in one forward pass of the update: memory only", group="training", low=1)
+    gradient_accumulation_steps: int | None = flag(None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
+    num_epochs: int = flag(1, "passes over the tasks", group="training", low=1, aliases=("total_epochs",))
+    max_steps: int | None = flag(100, "steps; beats num_epochs", group="training", low=0)
+
+    output_dir: str = flag("runs/grpo", "folder of this run", group="run")
+    overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    seed: int = flag(0, "of everything random", group="run", low=0)
+    save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
+    save_trajectories: int = flag(16, "episodes of each step written to trajectories.jsonl; 0: none", group="run", low=0)
+    eval_tasks: int = flag(200, "held-out tasks played before, after and every eval_every steps", group="run", low=0)
+    eval_group_size: int = flag(1, "episodes of each held-out task, for pass@k", group="run", low=1)
+    eval_every: int = flag(0, "steps between evaluations; 0: before and after only", group="run", low=0)
+    compare_sft: bool = flag(True, "when the tiny model is made here: what would SFT alone reach in RL's time?", group="run")
+
+
+def check(config: Config):
+    """UserError for options that clash, before anything is loaded."""
+    episodes, accumulation = config.tasks_per_step * config.group_size, config.gradient_accumulation_steps
+    if accumulation and accumulation * config.batch_size != episodes:
+        raise UserError(f"tasks_per_step {config.tasks_per_step} x group_size {config.group_size} = {episodes} episodes, but batch_size "
+                        f"{config.batch_size} x gradient_accumulation_steps {accumulation} = {accumulation * config.batch_size}")
+    if config.success_rate_lb > config.success_rate_ub:
+        raise UserError(f"success_rate_lb {config.success_rate_lb} is above success_rate_ub {config.success_rate_ub}")
+    if config.delta and config.delta <= 1 + config.clip_eps_high:
+        raise UserError(f"delta {config.delta} must be above 1 + clip_eps_high = {1 + config.clip_eps_high}")
+    if config.leave_one_out and config.credit == "turn":
+        raise UserError("--leave_one_out compares episodes; use it with --credit episode")
+    if config.importance_correction and config.loss == "vespo":
+        raise UserError("--importance_correction: vespo's weight is policy / sampler already")
+
+
+def learning_rate(step: int, config: Config, total: int) -> float:
+    """Warm-up, then the schedule. A function of the step alone: nothing to save."""
+    left = 1 - step / max(total, 1)
+    shape = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[config.lr_schedule]
+    return config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1)) * shape
+
+
+# ---------------------------------------------------------------------------------------------------------- loop
+def make_base(config: Config, folder: str) -> float:
+    """The tiny model, taught by a short SFT on demonstrations whose actions are often wrong -> its seconds.
+
+    Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
+    """
+    print("tiny model: made here and taught the format by a short SFT on noisy demonstrations")
+    result = sft.train(sft.Config(output_dir=folder, env=config.env, seed=config.seed, eval_tasks=0, **TINY_SFT))
+    return result["seconds"]
+
+
+def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> tuple[list[Trajectory], int]:
+    """The step's episodes, groups whole -> (episodes, groups dropped by the success-rate band).
+
+    The k-th candidate task of a step is a function of (seed, step, k); of those in the band the lowest k are kept.
+    """
+    kept, dropped, k = [], 0, 0
+    for attempt in range(1 + config.max_resample):
+        missing = config.tasks_per_step - len(kept)
+        epoch, place = divmod(step * config.tasks_per_step, len(tasks))
+        order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
+        fresh = [tasks[order[(place + k + i) % len(tasks)] if attempt == 0 else mix(config.seed, step, k + i) % len(tasks)]
+                 for i in range(missing)]
+        with merged(model) if config.merge_lora else nullcontext():
+            episodes = rollout(model, tokenizer, config.env, fresh, config.group_size, limits=limits, temperature=config.temperature,
+                               seed=config.seed, step=step, first_task=k, slots=config.slots, tool_timeout=config.tool_timeout,
+                               tool_steps=config.tool_steps)
+        k += missing
+        groups = [episodes[i:i + config.group_size] for i in range(0, len(episodes), config.group_size)]
+        for group in groups:
+            rate = sum(t.info["success"] for t in group) / len(group)
+            if config.success_rate_lb <= rate <= config.success_rate_ub:
+                kept.append(group)
+            else:
+                dropped += 1
+        if len(kept) == config.tasks_per_step:
+            break
+    if len(kept) < config.tasks_per_step:
+        bar.write(f"step {step}: only {len(kept)} of {config.tasks_per_step} groups within success rates {config.success_rate_lb} to "
+                  f"{config.success_rate_ub} after {config.max_resample} rounds of replacement; the step goes on smaller")
+    return [t for group in kept for t in group], dropped
+
+
+def train(config: Config) -> dict:
+    started = time.time()
+    check(config)
+    run = Run(config, "grpo")
+    fast_float32()
+    source, base_seconds = config.model_path, 0.0
+    if source == "tiny":
+        source = os.path.join(config.output_dir, "base")
+        base_seconds = make_base(config, source)
+    model, tokenizer = load_model(
+        source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
+        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    frozen = freeze_reference(model) if config.kl_coef else None
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls, config.max_tool_tokens)
+    tasks, held_out = ([{**task, **({"num_turns": config.num_turns} if config.num_turns else {})} for task in envs.tasks(
+        config.env, split, n, config.seed, config.dataset, config.eval_dataset)] for split, n in
+        (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
+    total = config.max_steps if config.max_steps is not None else config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
+    if config.scale_rewards != "none" and (config.reward_scaling != 1 or config.reward_bias) and config.credit == "episode":
+        print("note: reward_scaling and reward_bias cancel out when advantages are divided by a standard deviation")
+
+    def held_out_eval():
+        with merged(model) if config.merge_lora else nullcontext():
+            return evaluate(model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
+                            step=-1, temperature=config.temperature, slots=config.slots) if config.eval_tasks else {}
+
+    def save(step):
+        return run.save(step, lambda folder: save_model(model, folder), tokenizer, optimizer_tensors(optimizer, model.named_parameters()))
+
+    before, training_began = held_out_eval(), time.time()
+    bar = tqdm(range(total), "grpo", disable=not total)
+    for step in bar:
+        began = time.time()
+        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar)
+        rollout_seconds = time.time() - began
+        if not trajectories:
+            continue
+        metrics = {**summarise(trajectories), "groups_dropped": dropped, **group_shares(trajectories)}
+        run.trajectories(step, trajectories[:config.save_trajectories])
+
+        # Rewards: bias and scale, then KL's k1, then shuffling where a control experiment asks for it.
+        order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].token_ids))
+        batch = [trajectories[i] for i in order]  # neighbours in length share a forward pass: less padding
+        token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
+        turns = turn_index(sampled_mask)  # (B, T)
+        micro = [slice(i, i + config.batch_size) for i in range(0, len(batch), config.batch_size)]
+
+        @torch.no_grad()
+        def logprobs_now():
+            out = torch.zeros_like(sampled_logprobs)
+            for part in micro:
+                width = max(len(t.token_ids) for t in batch[part])
+                out[part, :width] = token_logprobs(model, token_ids[part, :width], sampled_mask[part, :width], config.temperature)[0]
+            return out  # (B, T)
+
+        ref_logprobs = None
+        if config.kl_coef:
+            with reference(model, frozen):
+                ref_logprobs = logprobs_now()
+        turn_rewards = [[(r - config.reward_bias / len(t.rewards)) * config.reward_scaling for r in t.rewards] for t in batch]
+        if config.kl_coef and config.kl_estimator == "k1":
+            k1 = kl_estimate(sampled_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
+            turn_rewards = [[r - config.kl_coef * k1[i][turns[i] == j].sum().item() for j, r in enumerate(rewards)]
+                            for i, rewards in enumerate(turn_rewards)]
+        if config.shuffle_rewards:
+            flat = np.random.default_rng([config.seed, step]).permutation([r for rewards in turn_rewards for r in rewards]).tolist()
+            turn_rewards = [[flat.pop() for _ in rewards] for rewards in turn_rewards]
+
+        # Advantages (B, T)
+        group_ids = [t.group_id for t in batch]
+        if config.credit == "turn":
+            advantages = turn_advantages(turn_rewards, turns, group_ids, config.scale_rewards)
+        else:
+            rewards = torch.tensor([math.fsum(r) for r in turn_rewards], device=model.device)  # (B,)
+            advantages = group_advantages(rewards, group_ids, config.scale_rewards, config.leave_one_out)[:, None] * sampled_mask
+        mask = sampled_mask.clone()
+        if config.mask_truncated:
+            mask[torch.tensor([t.stop_reason == "max_tokens" for t in batch], device=model.device)] = 0
+        counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
+        old_logprobs = sampled_logprobs
+        if config.importance_correction:
+            old_logprobs = logprobs_now()
+            advantages = advantages * importance_correction(old_logprobs, sampled_logprobs, mask, config.importance_correction)
+
+        # Updates: LOSSES of micro-batches sum to the loss of the step, whatever batch_size is.
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config, total)
+        for update in range(config.updates_per_step):
+            sums = Counter()
+            torch.manual_seed(mix(config.seed, "dropout", step, update))
+            for part in micro:
+                width = max(len(t.token_ids) for t in batch[part])
+                ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
+                logprobs, entropy = token_logprobs(model, ids, m, config.temperature)  # (b, t)
+                kl = kl_estimate(logprobs, ref_logprobs[part, :width], m, config.kl_estimator) if config.kl_coef else torch.zeros(())
+                in_loss = config.kl_coef * kl if config.kl_estimator != "k1" else 0.0
+                loss, parts = LOSSES[config.loss](logprobs, old, adv, m, counts, in_loss, **vars(config))
+                entropy = token_mean(entropy, m, counts)
+                (loss - config.entropy_coef * entropy).backward()
+                sums.update({"loss": loss.item(), "entropy": entropy.item(), **{k: v.item() for k, v in parts.items()}})
+                sums["kl"] += token_mean(kl.detach(), m, counts).item()
+                if update == 0:
+                    gap = masked(logprobs.detach() - sampled_logprobs[part, :width], m).abs()
+                    metrics["sampler_gap"] = metrics.get("sampler_gap", 0.0) + token_mean(gap, m, counts).item()
+                    metrics["sampler_gap_max"] = max(metrics.get("sampler_gap_max", 0.0), gap.max().item())
+            if update == 0:
+                metrics["first_ratio"] = sums["ratio"]
+            grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+            if not math.isfinite(grad_norm):
+                raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; lower --learning_rate, or look at this step's rewards")
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        metrics.update(sums, grad_norm=grad_norm, learning_rate=learning_rate(step, config, total),
+                       advantage_abs=token_mean(advantages.abs(), mask, counts).item())
+        if metrics["advantage_abs"] == 0:
+            bar.write(f"step {step}: the loss is 0: in every group all episodes earned the same, so no episode stands out")
+        if config.eval_every and (step + 1) % config.eval_every == 0:
+            metrics.update({f"eval/{k}": v for k, v in held_out_eval().items()})
+        update_seconds = time.time() - began - rollout_seconds
+        run.log(step, metrics, {
+            "rollout_seconds": rollout_seconds, "update_seconds": update_seconds, "peak_memory_mb": peak_memory_mb(),
+            "rollout_tokens_per_second": metrics["sampled_tokens"] * len(batch) / rollout_seconds,
+            "update_tokens_per_second": metrics["tokens"] * len(batch) / update_seconds})
+        bar.set_postfix(success=f"{metrics['success']:.2f}", reward=f"{metrics['reward']:.2f}")
+        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
+            save(step + 1)
+
+    training_seconds = time.time() - training_began
+    folder, after = save(total), held_out_eval()
+    rows = [(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
+            (f"after GRPO ({total} steps, {training_seconds:.0f} s)", after)]
+    result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total, "seed": config.seed}
+    if base_seconds and config.compare_sft and config.eval_tasks and total:
+        print("control: SFT alone, on the same demonstrations, for the time that GRPO took")
+        alone = os.path.join(config.output_dir, "base", "sft_alone")
+        sft.train(sft.Config(model_path=source, output_dir=alone, env=config.env, seed=config.seed, eval_tasks=0,
+                             max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
+        model, _ = load_model(alone)
+        sft_alone = held_out_eval()
+        rows.append((f"SFT alone ({training_seconds:.0f} s)", sft_alone))
+        result["success_sft_alone"] = sft_alone["success"]
+    print_table(rows, len(held_out), config.eval_group_size)
+    print(f"written: {config.output_dir} (adapter: {folder})\n"
+          f"next:    python agent.py --model_path {config.output_dir} --env {config.env} --num_tasks 3")
+    return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+
+
+def group_shares(trajectories: list[Trajectory]) -> dict:
+    """Shares of groups whose episodes all succeed, all fail, or differ; and of those with one reward: they teach nothing."""
+    groups = {}
+    for t in trajectories:
+        groups.setdefault(t.group_id, []).append(t)
+    right = [sum(t.info["success"] for t in g) / len(g) for g in groups.values()]
+    n = len(groups)
+    return {"groups_all_right": sum(r == 1 for r in right) / n, "groups_all_wrong": sum(r == 0 for r in right) / n,
+            "groups_mixed": sum(0 < r < 1 for r in right) / n,
+            "groups_one_reward": sum(len({t.reward for t in g}) == 1 for g in groups.values()) / n}
+
+
+def print_table(rows, num_tasks, group_size):
+    names = [f"pass@{group_size}"] * (group_size > 1) + ["reward", "actions", "structure", "completion", "tool_errors"]
+    print(f"\nheld-out ({num_tasks} tasks){'':16}success" + "".join(f"{name:>13}" for name in names))
+    for label, values in rows:
+        if values:
+            print(f"{label:34} {values['success']:6.3f}" + "".join(f"{values[name]:13.3f}" for name in names))
+
+
+if __name__ == "__main__":
+    main(Config, train, __doc__)

@@ -51,13 +51,13 @@ TINY_TEMPLATE = """{%- set first = messages[0] if messages[0].role == 'system' e
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# What the byte-level BPE is trained on. Digits and the minus sign stay single tokens: numbers are copied digit by digit.
+# What the byte-level BPE is trained on, besides the numbers below 200: one token each, so that copying one takes one step.
 TINY_TEXT = """system user assistant tool Solve for x with the tools. terms value operation expression answer number name query
 add_terms subtract_terms multiply_terms divide_terms identify_operation state_answer calculator error right wrong yes no
-add(terms) name(value), x + 7 = x/4 - (x) Question: How many? You are a helpful agent. Use the tools, then give the answer.
+name(terms) name(value) name(operation) name(expression), x + 7 = x/4 - (x) Question: How many? You are a helpful agent. Use the tools, then give the answer.
 the of and to in is it for on that with as are was be at by this have from or one had not but what all were when we there
 Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers too large. takes must be"""
-TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\d|-|[A-Za-z_]+|[^\dA-Za-z_-]+"""
+TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|\d{1,3}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"""
 
 
 def make_tiny(seed: int = 0):
@@ -71,8 +71,9 @@ def make_tiny(seed: int = 0):
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     markup = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     call = '\n{"name": "state_answer", "arguments": {"value": "3"}}\n'
-    backend.train_from_iterator([TINY_TEXT.replace("\n", " ")] * 2 + [call] * 8, trainers.BpeTrainer(
-        vocab_size=768, min_frequency=2, special_tokens=control, show_progress=False,
+    texts = [TINY_TEXT.replace("\n", " "), TINY_TEXT.replace(" ", "\n")] * 2   # words with and without a space
+    backend.train_from_iterator(texts + [call] * 8 + [str(n) for n in range(200)] * 2, trainers.BpeTrainer(
+        vocab_size=1024, min_frequency=2, special_tokens=control, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     backend.add_tokens(markup)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -81,7 +82,7 @@ def make_tiny(seed: int = 0):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(Qwen2Config(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
+            num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     return model, tokenizer
 
@@ -100,13 +101,17 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     adapter = os.path.exists(os.path.join(path, "adapter_config.json"))
     source = base_of(path) if adapter else path
-    model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, DTYPES[dtype])
+    kept = DTYPES[dtype] if lora_r else torch.float32  # weights that train are read and stay in float32
+    model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, kept)
     if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = _read_tokenizer(path)
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; use an instruct model, or put chat_template.jinja beside it")
     model.base_path, model.lora_config = source, None
-    model.to(device=device, dtype=DTYPES[dtype] if lora_r else torch.float32)  # weights that train stay in float32
+    model.to(device)
+    if source == "tiny":
+        for p in model.parameters():  # not model.to(kept): it would round the RoPE frequencies, a buffer, to bf16
+            p.data = p.data.to(kept)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}")
@@ -120,7 +125,6 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
                  lora_target_modules, use_rslora, seed)
     if not lora_r:
         model.requires_grad_(True)
-    model.config.use_cache = False
     return model.eval(), tokenizer  # eval: dropout, where asked for, is switched on by the update alone
 
 
@@ -135,10 +139,17 @@ def newest(path: str) -> str:
 
 def base_of(adapter: str) -> str:
     """The base model an adapter folder points to; `base/` of its output folder if that place has moved."""
-    with open(os.path.join(adapter, "adapter_config.json")) as f:
-        base = json.load(f).get("base_model_name_or_path") or ""
+    base = _adapter_config(adapter).get("base_model_name_or_path") or ""
     beside = os.path.join(adapter, "..", "..", "base")
     return os.path.normpath(beside) if not os.path.exists(base) and os.path.isdir(beside) else base
+
+
+def _adapter_config(adapter: str) -> dict:
+    try:
+        with open(os.path.join(adapter, "adapter_config.json"), encoding="utf-8") as f:
+            return dict(json.load(f))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{adapter}/adapter_config.json: cannot be read: {_first_line(error)}") from None
 
 
 def _read_tokenizer(source: str, **where):
@@ -150,6 +161,7 @@ def _read_tokenizer(source: str, **where):
 
 
 def _read_model(source: str, dtype):
+    from huggingface_hub import model_info
     from transformers import AutoModelForCausalLM
     if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
         raise UserError(f"{source}: no such folder; give tiny, a model or output folder, or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
@@ -161,9 +173,10 @@ def _read_model(source: str, dtype):
         try:  # files on this machine first: without a network the hub's own order costs a minute of retries
             model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, **options)
             return model, _read_tokenizer(source, local_files_only=True)
-        except OSError:
+        except (OSError, UserError):  # UserError: the weights are in the hub's cache, the tokenizer is not
             if os.path.isdir(source):
                 raise
+            model_info(source, timeout=10)  # fails at once where from_pretrained would try again for a minute
             return AutoModelForCausalLM.from_pretrained(source, **options), _read_tokenizer(source)
     except UserError:
         raise
@@ -303,7 +316,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     No attention mask is needed: behind a causal mask right padding is invisible to real tokens.
     The head runs on masked positions only, a chunk of them at a time, so that no (B, T, V) tensor ever exists.
     """
-    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
+    with _update_attention(model, token_ids):
+        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
     where = loss_mask[:, 1:].bool()
     logprobs, entropy = _HeadLogprobs.apply(
         lambda h: head_logits(model, h), hidden[:, :-1][where], token_ids[:, 1:][where], temperature, chunk_elements,
@@ -311,6 +325,37 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     blank = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     at = F.pad(where, (1, 0))  # (B, T)
     return blank.masked_scatter(at, logprobs), blank.masked_scatter(at, entropy)
+
+
+@contextmanager
+def _update_attention(model, token_ids, longest: int = 1024):
+    """On a CPU, `matmul_attention` while its (B, H, T, T) scores are small; else, and on a GPU, the model's own."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    try:
+        if token_ids.device.type == "cpu" and token_ids.shape[1] <= longest and before == "sdpa":
+            from transformers import AttentionInterface
+            AttentionInterface.register("matmul_attention", matmul_attention)
+            config._attn_implementation = "matmul_attention"
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def matmul_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
+    """Causal attention of right-padded rows as two matmuls, the query heads of a KV head stacked as query rows.
+
+    2 to 8 times faster here than the CPU's fused kernel forward and backward, whose grouped-query backward is slow.
+    """
+    B, H, T, D = query.shape
+    groups = H // key.shape[1]
+    ahead = torch.arange(T, device=query.device) - torch.arange(T, device=query.device)[:, None]  # (T, T) key - query
+    hidden = (ahead > 0) | (ahead <= -sliding_window) if sliding_window else ahead > 0
+    bias = torch.zeros(T, T, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+    scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, T)
+    weights = (scores.view(B, H // groups, groups, T, T) + bias).softmax(-1)  # (B, H_kv, groups, T, T)
+    out = weights.view(B, H // groups, groups * T, T) @ value  # (B, H_kv, groups * T, D)
+    return out.view(B, H, T, -1).transpose(1, 2), None
 
 
 def head_logits(model, hidden):
@@ -370,6 +415,12 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
+# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Any other one that is set is refused.
+UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "r",
+              "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "fan_in_fan_out", "init_lora_weights",
+              "eva_config", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"}
+
+
 def save_model(model, folder: str):
     """The adapter in PEFT's format, or, when all weights train, a model folder (config.json, model.safetensors)."""
     from safetensors.torch import save_file
@@ -391,10 +442,10 @@ def save_model(model, folder: str):
 def load_adapter(model, folder: str):
     """Put PEFT's adapter files on a plain model. UserError names what of PEFT is not understood here."""
     from safetensors.torch import load_file
-    with open(os.path.join(folder, "adapter_config.json")) as f:
-        config = json.load(f)
-    odd = [key for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "exclude_modules",
-                           "target_parameters", "trainable_token_indices", "layer_replication") if config.get(key)]
+    config = _adapter_config(folder)
+    odd = [key for key, value in config.items() if value and key not in UNDERSTOOD]
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        odd.append(f"init_lora_weights {config['init_lora_weights']}")  # PiSSA, OLoRA, LoftQ, CorDA change the base weights too
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
         raise UserError(f"{folder}: only plain LoRA adapters are read here; this one has {', '.join(odd) or 'another peft_type or bias'}")
     add_lora(model, config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), config["target_modules"],

@@ -87,6 +87,16 @@ def demonstrations(config: Config, tokenizer, split: str, n: int) -> list[Trajec
     return short
 
 
+def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int, pool: int = 16) -> list[list[Trajectory]]:
+    """One pass over the data in random order; within every `pool` steps, episodes of like length share one: less padding."""
+    rng = np.random.default_rng([seed, epoch])
+    order, batches = rng.permutation(len(data)), []
+    for i in range(0, len(order), pool * per_step):
+        alike = sorted(order[i:i + pool * per_step], key=lambda j: len(data[j].token_ids))
+        batches += [[data[j] for j in alike[k:k + per_step]] for k in range(0, len(alike) - per_step + 1, per_step)]
+    return [batches[i] for i in rng.permutation(len(batches))] or [data]
+
+
 def train(config: Config) -> dict:
     started = time.time()
     run = Run(config, "sft")
@@ -101,7 +111,7 @@ def train(config: Config) -> dict:
     data = demonstrations(config, tokenizer, "train", config.max_samples)
     held_out = [] if config.trajectories else demonstrations(config, tokenizer, "test", 100)
     per_step = config.batch_size * config.gradient_accumulation_steps
-    steps_per_epoch = max(1, len(data) // per_step)
+    steps_per_epoch = len(epoch_batches(data, per_step, config.seed, 0))
     total = config.max_steps or config.num_epochs * steps_per_epoch
 
     def save(step):
@@ -111,9 +121,7 @@ def train(config: Config) -> dict:
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
-        order = np.random.default_rng([config.seed, epoch]).permutation(len(data))
-        batch = [data[i] for i in order[place * per_step:(place + 1) * per_step]]
-        batch.sort(key=lambda t: len(t.token_ids))  # neighbours in length share a forward pass: less padding
+        batch = epoch_batches(data, per_step, config.seed, epoch)[place]
         num_tokens, loss = sum(sum(t.loss_mask) for t in batch), 0.0
         model.train()
         torch.manual_seed(mix(config.seed, "dropout", step))

@@ -41,7 +41,7 @@ class Equations:
     """Solve a linear equation for x, one action at a time."""
 
     system_prompt = "Solve for x with the tools."
-    max_turns = 6
+    max_turns = 5
 
     def reset(self, equation: str, factor: int = 0, noise: float = 0.0, seed: int = 0, **_) -> str:
         """`equation` such as "3x + 7 = 16" or "2(x + 3) = 10"; `noise`: share of wrong actions of the scripted expert."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from agent import MAX_CALLS, parse_tool_calls  # noqa: E402
+from chat import MAX_CALLS, parse_tool_calls  # noqa: E402
 
 CALL = {"name": "f", "arguments": {"a": 1, "b": "x"}}
 GOOD = json.dumps(CALL)
@@ -19,7 +19,9 @@ FORMS = {
     "hermes": f"<tool_call>\n{GOOD}\n</tool_call>",
     "hermes, unclosed": f"<tool_call>{GOOD}",
     "hermes, list": f"<tool_call>[{GOOD}]</tool_call>",
-    "hermes, arguments encoded twice": "<tool_call>" + json.dumps({"name": "f", "arguments": GOOD[27:-1]}) + "</tool_call>",
+    "hermes, arguments encoded twice": "<tool_call>"
+    + json.dumps({"name": "f", "arguments": GOOD[27:-1]})
+    + "</tool_call>",
     "bare": GOOD,
     "bare, parameters": '{"name": "f", "parameters": {"a": 1, "b": "x"}}',
     "bare, list": f" [{GOOD}] ",
@@ -30,23 +32,43 @@ FORMS = {
     "llama, custom": '<function=f>{"a": 1, "b": "x"}</function>',
     "pythonic": "[f(a=1, b='x')]",
     "lfm": '<|tool_call_start|>[f(a=1, b="x")]<|tool_call_end|>',
-    "qwen3-coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n"
-                   "</tool_call>",
+    "qwen3-coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+    "</function>\n</tool_call>",
     "qwen3-coder, no outer tag": "<function=f><parameter=a>1</parameter><parameter=b>x</parameter></function>",
-    "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x</arg_value>\n"
-           "</tool_call>",
-    "gpt-oss": '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary json'
-               '<|message|>{"a": 1, "b": "x"}',
-    "gpt-oss, as sampled": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1, "b": "x"}<|call|>',
+    "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x"
+    "</arg_value>\n</tool_call>",
+    "gpt-oss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+    '<|message|>{"a": 1, "b": "x"}',
+    "gpt-oss, as sampled": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1, "b": "x"}<|end|>',
     "gemma 4": '<|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>',
-    "atem": ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">1</atem:parameter>\n'
-            '<atem:parameter name="b">x</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    "atem": ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n'
+    '<atem:parameter name="a">1</atem:parameter>\n'
+    '<atem:parameter name="b">x</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
     "after a thought": f"<think>\nI could <tool_call> now.\n</think>\n\n{GOOD}",
     "after a thought the prompt opened": f"I wonder.\n</think>\n\n<tool_call>{GOOD}</tool_call>",
 }
-ANSWERS = ["", "It is 42.", "The set {1, 2} and f(x) = {x: x > 0}", '{"answer": 42}', "[1, 2, 3]", "[sin(x)]", "{", "[[", "{x}",
-           '{"name": "Ada"}', '{"name": "Ada", "age": }', "[see(1), f(a=b)]", "if (a < b) { return; }", "to=functions. are fine",
-           "<think>{\"name\": \"f\", \"arguments\": {}}</think>no", "1e999", "NaN", "```\n{\n```", "\x00", "</tool_call>"]
+ANSWERS = [
+    "",
+    "It is 42.",
+    "The set {1, 2} and f(x) = {x: x > 0}",
+    '{"answer": 42}',
+    "[1, 2, 3]",
+    "[sin(x)]",
+    "{",
+    "[[",
+    "{x}",
+    '{"name": "Ada"}',
+    '{"name": "Ada", "age": }',
+    "[see(1), f(a=b)]",
+    "if (a < b) { return; }",
+    "to=functions. are fine",
+    '<think>{"name": "f", "arguments": {}}</think>no',
+    "1e999",
+    "NaN",
+    "```\n{\n```",
+    "\x00",
+    "</tool_call>",
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -72,30 +94,61 @@ def tagged(body):
     return f"<tool_call>{body}</tool_call>"
 
 
-@pytest.mark.parametrize("body, why", {
-    "not json": "unexpected", "[1, 2]": "object with a name", '"f"': "expected a JSON", "{}": "not a function name",
-    "": "expected a JSON", '{"name": "f", "arguments": {"a": 1,}}': "not valid JSON",
-    '{"name": "f", "arguments": [1]}': "must be an object, got list", '{"name": "f", "arguments": null}': "got NoneType",
-    '{"name": "f", "arguments": "[1]"}': "got list", '{"name": "f", "arguments": "{"}': "not valid JSON",
-    '{"name": 3, "arguments": {}}': "not a function name", '{"name": "rm -rf /", "arguments": {}}': "not a function name",
-    '{"name": "f<|im_end|>", "arguments": {}}': "not a function name",
-    '{"name": "f", "arguments": {"a": 1, "a": 2}}': "given twice", '{"name": "f", "arguments": {"a": NaN}}': "finite",
-    '{"name": "f", "arguments": {"a": -Infinity}}': "finite", '{"name": "f", "arguments": {"a": 1e999}}': "finite",
-    '{"name": "f", "arguments": {"a": %s}}' % ("9" * 5000): "", '{"name": "f", "arguments": {"a": "\\ud800"}}': "whole",
-    '{"name": "f", "arguments": {"\\udc00": 1}}': "whole",
-    '{"name": "f", "arguments": {"a": %s}}' % ("[" * 1000 + "]" * 1000): "deep",
-    '{"name": "f", "arguments": {"a": %s}}' % ("[" * 100 + "]" * 100): "deep",
-    '{"name": "f", "arguments": %s}' % ('{"a":' * 100_000): "",
-    '{"name": "f", "arguments": {}} and more': "unexpected ' and more'"[:11],
-    "<function=f><parameter=a>1": "unexpected '<parameter=a>1'", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter>":
-    "given twice", "<function=>": "", "[f(a=open('x'))]": "literal", "[f(1)]": "expected [name(key=value",
-    "[f(**{})]": "expected [name(key=value", "[f(a=1, a=2)]": "", "[f(a=1e999)]": "finite", "[f(a=b'x')]": "must be JSON",
-    "[f(a={1})]": "literal", "[f(a=...)]": "must be JSON", "[(lambda: 1)()]": "", "[f(a=" + "-" * 50_000 + "1)]": "",
-    "[f(a=" + "(" * 50_000 + ")]": "", "[f(a=" + "[" * 150 + "]" * 150 + ")]": "deep", "[f(a=" + "1+" * 30_000 + "1)]": "",
-    "[f" + ".f" * 40_000 + "(a=1)]": "", "[f(a='" + "x" * 200_000 + "')]": "more than", "[f(": ""}.items())
+@pytest.mark.parametrize(
+    "body, why",
+    {
+        "not json": "unexpected",
+        "[]": "without a function",
+        "[1]": "object with a name",
+        '"f"': "expected a JSON",
+        "{}": "not a function name",
+        "": "expected a JSON",
+        '{"name": "f", "arguments": {"a": 1,}}': "not valid JSON",
+        '{"name": "f", "arguments": [1]}': "must be an object, got list",
+        '{"name": "f", "arguments": null}': "got NoneType",
+        '{"name": "f", "arguments": "[1]"}': "got list",
+        '{"name": "f", "arguments": "{"}': "not valid JSON",
+        '{"name": 3, "arguments": {}}': "not a function name",
+        '{"name": "rm -rf /", "arguments": {}}': "not a function name",
+        '{"name": "f<|im_end|>", "arguments": {}}': "not a function name",
+        '{"name": "f", "arguments": {"a": 1, "a": 2}}': "given twice",
+        '{"name": "f", "arguments": {"a": NaN}}': "finite",
+        '{"name": "f", "arguments": {"a": -Infinity}}': "finite",
+        '{"name": "f", "arguments": {"a": 1e999}}': "finite",
+        '{"name": "f", "arguments": {"a": %s}}' % ("9" * 5000): "",
+        '{"name": "f", "arguments": {"a": "\\ud800"}}': "whole",
+        '{"name": "f", "arguments": {"\\udc00": 1}}': "whole",
+        '{"name": "f", "arguments": {"a": %s}}' % ("[" * 1000 + "]" * 1000): "deep",
+        '{"name": "f", "arguments": {"a": %s}}' % ("[" * 100 + "]" * 100): "deep",
+        '{"name": "f", "arguments": %s}' % ('{"a":' * 100_000): "",
+        '{"name": "f", "arguments": {}} and more': "unexpected ' and more'"[:11],
+        "<function=f><parameter=a>1": "unexpected '<parameter=a>1",
+        "<function=f><parameter=a>1</parameter><parameter=a>2</parameter>": "given twice",
+        "<function=>": "",
+        "[f(a=open('x'))]": "literal",
+        "[f(1)]": "expected [name(key=value",
+        "[f(**{})]": "expected [name(key=value",
+        "[f(a=1, a=2)]": "",
+        "[f(a=1e999)]": "finite",
+        "[f(a=b'x')]": "must be JSON",
+        "[f(a={1})]": "literal",
+        "[f(a=...)]": "must be JSON",
+        "[(lambda: 1)()]": "",
+        "[f(a=" + "-" * 50_000 + "1)]": "",
+        "[f(a=" + "(" * 50_000 + ")]": "",
+        "[f(a=" + "[" * 150 + "]" * 150 + ")]": "deep",
+        "[f(a=" + "1+" * 30_000 + "1)]": "",
+        "[f" + ".f" * 40_000 + "(a=1)]": "",
+        "[f(a='" + "x" * 200_000 + "')]": "more than",
+        "[f(": "",
+    }.items(),
+    ids=lambda text: text[:20],
+)
 def test_bad_calls_become_short_errors(body, why):
     good = {"name": "g", "arguments": {}}
-    content, calls, errors = parse_tool_calls("Hm. " + tagged(body) + "<tool_call>" + json.dumps(good) + "</tool_call> ok")
+    content, calls, errors = parse_tool_calls(
+        "Hm. " + tagged(body) + "<tool_call>" + json.dumps(good) + "</tool_call> ok"
+    )
     assert calls == [good] and len(errors) == 1 and content.startswith("Hm.") and content.endswith("ok")
     assert why in errors[0] and errors[0].startswith("error: ") and len(errors[0]) <= 300
     assert errors[0].isprintable() and errors[0].encode()
@@ -105,14 +158,25 @@ def test_two_calls_nested_and_mixed():
     assert parse_tool_calls(f"<tool_call>{GOOD}</tool_call><tool_call>{GOOD}</tool_call>")[1:] == ([CALL, CALL], [])
     assert parse_tool_calls(f"<tool_call><tool_call>{GOOD}</tool_call></tool_call>")[1] == [CALL]
     assert parse_tool_calls(f"<tool_call>[{GOOD}, 7, {GOOD}]</tool_call>")[1:] == (
-        [CALL, CALL], ["error: a tool call must be an object with a name and arguments"])
+        [CALL, CALL],
+        ["error: a tool call must be an object with a name and arguments"],
+    )
     assert parse_tool_calls(f"{GOOD}; {GOOD}")[1:] == ([CALL, CALL], [])
     assert parse_tool_calls(f"{GOOD} That is all.") == ("That is all.", [CALL], [])
-    assert parse_tool_calls('{"name": "f", "arguments": {"a": 1')[2][0].startswith("error: the tool call is not valid JSON")
+    assert parse_tool_calls('{"name": "f", "arguments": {"a": 1')[2][0].startswith(
+        "error: the tool call is not valid JSON"
+    )
 
 
 def test_tags_and_thoughts_inside_strings_are_strings():
-    for text in ("</tool_call>", "<tool_call>", "</think>", '<tool_call>{"name": "g", "arguments": {}}</tool_call>', "\\", '"}'):
+    for text in (
+        "</tool_call>",
+        "<tool_call>",
+        "</think>",
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        "\\",
+        '"}',
+    ):
         call = {"name": "say", "arguments": {"text": text}}
         assert parse_tool_calls(tagged(json.dumps(call)))[1:] == ([call], [])
         assert parse_tool_calls(json.dumps(call))[1:] == ([call], [])
@@ -125,8 +189,21 @@ def test_a_cut_call_is_an_error_and_not_half_a_call():
 
 
 def test_tagged_values_are_json_or_text():
-    for raw, value in {"1": 1, "1.5": 1.5, "true": True, "True": True, "None": None, '{"k": [1]}': {"k": [1]}, "007": "007",
-                       "NaN x": "NaN x", '"q"': '"q"', "a\nb": "a\nb", "": "", "[1": "[1", "1 2": "1 2"}.items():
+    for raw, value in {
+        "1": 1,
+        "1.5": 1.5,
+        "true": True,
+        "True": True,
+        "None": None,
+        '{"k": [1]}': {"k": [1]},
+        "007": "007",
+        "NaN x": "NaN x",
+        '"q"': '"q"',
+        "a\nb": "a\nb",
+        "": "",
+        "[1": "[1",
+        "1 2": "1 2",
+    }.items():
         text = f"<tool_call><function=f><parameter=a>\n{raw}\n</parameter></function></tool_call>"
         assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": value}}], []), raw
 
@@ -134,14 +211,57 @@ def test_tagged_values_are_json_or_text():
 def test_too_many_calls():
     for text in (f"<tool_call>{GOOD}</tool_call>" * 100, f"[{', '.join([GOOD] * 100)}]", f"{GOOD}; " * 100):
         content, calls, errors = parse_tool_calls(text)
-        assert calls == [CALL] * MAX_CALLS and errors == [f"error: only {MAX_CALLS} calls of a turn are read"]
+        assert calls == [CALL] * MAX_CALLS and errors == [f"error: only {MAX_CALLS} calls a turn are read"]
     assert parse_tool_calls(f"<tool_call>{GOOD}</tool_call>" * MAX_CALLS)[1:] == ([CALL] * MAX_CALLS, [])
 
 
-PIECES = [*FORMS.values(), GOOD, "<tool_call>", "</tool_call>", "<function=", "<parameter=a>", "</parameter>", "<arg_key>",
-          "<arg_value>", '<|"|>', "<|tool_call>call:", "<tool_call|>", "<|python_tag|>", "<|tool_call_start|>[f(", "to=functions.f",
-          "<|message|>", "<think>", "</think>", "{", "}", "[", "]", '"', "\\", ":", ",", "\ud800", "\x00", "é", "(", ")", "=",
-          "1", "-", "*", "NaN", '{"name": "f", "arguments": ', "\n", " ", "f'{", "'''", "lambda:", "999999999999", "1e999", ";"]
+PIECES = [
+    *FORMS.values(),
+    GOOD,
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "<parameter=a>",
+    "</parameter>",
+    "<arg_key>",
+    "<arg_value>",
+    '<|"|>',
+    "<|tool_call>call:",
+    "<tool_call|>",
+    "<|python_tag|>",
+    "<|tool_call_start|>[f(",
+    "to=functions.f",
+    "<|message|>",
+    "<think>",
+    "</think>",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ":",
+    ",",
+    "\ud800",
+    "\x00",
+    "é",
+    "(",
+    ")",
+    "=",
+    "1",
+    "-",
+    "*",
+    "NaN",
+    '{"name": "f", "arguments": ',
+    "\n",
+    " ",
+    "f'{",
+    "'''",
+    "lambda:",
+    "999999999999",
+    "1e999",
+    ";",
+]
 
 
 def test_never_raises_and_errors_are_short():
@@ -150,7 +270,11 @@ def test_never_raises_and_errors_are_short():
         text = "".join(rng.choices(PIECES, k=rng.randrange(1, 9)))
         for _ in range(rng.randrange(3)):
             at = rng.randrange(len(text) + 1)
-            text = text[:at] + rng.choice(["", chr(rng.randrange(128)), rng.choice(PIECES)]) + text[at + rng.randrange(3):]
+            text = (
+                text[:at]
+                + rng.choice(["", chr(rng.randrange(128)), rng.choice(PIECES)])
+                + text[at + rng.randrange(3) :]
+            )
         content, calls, errors = parse_tool_calls(text)
         assert isinstance(content, str) and len(calls) <= MAX_CALLS
         assert all(e.startswith("error: ") and len(e) <= 300 and e.encode() for e in errors)
@@ -167,24 +291,63 @@ def test_any_text(text):
     parse_tool_calls('{"name": "f", "arguments": ' + text)
 
 
-VALUES = st.recursive(st.none() | st.booleans() | st.integers(-10**9, 10**9) | st.floats(allow_nan=False, allow_infinity=False)
-                      | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.text(), VALUES, max_size=4))
 def test_any_arguments_come_back(arguments):
     call = {"name": "f", "arguments": arguments}
-    for text in (json.dumps(call), json.dumps(call, ensure_ascii=False),
-                 json.dumps({"name": "f", "arguments": json.dumps(arguments)})):
+    for text in (
+        json.dumps(call),
+        json.dumps(call, ensure_ascii=False),
+        json.dumps({"name": "f", "arguments": json.dumps(arguments)}),
+    ):
         assert parse_tool_calls(tagged(text))[1:] == ([call], [])
 
 
-@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', "<function=f><parameter=a>", " ", "{", "[", '{"a":', "</tool_call> ",
-                                  "<|tool_call>call:f{", "to=functions.f ", "[f(", "<think>", "\\", "<tool_call>f<arg_key>a</arg_key>",
-                                  "<|tool_call_start|>[f(a=", '<tool_call>["', "\n</function>", "a" * 50, '<|"|>', "{a:", "; "])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "<tool_call>",
+        '<tool_call>{"',
+        "<function=f><parameter=a>",
+        " ",
+        "{",
+        "[",
+        '{"a":',
+        "</tool_call> ",
+        "<|tool_call>call:f{",
+        "to=functions.f ",
+        "[f(",
+        "<think>",
+        "\\",
+        "<tool_call>f<arg_key>a</arg_key>",
+        "<|tool_call_start|>[f(a=",
+        '<tool_call>["',
+        "\n</function>",
+        "a" * 50,
+        '<|"|>',
+        "{a:",
+        "; ",
+    ],
+)
 def test_linear_time(unit):
-    for prefix in ("", "<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": "', "<function=f><parameter=a>", "[f(a='", "{"):
+    for prefix in (
+        "",
+        "<tool_call>",
+        '<tool_call>{"name": "f", "arguments": {"a": "',
+        "<function=f><parameter=a>",
+        "[f(a='",
+        "{",
+    ):
         text = prefix + unit * (400_000 // len(unit))
         start = time.perf_counter()
         parse_tool_calls(text)

@@ -21,7 +21,8 @@ from transformers.utils import get_json_schema
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from agent import Chat, Trajectory, parse_tool_calls  # noqa: E402
+from agent import Trajectory  # noqa: E402
+from chat import Chat, parse_tool_calls  # noqa: E402
 
 
 def look(query: str, limit: int = 3) -> str:
@@ -34,7 +35,7 @@ def look(query: str, limit: int = 3) -> str:
 
 
 TOOLS = [get_json_schema(look)]
-CALLS = [{"name": "look", "arguments": {"query": "who's \"there\"?", "limit": 2}}]
+CALLS = [{"name": "look", "arguments": {"query": 'who is "there"?', "limit": 2}}]
 TWO = CALLS + [{"name": "look", "arguments": {"query": "x"}}]
 
 # ---------------------------------------------------------------------------------- small tokenizers of every family
@@ -46,7 +47,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 HERMES = """{% if tools %}<|im_start|>system
 {% for t in tools %}{{ t | tojson }}
 {% endfor %}{{ '<tool_call>{"name": ...}</tool_call>' }}<|im_end|>
-{% endif %}{% for m in messages %}{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user
+{% endif %}{% for m in messages %}{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user
 {% endif %}<tool_response>
 {{ m.content }}
 </tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
@@ -60,41 +61,46 @@ HERMES = """{% if tools %}<|im_start|>system
 BODY = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
 SHOW = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
 TEMPLATES = {
-    "chatml": CHATML,                                                                       # cannot show tools
+    "chatml": CHATML,  # cannot show tools
     "hermes": HERMES,
     "thinking": HERMES.replace(  # rewrites history: only the last turn shows a thought, as Qwen3
-        "{{ m.content }}{% for", "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-        "{{ m.content }}{% for"),
-    "opens": HERMES.replace("{{ m.content }}{% for", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
-                            "{{ m.content }}{% for").replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
+        "{{ m.content }}{% for",
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}{% for",
+    ),
+    "opens": HERMES.replace(
+        "{{ m.content }}{% for", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}{% for"
+    ).replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
     "glm": SHOW + "{{ {'user': '<|user|>', 'assistant': '<|assistant|>', 'system': '<|system|>', 'tool': "
-           "'<|observation|>'}[m.role] }}\n{{ m.content }}" + BODY +
-           "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",            # no stop token of its own
+    "'<|observation|>'}[m.role] }}\n{{ m.content }}"
+    + BODY
+    + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",  # no stop token of its own
     "gptoss": SHOW + "{% if m.role == 'assistant' %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>"
-              "{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant to=functions."
-              "{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
-              "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final"
-              "<|message|>{{ m.content }}{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
-              "{% endif %}{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-              "{% if add_generation_prompt %}<|start|>assistant{% endif %}",                # two stops, one call a turn
+    "{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant to=functions."
+    "{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final"
+    "<|message|>{{ m.content }}{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% endif %}{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",  # two stops, one call a turn
     "gemma4": SHOW + "{% if m.role == 'tool' %}{{ '<|tool_response>' if not loop.previtem.tool_calls }}{{ m.content }}"
-              "<tool_response|>{% else %}{% if loop.first or loop.previtem.role != 'tool' %}<|turn>{{ m.role }}\n"
-              "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{"
-              "{% for k, v in c.function.arguments.items() %}{{ k }}:{{ '<|\"|>' ~ v ~ '<|\"|>' if v is string else v }}"
-              "{{ ',' if not loop.last }}{% endfor %}}<tool_call|>{% endfor %}"
-              "{{ '<|tool_response>' if m.tool_calls else '<turn|>\n' }}{% endif %}{% endfor %}"
-              "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}",
+    "<tool_response|>{% else %}{% if loop.first or loop.previtem.role != 'tool' %}<|turn>{{ m.role }}\n"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name ~ '{' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}:"
+    "{{ '<|\"|>' ~ v ~ '<|\"|>' if v is string else v }}"
+    "{{ ',' if not loop.last }}{% endfor %}{{ '}' }}<tool_call|>{% endfor %}"
+    "{{ '<|tool_response>' if m.tool_calls else '<turn|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}",
     "llama": SHOW + "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
-             "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{% if m.tool_calls %}{\"name\": \"{{ m.tool_calls[0]"
-             ".function.name }}\", \"parameters\": {{ m.tool_calls[0].function.arguments | tojson }}}{% else %}"
-             "{{ m.content }}{% endif %}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant"
-             "<|end_header_id|>\n\n{% endif %}",
+    '<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{% if m.tool_calls %}{"name": "{{ m.tool_calls[0]'
+    '.function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}{% else %}'
+    "{{ m.content }}{% endif %}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
     "gemma": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-             "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-             "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
 }
-TEMPLATES["gemma4"] = TEMPLATES["gemma4"].replace("<|turn>{{ m.role }}", "<|turn>{{ 'model' if m.role == 'assistant' "
-                                                  "else m.role }}")
+TEMPLATES["gemma4"] = TEMPLATES["gemma4"].replace(
+    "<|turn>{{ m.role }}", "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}"
+)
 CONTROL = re.compile(r'<\|[^|<>\s]*\|>|<｜[^｜<>]*｜>|<\|["a-z_]+\|?>|<[a-z_]+\|>|</?[a-z_]+>|\[/?[A-Za-z_]+\]')
 
 
@@ -131,7 +137,10 @@ def real(name):
     return tok
 
 
-REAL = ["smollm2", *sorted(p.stem for p in (ROOT / ".real/templates").glob("*.jinja") if not p.stem.endswith("_training"))]
+REAL = [
+    "smollm2",
+    *sorted(p.stem for p in (ROOT / ".real/templates").glob("*.jinja") if not p.stem.endswith("_training")),
+]
 REFUSED = {"idefics3", "llava_next", "smolvlm"}  # they show text only inside content parts
 NAMES = list(TEMPLATES) + ["real:" + n for n in REAL if n not in REFUSED]
 ALL = pytest.mark.parametrize("name", NAMES)
@@ -151,28 +160,49 @@ def control_counts(c, ids):
 
 
 def hostile(c):
-    """Every added token, whole, doubled, split, spaced, in other case, nested in itself, between sanitising's markers."""
+    """Every added token: whole, doubled, split, spaced, in other case, nested in itself, in sanitising's markers."""
     out = []
     for token in (t.content for t in c.tokenizer.added_tokens_decoder.values()):
         half = len(token) // 2
-        out += [token, token * 2, token[:half] + "\u200b" + token[half:], token[:half] + " " + token[half:],
-                token.upper(), token[:half] + token + token[half:], f"\ue000{token}\ue001", f"\ue001{token}\ue000",
-                token[:half] + "\ue000" + token[half:], "\ud800" + token]
+        out += [
+            token,
+            token * 2,
+            token[:half] + "\u200b" + token[half:],
+            token[:half] + " " + token[half:],
+            token.upper(),
+            token[:half] + token + token[half:],
+            f"\U000f0000{token}\U000f0001",
+            f"\U000f0001{token}\U000f0000",
+            token[:half] + "\U000f0000" + token[half:],
+            "\ud800" + token,
+        ]
     return out
+
 
 # ------------------------------------------------------------------------------------------------- every template
 
 
 @ALL
 def test_hostile_text_adds_no_control_token(name):
-    """I1, I3: whatever user, system, tool or demonstration text spells, only the template's own control tokens are there."""
+    """I1, I3: whatever user, system, tool or demonstration text spells, only the template's own controls are there."""
     c = chat(name)
     text = "a " + " b ".join(hostile(c)) + " c"
-    def system(t): return [{"role": "system", "content": t}, *user(t)]
-    def parts(t):
-        return (c.prompt(system(t)), c.reply(t, None), c.results(CALLS, [t], c.call_stop_id), c.turn(t, []),
-                c.results(TWO, [t, t], None), c.turn("", [{"name": "look", "arguments": {"query": t}}]))
-    for ours, clean in zip(parts(text), parts("xyz")):
+    spoken = " ".join(h for h in hostile(c) if "think" not in h.translate({0xF0000: None, 0xF0001: None}).lower())
+
+    def system(t):
+        return [{"role": "system", "content": t}, *user(t)]
+
+    def parts(t, spoken):  # a thought in a demonstration is for the template to place
+        return (
+            c.prompt(system(t)),
+            c.reply(t, None),
+            c.results(CALLS, [t], c.call_stop_id),
+            c.turn(spoken, []),
+            c.results(TWO, [t, t], None),
+            c.turn("", [{"name": "look", "arguments": {"query": t}}]),
+        )
+
+    for ours, clean in zip(parts(text, spoken), parts("xyz", "xyz")):
         assert control_counts(c, ours) == control_counts(c, clean)
 
 
@@ -220,7 +250,7 @@ def test_turn_reads_back_as_the_same_calls(name):
         assert turn[-1] in c.stop_ids and not set(turn[:-1]) & c.stop_ids and not set(turn) & c.start_ids
         assert parse_tool_calls(c.text(turn))[1:] == (calls, [])
     content, calls, errors = parse_tool_calls(c.text(c.turn("It is 42.", [])))
-    assert (calls, errors) == ([], []) and content.endswith("It is 42.") or "gptoss" in name or "muse" in name
+    assert (calls, errors) == ([], []) and "It is 42." in content
 
 
 @ALL
@@ -237,25 +267,31 @@ def test_clean_prompt_is_the_templates_own(name):
             bare = Chat(c.tokenizer, [])
             if not c._folds_system:
                 assert bare.prompt(messages) == c.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False)
+                    messages, add_generation_prompt=True, return_dict=False
+                )
 
 
 # -------------------------------------------------------------------------------------------------- single families
 
-@pytest.mark.parametrize("name, call_stop, answer_stop, starts", [
-    ("hermes", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
-    ("thinking", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
-    ("glm", "<|observation|>", "<|user|>", {"<|assistant|>"}),
-    ("gptoss", "<|call|>", "<|return|>", set()),
-    ("gemma4", "<|tool_response>", "<turn|>", {"<|turn>"}),
-    ("llama", "<|eot_id|>", "<|eot_id|>", {"<|start_header_id|>"}),
-    ("gemma", "<end_of_turn>", "<end_of_turn>", {"<start_of_turn>"}),
-    ("real:qwen3", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
-    ("real:glm4moe", "<|observation|>", "<|user|>", {"<|assistant|>"}),
-    ("real:gptoss", "<|call|>", "<|return|>", set()),
-    ("real:gemma4_v5", "<|tool_response>", "<turn|>", {"<|turn>"}),
-    ("real:phi3", "<|end|>", "<|end|>", {"<|user|>", "<|assistant|>"}),
-    ("real:deepseekv3", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", {"<｜User｜>", "<｜Assistant｜>"})])
+
+@pytest.mark.parametrize(
+    "name, call_stop, answer_stop, starts",
+    [
+        ("hermes", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
+        ("thinking", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
+        ("glm", "<|observation|>", "<|user|>", {"<|assistant|>"}),
+        ("gptoss", "<|call|>", "<|return|>", set()),
+        ("gemma4", "<|tool_response>", "<turn|>", {"<|turn>"}),
+        ("llama", "<|eot_id|>", "<|eot_id|>", {"<|start_header_id|>"}),
+        ("gemma", "<end_of_turn>", "<end_of_turn>", {"<start_of_turn>"}),
+        ("real:qwen3", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
+        ("real:glm4moe", "<|observation|>", "<|user|>", {"<|assistant|>"}),
+        ("real:gptoss", "<|call|>", "<|return|>", set()),
+        ("real:gemma4_v5", "<|tool_response>", "<turn|>", {"<|turn>"}),
+        ("real:phi3", "<|end|>", "<|end|>", {"<|user|>", "<|assistant|>"}),
+        ("real:deepseekv3", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", {"<｜User｜>", "<｜Assistant｜>"}),
+    ],
+)
 def test_stops_and_starts(name, call_stop, answer_stop, starts):
     c = chat(name)
     token = c.tokenizer.convert_ids_to_tokens
@@ -275,16 +311,23 @@ def test_native_or_told_in_text():
     c = chat("gemma")  # no system role either
     text = c.tokenizer.decode(c.prompt([{"role": "system", "content": "Be brief."}, *user("Hi")]))
     assert text.startswith("<start_of_turn>user\nBe brief.\n\nYou can call") and text.endswith(
-        "</tool_response>.\n\nHi<end_of_turn>\n<start_of_turn>model\n")
-    assert c.tokenizer.convert_tokens_to_ids("<tool_call>") not in c.prompt(user("Hi"))  # our instructions are plain text
+        "</tool_response>.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert c.tokenizer.convert_tokens_to_ids("<tool_call>") not in c.prompt(user("Hi"))  # plain text
 
 
 def test_assembled_conversation_equals_one_rendering():
     """I15: prompt + turn + results is what the template renders, where the template does not rewrite history."""
     c = chat("hermes")
     calls = [{"type": "function", "function": call} for call in TWO]
-    messages = [*user("Hi"), {"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "r1"},
-                {"role": "tool", "content": "r2"}, {"role": "assistant", "content": "Done."}, *user("More")]
+    messages = [
+        *user("Hi"),
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "r1"},
+        {"role": "tool", "content": "r2"},
+        {"role": "assistant", "content": "Done."},
+        *user("More"),
+    ]
     ids = c.prompt(user("Hi")) + c.turn("", TWO) + c.results(TWO, ["r1", "r2"], c.call_stop_id)
     ids += c.turn("Done.", []) + c.reply("More", c.answer_stop_id)
     assert ids == c.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
@@ -299,8 +342,13 @@ def test_turn_joins_the_generation_prompt():
 
 def test_turn_joins_the_real_generation_prompts():
     """A token across the seam (Qwen3.5: "\\n" + "\\n"), a thought the prompt opens (Nemotron, DeepSeek)."""
-    for name, turn in {"qwen3_5_think": "\n</think>\n\nHi", "nemotron_3_nano": "</think>Hi", "qwen3_5_nothink": "Hi",
-                       "deepseekv3": "</think>\n\nHi", "gptoss": "<|channel|>final<|message|>Hi"}.items():
+    for name, turn in {
+        "qwen3_5_think": "\n</think>\n\nHi",
+        "nemotron_3_nano": "</think>Hi",
+        "qwen3_5_nothink": "Hi",
+        "deepseekv3": "</think>\n\nHi",
+        "gptoss": "<|channel|>final<|message|>Hi",
+    }.items():
         c = chat("real:" + name)
         assert c.text(c.turn("Hi", [])) == turn
 
@@ -321,7 +369,7 @@ def test_any_text_survives_and_controls_nothing(text, tokens, random):
         text = text[:at] + token + text[at:]
     ids = c.results(CALLS, [text], c.call_stop_id)
     assert control_counts(c, ids) == control_counts(c, c.results(CALLS, ["x"], c.call_stop_id))
-    shown = text.encode("utf-8", "replace").decode().replace("\ue000", "").replace("\ue001", "")  # sanitising's markers
+    shown = text.encode("utf-8", "replace").decode().translate({0xF0000: None, 0xF0001: None})  # sanitising's markers
     assert f"<tool_response>\n{shown}\n</tool_response>" in c.tokenizer.decode(ids)
 
 
@@ -341,23 +389,31 @@ def test_text_keeps_all_but_the_stop():
 
 # --------------------------------------------------------------------------------------------------------- refusals
 
+
 def test_refusals_are_one_line():
     tok = small("chatml")
     c = chat("hermes")
     bare = PreTrainedTokenizerFast(tokenizer_object=tok.backend_tokenizer)
-    evil_key = {"type": "function", "function": {"name": "f", "description": "", "parameters": {
-        "type": "object", "properties": {"<|im_start|>": {"type": "string"}}}}}
+    evil_key = {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "",
+            "parameters": {"type": "object", "properties": {"<|im_start|>": {"type": "string"}}},
+        },
+    }
     evil_name = {"type": "function", "function": {"name": "f<|im_end|>", "description": "", "parameters": {}}}
     for message, make in {
-            "no chat template": lambda: Chat(bare, []),
-            "control tokens": lambda: Chat(tok, [evil_key]),
-            "identifiers": lambda: Chat(tok, [evil_name]),
-            "'banana'": lambda: c.prompt([{"role": "banana", "content": "x"}]),
-            "message 1 has role 'system'": lambda: c.prompt([*user("x"), {"role": "system", "content": "x"}]),
-            "must be text, got NoneType": lambda: c.prompt([{"role": "user", "content": None}]),
-            "end with a user": lambda: c.prompt([]),
-            "one tool call per turn": lambda: chat("llama").turn("", TWO),
-            "names must be": lambda: c.turn("", [{"name": "f", "arguments": {"<|im_end|>": 1}}])}.items():
+        "no chat template": lambda: Chat(bare, []),
+        "control tokens": lambda: Chat(tok, [evil_key]),
+        "identifiers": lambda: Chat(tok, [evil_name]),
+        "'banana'": lambda: c.prompt([{"role": "banana", "content": "x"}]),
+        "message 1 has role 'system'": lambda: c.prompt([*user("x"), {"role": "system", "content": "x"}]),
+        "must be text, got NoneType": lambda: c.prompt([{"role": "user", "content": None}]),
+        "end with a user": lambda: c.prompt([]),
+        "one tool call per turn": lambda: chat("llama").turn("", TWO),
+        "names must be": lambda: c.turn("", [{"name": "f", "arguments": {"<|im_end|>": 1}}]),
+    }.items():
         with pytest.raises(ValueError, match=message) as caught:
             make()
         assert "\n" not in str(caught.value)
@@ -387,8 +443,18 @@ def test_tokenizer_is_left_alone():
 
 # ------------------------------------------------------------------------------------------------------- trajectory
 
-ROW = dict(token_ids=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0.0, -1.5, -0.25], rewards=[1.0], reward=1.0,
-           reward_parts={"right": 1.0}, group_id="t/0", stop_reason="done", messages=user("é"), info={"task": {"n": 1}})
+ROW = dict(
+    token_ids=[1, 2, 3],
+    loss_mask=[0, 1, 1],
+    logprobs=[0.0, -1.5, -0.25],
+    rewards=[1.0],
+    reward=1.0,
+    reward_parts={"right": 1.0},
+    group_id="t/0",
+    stop_reason="done",
+    messages=user("é"),
+    info={"task": {"n": 1}},
+)
 
 
 def test_trajectory_round_trip():
@@ -396,13 +462,28 @@ def test_trajectory_round_trip():
     assert row == ROW and Trajectory.from_json(row) == Trajectory(**ROW)
 
 
-@pytest.mark.parametrize("change, problem", [
-    ({"logprobs": [0.0, -1.0]}, r"lengths \(3, 3, 2\)"), ({"token_ids": []}, "lengths"), ({"token_ids": 5}, "len"),
-    ({"token_ids": [1, 2, -3]}, "integers"), ({"token_ids": [1, 2.0, 3]}, "integers"), ({"token_ids": "abc"}, "integers"),
-    ({"loss_mask": [0, 2, 1]}, "0 or 1"), ({"loss_mask": [0, True, 1]}, "0 or 1"), ({"loss_mask": [1, 1, 1]}, "precedes"),
-    ({"logprobs": [0.0, float("nan"), 0.0]}, "finite"), ({"logprobs": [0.0, None, 0.0]}, "finite"),
-    ({"reward": float("inf")}, "finite"), ({"reward": 10 ** 400}, "finite"), ({"rewards": None}, "not a trajectory"),
-    ({"reward_parts": {"a": "x"}}, "finite"), ({"reward_parts": []}, "not a trajectory"), ({"colour": 1}, "colour")])
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"logprobs": [0.0, -1.0]}, r"lengths \(3, 3, 2\)"),
+        ({"token_ids": []}, "lengths"),
+        ({"token_ids": 5}, "len"),
+        ({"token_ids": [1, 2, -3]}, "integers"),
+        ({"token_ids": [1, 2.0, 3]}, "integers"),
+        ({"token_ids": "abc"}, "integers"),
+        ({"loss_mask": [0, 2, 1]}, "0 or 1"),
+        ({"loss_mask": [0, True, 1]}, "0 or 1"),
+        ({"loss_mask": [1, 1, 1]}, "precedes"),
+        ({"logprobs": [0.0, float("nan"), 0.0]}, "finite"),
+        ({"logprobs": [0.0, None, 0.0]}, "finite"),
+        ({"reward": float("inf")}, "finite"),
+        ({"reward": 10**400}, "finite"),
+        ({"rewards": None}, "not a trajectory"),
+        ({"reward_parts": {"a": "x"}}, "finite"),
+        ({"reward_parts": []}, "not a trajectory"),
+        ({"colour": 1}, "colour"),
+    ],
+)
 def test_trajectory_refusals(change, problem):
     with pytest.raises(ValueError, match=problem) as caught:
         Trajectory.from_json({**ROW, **change})
