@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from tqdm import tqdm
 
 import envs
 from chat import Chat, parse_tool_calls
@@ -335,7 +336,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Li
     """Episodes of the worlds' scripted experts (`_expert`), assembled by the path that rollouts take: the same ids."""
     classes, chats = _chats(tokenizer, tasks, env_name)
     out = []
-    for i, task in enumerate(tasks):
+    for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
         name = task.get("env", env_name)
         if not hasattr(classes[name], "_expert"):
             raise ValueError(f"world {name!r} has no _expert(): give --trajectories or demonstrations of your own")

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import warnings
+from functools import lru_cache
 from itertools import takewhile
 
 # ---------------------------------------------------------------------------------------------- chat <-> token ids
@@ -48,6 +49,7 @@ class Chat:
         self._control = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or "(?!)")
         self.tokenizer = copy.copy(tokenizer)  # ours alone, or the list would be saved with the model
         self.tokenizer.chat_control_tokens = controls
+        self._remembered = lru_cache(4096)(self._render_ids)  # the episodes of a group see the same results again and again
         tools = self._clean(tools)
         if bad := [t["function"]["name"] for t in tools if not NAME.fullmatch(t["function"]["name"])]:
             raise ValueError(f"tool names must be identifiers, got {bad}")
@@ -73,6 +75,7 @@ class Chat:
         eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, (list, tuple)) else [eos])} - {None}
         self.stop_ids = frozenset(eos | {self.call_stop_id, self.answer_stop_id})
         self.start_ids = self._turn_starts(user, answer, reply) - self.stop_ids
+        self._remembered.cache_clear()  # what was rendered above had the probe for its tool
 
     def prompt(self, messages: list[dict]) -> list[int]:
         """Ids of the first prompt ([system], user, [assistant, user ...]), generation prompt included."""
@@ -168,7 +171,10 @@ class Chat:
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
     def _ids(self, messages, generate=True):
-        return self._render(messages, generate, sanitize_control_tokens=True)
+        return list(self._remembered(json.dumps(messages), generate))
+
+    def _render_ids(self, messages, generate):
+        return self._render(json.loads(messages), generate, sanitize_control_tokens=True)
 
     def _controls(self, text):
         return self.tokenizer.convert_tokens_to_ids(self._control.findall(text))

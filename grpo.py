@@ -36,7 +36,7 @@ from agent import Limits, Trajectory, collate, evaluate, rollout, summarise
 from lora import DTYPES, fast_float32, freeze_reference, load_model, merged, reference, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
-TINY_SFT = {"max_samples": 4000, "expert_noise": 0.7, "max_steps": 150, "learning_rate": 3e-3}  # demonstrations for the tiny model
+TINY_SFT = {"max_samples": 2000, "expert_noise": 0.5, "max_steps": 220, "batch_size": 16, "learning_rate": 3e-3}  # for the tiny model
 
 
 # ---------------------------------------------------------------------------------------------------- advantages

@@ -61,9 +61,12 @@ TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|\d{1,3}|-|
 
 
 def make_tiny(seed: int = 0):
-    """A Qwen2 of about 0.8 M random parameters, its byte-level tokenizer and its ChatML/Hermes template -> model, tokenizer."""
+    """A Qwen3 of about 0.9 M random parameters, its byte-level tokenizer and its ChatML/Hermes template -> model, tokenizer.
+
+    Not a Qwen2: transformers 5 opens every folder of type qwen2 with Qwen2's own splitting rules, whatever tokenizer.json says.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
     backend = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TINY_SPLIT), "isolated"), byte_level])
@@ -80,9 +83,9 @@ def make_tiny(seed: int = 0):
     tokenizer.chat_template = TINY_TEMPLATE
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(Qwen2Config(
+        model = Qwen3ForCausalLM(Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     return model, tokenizer
 
@@ -116,6 +119,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     if len(tokenizer) > rows:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}")
     model.requires_grad_(False)
+    _check_logits(model.eval(), source)
     if adapter:
         load_adapter(model, path)
     if adapter and not lora_r:
@@ -168,20 +172,38 @@ def _read_model(source: str, dtype):
     if os.path.isdir(source) and not any(f.endswith(".safetensors") for f in os.listdir(source)):
         pickled = next((f for f in os.listdir(source) if f.endswith((".bin", ".pt", ".pth"))), None)
         raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else f"{source}: no .safetensors file")
-    options = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
+
+    def read(**where):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, adapter_kwargs=where, **where)
+        if report["missing_keys"]:  # transformers would go on with random numbers there
+            raise UserError(f"{source}: no weights for {', '.join(sorted(report['missing_keys'])[:3])}: the model is incomplete")
+        return model, _read_tokenizer(source, **where)
+
     try:
         try:  # files on this machine first: without a network the hub's own order costs a minute of retries
-            model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, **options)
-            return model, _read_tokenizer(source, local_files_only=True)
+            return read(local_files_only=True)
         except (OSError, UserError):  # UserError: the weights are in the hub's cache, the tokenizer is not
             if os.path.isdir(source):
                 raise
             model_info(source, timeout=10)  # fails at once where from_pretrained would try again for a minute
-            return AutoModelForCausalLM.from_pretrained(source, **options), _read_tokenizer(source)
+            return read()
     except UserError:
         raise
     except Exception as error:  # OSError, SafetensorError, ...: name the place, keep the cause
         raise UserError(f"{source}: cannot be loaded: {_first_line(error)}") from None
+
+
+def _check_logits(model, source: str):
+    """Three tokens through the model itself and through `head_logits`: what else a head may do must not go unseen."""
+    probe = torch.arange(3, device=model.device)[None]
+    with torch.no_grad():
+        own = model(input_ids=probe, use_cache=False).logits.float()
+        ours = head_logits(model, model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
+    if not torch.isfinite(own).all():
+        raise UserError(f"{source}: its weights give logits that are not finite; the file is damaged, or needs --dtype float32")
+    if (ours - own).abs().max() > 0.02 * own.abs().max():
+        raise UserError(f"{source}: {type(model).__name__} scales its logits in a way that lora.head_logits does not know")
 
 
 def _first_line(error) -> str:
@@ -333,7 +355,8 @@ def _update_attention(model, token_ids, longest: int = 1024):
     config = model.config.get_text_config()
     before = config._attn_implementation
     try:
-        if token_ids.device.type == "cpu" and token_ids.shape[1] <= longest and before == "sdpa":
+        checkpointed = model.is_activation_checkpointing  # backward runs the layers again, after this block has ended
+        if token_ids.device.type == "cpu" and token_ids.shape[1] <= longest and before == "sdpa" and not checkpointed:
             from transformers import AttentionInterface
             AttentionInterface.register("matmul_attention", matmul_attention)
             config._attn_implementation = "matmul_attention"

@@ -80,7 +80,7 @@ def demonstrations(config: Config, tokenizer, split: str, n: int) -> list[Trajec
     else:
         tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split, i)}
                  for i, task in enumerate(envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset))]
-        found = demonstrate(tokenizer, config.env, tqdm(tasks, "demonstrations", leave=False), Limits(max_tokens=config.max_tokens))
+        found = demonstrate(tokenizer, config.env, tasks, Limits(max_tokens=config.max_tokens))
     short = [t for t in found if len(t.token_ids) <= config.max_tokens and sum(t.loss_mask)]
     if len(short) < len(found):
         print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens or have none to train: dropped")
