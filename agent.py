@@ -164,7 +164,7 @@ class Episode:
         self.max_turns = limits.max_turns or getattr(env, "max_turns", 8)
         self.paid, self.tool_tokens, self.stop, self.stuck = getattr(env, "reward", 0.0), 0, None, False
         if self.room < 1:
-            raise RuntimeError(f"world {env_name}: the prompt has {len(ids)} tokens, --max_tokens is {limits.max_tokens}")
+            raise UserError(f"world {env_name}: the prompt has {len(ids)} tokens, --max_tokens is {limits.max_tokens}")
 
     @property
     def room(self) -> int:
@@ -438,13 +438,13 @@ class Config:
     max_turns: int | None = flag(None, "assistant turns per episode; default: the world's", low=1)
     max_new_tokens: int = flag(256, "tokens per turn", low=1)
     max_tokens: int = flag(4096, "tokens per episode", low=8)
-    dtype: str = flag("float32", "of the weights", choices=tuple(DTYPES))
+    dtype: str = flag("auto", "of the weights; auto: as stored", choices=tuple(DTYPES))
     seed: int = flag(0, "of tasks and sampling", low=0)
 
 
 def talk(config: Config):
     """Talk to the agent, or with --num_tasks watch it work; its tool calls and their results are shown."""
-    model, tokenizer = load_model(config.model_path, lora_r=0, dtype=config.dtype)
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, 10**6, config.max_tokens)
     sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     if config.num_tasks:
@@ -474,20 +474,19 @@ def talk(config: Config):
             row = Row(ids, seed=config.seed, limit=config.max_new_tokens)
             engine.add([row])
         else:
-            engine.extend(row, chat.reply(text, stop), config.max_new_tokens)
-        for _ in range(config.max_turns or getattr(env, "max_turns", 8)):
+            engine.extend(row, chat.reply(text, row.turn[-1]), config.max_new_tokens)
+        for left in reversed(range(config.max_turns or getattr(env, "max_turns", 8))):
             while not engine.step():
                 pass
-            stop = row.turn[-1]
             content, calls, errors = parse_tool_calls(chat.text(row.turn))
             if content:
                 print(f"Agent: {content}")
-            if not calls and not errors:
+            if not (calls or errors) or not left:
                 break
             results = [envs.call(env, c["name"], c["arguments"])[0] for c in calls] + errors
             for call, result in zip(calls + [{"name": "unreadable call", "arguments": {}}] * len(errors), results):
                 print(f"  {call['name']}({', '.join(f'{k}={v!r}' for k, v in call['arguments'].items())}) -> {result}")
-            engine.extend(row, chat.results(calls, results, stop), config.max_new_tokens)
+            engine.extend(row, chat.results(calls, results, row.turn[-1]), config.max_new_tokens)
 
 
 if __name__ == "__main__":

@@ -97,9 +97,15 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__}: attention with soft-capping or sinks is not supported by generate.py")
     B, H, C, D = query.shape
-    groups = H // key.shape[1]
-    mask = row_cache.mask(sliding_window).expand(B, 1, C, row_cache.span).repeat(1, 1, groups, 1)  # (B, 1, groups * C, S)
-    out = F.scaled_dot_product_attention(query.reshape(B, key.shape[1], groups * C, D), key, value, mask, scale=scaling)
+    heads, groups = key.shape[1], H // key.shape[1]
+    mask = row_cache.mask(sliding_window)  # (B, 1, C, S)
+    if query.is_cuda:
+        mask = mask.repeat(1, 1, groups, 1)  # (B, 1, groups * C, S)
+        out = F.scaled_dot_product_attention(query.reshape(B, heads, groups * C, D), key, value, mask, scale=scaling)
+    else:  # a CPU's fused kernel takes three times as long with a mask and one query
+        scores = (query * scaling).reshape(B, heads, groups * C, D) @ key.transpose(2, 3)  # (B, H_kv, groups * C, S)
+        scores = scores.view(B, heads, groups, C, -1).masked_fill_(~mask[:, :, None], -torch.inf)
+        out = scores.softmax(-1).view(B, heads, groups * C, -1) @ value  # (B, H_kv, groups * C, D)
     return out.reshape(B, H, C, -1).transpose(1, 2), None
 
 
@@ -140,9 +146,11 @@ class Engine:
     """Decodes rows until each turn's stop id or limit. What it does next depends on token counts alone, never on the clock."""
 
     def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
-        """ValueError names a model whose cache is not keys and values alone (Mamba, linear attention, shared layers)."""
+        """ValueError names a model whose attention cannot be held: Mamba, linear attention, shared layers, sinks, soft-capping."""
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - HELD
+        kinds |= {"attention soft-capping"} if getattr(config, "attn_logit_softcapping", None) else set()
+        kinds |= {"attention sinks"} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else set()
         if kinds or not getattr(model, "_supports_attention_backend", False) or getattr(config, "num_kv_shared_layers", 0):
             kind = ", ".join(sorted(kinds)) or type(model).__name__
             raise ValueError(f"{type(model).__name__}: generate.py cannot hold its cache ({kind}); "
@@ -223,8 +231,10 @@ class Engine:
 
     def _forward(self, rows: list[Row]):
         """Pending tokens of `rows` go through the model -> logits after each row's last one (R, V)."""
-        packed = all(row.slot == i for i, row in enumerate(rows))
         lengths = [len(row.pending) for row in rows]
+        if len(rows) > 1 and len(rows) * max(lengths) > 2**14:  # long prompts: fewer at a time
+            return torch.cat([self._forward(rows[:len(rows) // 2]), self._forward(rows[len(rows) // 2:])])
+        packed = all(row.slot == i for i, row in enumerate(rows))
         self.cache.aim(len(rows) if packed else [row.slot for row in rows], [row.length for row in rows], lengths, self.device)
         width = max(lengths)
         ids = torch.tensor([row.pending + [0] * (width - len(row.pending)) for row in rows], device=self.device)  # (R, C)

@@ -21,7 +21,7 @@ import os
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -33,10 +33,10 @@ from tqdm import tqdm
 import envs
 import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, collate, evaluate, rollout, summarise
-from lora import DTYPES, fast_float32, freeze_reference, load_model, merged, reference, save_model, token_logprobs
+from lora import DTYPES, fast_float32, freeze_reference, load_model, merge, merged, reference, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
-TINY_SFT = {"max_samples": 2000, "expert_noise": 0.5, "max_steps": 220, "batch_size": 16, "learning_rate": 3e-3}  # for the tiny model
+TINY_SFT = {"max_samples": 2400, "expert_noise": 0.65, "max_steps": 260, "batch_size": 16}  # the tiny model's schooling
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -273,16 +273,16 @@ class Config:
     importance_correction: float | None = flag(None, "cap C: old = the trainer's log-probs, weighted by min(old / sampled, C)",
                                                group="loss", above=0)
 
-    learning_rate: float = flag(5e-4, "AdamW step size (real models with LoRA: 1e-5 to 1e-4)", group="training", low=0)
-    lr_schedule: str = flag("constant", "after the warm-up", group="training", choices=("constant", "linear", "cosine"))
+    learning_rate: float | None = flag(None, "AdamW step size; default: 2e-5 with LoRA, 1e-6 without, 2e-3 for tiny", group="training", low=0)
+    lr_schedule: str = flag("linear", "after the warm-up", group="training", choices=("constant", "linear", "cosine"))
     warmup_steps: int = flag(5, "steps of linear warm-up", group="training", low=0)
     weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
     updates_per_step: int = flag(1, "optimiser updates on one step's episodes (mu)", group="training", low=1)
-    batch_size: int = flag(32, "episodes in one forward pass of the update: memory only", group="training", low=1)
+    batch_size: int = flag(16, "episodes in one forward pass of the update: memory only", group="training", low=1)
     gradient_accumulation_steps: int | None = flag(None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
     num_epochs: int = flag(1, "passes over the tasks", group="training", low=1, aliases=("total_epochs",))
-    max_steps: int | None = flag(100, "steps; beats num_epochs", group="training", low=0)
+    max_steps: int | None = flag(45, "steps; beats num_epochs", group="training", low=0)
 
     output_dir: str = flag("runs/grpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
@@ -319,14 +319,17 @@ def learning_rate(step: int, config: Config, total: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config, folder: str) -> float:
-    """The tiny model, taught by a short SFT on demonstrations whose actions are often wrong -> its seconds.
+def make_base(config: Config) -> tuple[str, float]:
+    """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
-    print("tiny model: made here and taught the format by a short SFT on noisy demonstrations")
-    result = sft.train(sft.Config(output_dir=folder, env=config.env, seed=config.seed, eval_tasks=0, **TINY_SFT))
-    return result["seconds"]
+    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
+    base = os.path.join(config.output_dir, "base")
+    schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0, **TINY_SFT)
+    seconds = sft.train(schooling)["seconds"]
+    merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
+    return base, seconds
 
 
 def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> tuple[list[Trajectory], int]:
@@ -364,12 +367,14 @@ def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> 
 def train(config: Config) -> dict:
     started = time.time()
     check(config)
+    if config.learning_rate is None:
+        config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
+    tasks, held_out = ([{**task, **({"num_turns": config.num_turns} if config.num_turns else {})} for task in envs.tasks(
+        config.env, split, n, config.seed, config.dataset, config.eval_dataset)] for split, n in
+        (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
     run = Run(config, "grpo")
     fast_float32()
-    source, base_seconds = config.model_path, 0.0
-    if source == "tiny":
-        source = os.path.join(config.output_dir, "base")
-        base_seconds = make_base(config, source)
+    source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
     model, tokenizer = load_model(
         source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
         lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
@@ -379,9 +384,6 @@ def train(config: Config) -> dict:
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls, config.max_tool_tokens)
-    tasks, held_out = ([{**task, **({"num_turns": config.num_turns} if config.num_turns else {})} for task in envs.tasks(
-        config.env, split, n, config.seed, config.dataset, config.eval_dataset)] for split, n in
-        (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
     total = config.max_steps if config.max_steps is not None else config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
     if config.scale_rewards != "none" and (config.reward_scaling != 1 or config.reward_bias) and config.credit == "episode":
         print("note: reward_scaling and reward_bias cancel out when advantages are divided by a standard deviation")
@@ -501,10 +503,10 @@ def train(config: Config) -> dict:
     result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total, "seed": config.seed}
     if base_seconds and config.compare_sft and config.eval_tasks and total:
         print("control: SFT alone, on the same demonstrations, for the time that GRPO took")
-        alone = os.path.join(config.output_dir, "base", "sft_alone")
-        sft.train(sft.Config(model_path=source, output_dir=alone, env=config.env, seed=config.seed, eval_tasks=0,
+        alone = os.path.join(source, "sft_alone")
+        sft.train(sft.Config(model_path=source, output_dir=alone, learning_rate=1e-3, env=config.env, seed=config.seed, eval_tasks=0,
                              max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
-        model, _ = load_model(alone)
+        model, _ = load_model(alone, train=False)
         sft_alone = held_out_eval()
         rows.append((f"SFT alone ({training_seconds:.0f} s)", sft_alone))
         result["success_sft_alone"] = sft_alone["success"]

@@ -18,83 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from run import UserError
+from tiny import make_tiny
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# ------------------------------------------------------------------------------------------------------ the tiny model
-TINY_TEMPLATE = """{%- set first = messages[0] if messages[0].role == 'system' else none %}
-{%- if first or tools %}<|im_start|>system
-{{ first.content if first else '' }}
-{%- if tools %}
-<tools>
-{%- for tool in tools %}
-{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
-{%- endfor %}
-</tools>
-{%- endif %}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
-<tool_response>
-{{ message.content }}
-</tool_response>
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}
-{%- elif message.role != 'system' or not loop.first %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}{{ '\n' if message.content or not loop.first }}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-# What the byte-level BPE is trained on, besides the numbers below 200: one token each, so that copying one takes one step.
-TINY_TEXT = """system user assistant tool Solve for x with the tools. terms value operation expression answer number name query
-add_terms subtract_terms multiply_terms divide_terms identify_operation state_answer calculator error right wrong yes no
-name(terms) name(value) name(operation) name(expression), x + 7 = x/4 - (x) Question: How many? You are a helpful agent. Use the tools, then give the answer.
-the of and to in is it for on that with as are was be at by this have from or one had not but what all were when we there
-Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers too large. takes must be"""
-TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|\d{1,3}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"""
-
-
-def make_tiny(seed: int = 0):
-    """A Qwen3 of about 0.9 M random parameters, its byte-level tokenizer and its ChatML/Hermes template -> model, tokenizer.
-
-    Not a Qwen2: transformers 5 opens every folder of type qwen2 with Qwen2's own splitting rules, whatever tokenizer.json says.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    backend = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TINY_SPLIT), "isolated"), byte_level])
-    backend.decoder = decoders.ByteLevel()
-    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    markup = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-    call = '\n{"name": "state_answer", "arguments": {"value": "3"}}\n'
-    texts = [TINY_TEXT.replace("\n", " "), TINY_TEXT.replace(" ", "\n")] * 2   # words with and without a space
-    backend.train_from_iterator(texts + [call] * 8 + [str(n) for n in range(200)] * 2, trainers.BpeTrainer(
-        vocab_size=1024, min_frequency=2, special_tokens=control, show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    backend.add_tokens(markup)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.chat_template = TINY_TEMPLATE
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    return model, tokenizer
-
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}  # auto: as stored
 
 # ------------------------------------------------------------------------------------------------------------- loading
 def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, lora_dropout: float = 0.0,
                lora_target_modules: str = "all-linear", use_rslora: bool = False, dtype: str = "float32",
-               device: str | None = None, seed: int = 0):
-    """The model and tokenizer at `path` -> (model, tokenizer), ready to train.
+               device: str | None = None, seed: int = 0, train: bool = True):
+    """The model and tokenizer at `path` -> (model, tokenizer), ready to train, or with train=False only to be played.
 
     lora_r > 0 adds a fresh adapter, unless `path` is an adapter: then training goes on from it. lora_r = 0 trains all
     weights (an adapter is merged first). `dtype` is that of the frozen weights; what trains is float32.
@@ -104,7 +36,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     adapter = os.path.exists(os.path.join(path, "adapter_config.json"))
     source = base_of(path) if adapter else path
-    kept = DTYPES[dtype] if lora_r else torch.float32  # weights that train are read and stay in float32
+    kept = DTYPES[dtype] if lora_r or not train else torch.float32  # weights that train are read and stay in float32
     model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, kept)
     if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = _read_tokenizer(path)
@@ -114,21 +46,29 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     model.to(device)
     if source == "tiny":
         for p in model.parameters():  # not model.to(kept): it would round the RoPE frequencies, a buffer, to bf16
-            p.data = p.data.to(kept)
+            p.data = p.data.to(p.dtype if kept == "auto" else kept)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}")
+    if model.device.type == "cpu" and model.config.get_text_config()._attn_implementation == "sdpa":
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+        AttentionInterface.register("cpu_attention", cpu_attention)
+        AttentionMaskInterface.register("cpu_attention", sdpa_mask)  # None where plain causality is all, windows included
+        model.set_attn_implementation("cpu_attention")
     model.requires_grad_(False)
     _check_logits(model.eval(), source)
     if adapter:
-        load_adapter(model, path)
+        load_adapter(model, path, lora_dropout)
+        if lora_r not in (0, model.lora_config["r"]):
+            print(f"note: {path} is an adapter: its rank {model.lora_config['r']} stays, lora_r {lora_r} is for fresh ones", file=sys.stderr)
     if adapter and not lora_r:
         merge_adapter(model)
     elif lora_r and not adapter:
         add_lora(model, lora_r, lora_alpha if lora_alpha is not None else 2 * lora_r, lora_dropout,
                  lora_target_modules, use_rslora, seed)
     if not lora_r:
-        model.requires_grad_(True)
+        model.requires_grad_(train)
     return model.eval(), tokenizer  # eval: dropout, where asked for, is switched on by the update alone
 
 
@@ -142,10 +82,12 @@ def newest(path: str) -> str:
 
 
 def base_of(adapter: str) -> str:
-    """The base model an adapter folder points to; `base/` of its output folder if that place has moved."""
-    base = _adapter_config(adapter).get("base_model_name_or_path") or ""
-    beside = os.path.join(adapter, "..", "..", "base")
-    return os.path.normpath(beside) if not os.path.exists(base) and os.path.isdir(beside) else base
+    """The base model an adapter folder points to; if that place has moved, `base/` in it or in its output folder."""
+    base = _adapter_config(adapter).get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{adapter}/adapter_config.json: no base_model_name_or_path; write the base model's folder or hub id there")
+    beside = [b for b in (os.path.join(adapter, "base"), os.path.join(adapter, "..", "..", "base")) if os.path.isdir(b)]
+    return os.path.normpath(beside[0]) if beside and not os.path.exists(base) else base
 
 
 def _adapter_config(adapter: str) -> dict:
@@ -230,6 +172,26 @@ def fast_float32() -> bool:
     return True
 
 
+def cpu_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, dropout=0.0, **kwargs):
+    """Causal attention as two matmuls, the query heads of a KV head stacked as query rows. `load_model` sets it on CPUs.
+
+    Forward and backward it takes a half to an eighth of the time of the fused kernel, whose grouped-query backward is slow
+    there. That kernel still serves whatever is masked, cached, or too large to keep (B, H, T, T) weights of.
+    """
+    B, H, T, D = query.shape
+    groups = H // key.shape[1]
+    if attention_mask is not None or key.shape[2] != T or dropout or B * H * T * T * query.element_size() > 2**25:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                      sliding_window=sliding_window, **kwargs)
+    ahead = torch.ones(T, T, dtype=torch.bool, device=query.device).triu(1)  # (T, T): keys a query may not see
+    bias = torch.zeros(T, T, dtype=query.dtype, device=query.device).masked_fill_(ahead, -torch.inf)
+    scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, T)
+    weights = (scores.view(B, H // groups, groups, T, T) + bias).softmax(-1)  # (B, H_kv, groups, T, T)
+    out = weights.view(B, H // groups, groups * T, T) @ value  # (B, H_kv, groups * T, D)
+    return out.view(B, H, T, -1).transpose(1, 2), None
+
+
 # ---------------------------------------------------------------------------------------------------------------- LoRA
 def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear", use_rslora: bool = False, seed: int = 0):
     """Give every targeted Linear lora_A (r, in) and lora_B (out, r): y = W x + scale B A x; A uniform, B zero.
@@ -259,7 +221,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         nn.init.zeros_(B.weight)
         linear.lora_A, linear.lora_B = A, B
         linear.lora_scale, linear.lora_dropout, linear.lora_on = alpha / (math.sqrt(r) if use_rslora else r), dropout, True
-        linear.register_forward_hook(_lora_hook)
+        linear.lora_hook = linear.register_forward_hook(_lora_hook)
     names = sorted({name.rsplit(".", 1)[-1] for name in linears}) if targets == "all-linear" else targets
     model.lora_config = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names, "use_rslora": use_rslora}
     model.lora_fresh = True  # B is zero: the policy without its adapter is the policy this run started from
@@ -283,21 +245,23 @@ def merged(model):
     put_aside = {}
     try:
         for linear in lora_linears(model).values():
-            put_aside[linear] = linear.weight.data
+            put_aside[linear] = linear.weight.data, linear.lora_on
+            if not linear.lora_on:
+                continue
             linear.weight.data = (linear.weight.data.float() + linear.lora_scale * (
                 linear.lora_B.weight.data @ linear.lora_A.weight.data)).to(linear.weight.dtype)
             linear.lora_on = False
         yield
     finally:
-        for linear, weight in put_aside.items():
-            linear.weight.data, linear.lora_on = weight, True
+        for linear, before in put_aside.items():
+            linear.weight.data, linear.lora_on = before
 
 
 def merge_adapter(model):
     """Add the adapter into the weights for good; the model is then a plain one."""
     for linear in lora_linears(model).values():
         linear.weight.data += (linear.lora_scale * (linear.lora_B.weight.data @ linear.lora_A.weight.data)).to(linear.weight.dtype)
-        linear._forward_hooks.clear()
+        linear.lora_hook.remove()
         del linear.lora_A, linear.lora_B
     model.lora_config = None
 
@@ -317,16 +281,15 @@ def reference(model, frozen: dict | None):
         for name, p in model.named_parameters():
             if name in frozen:
                 p.data, frozen[name] = frozen[name], p.data
-    linears = [] if frozen else list(lora_linears(model).values())
+
+    def switch(on):
+        for linear in lora_linears(model).values():
+            linear.lora_on = on
+    swap() if frozen else switch(False)
     try:
-        swap() if frozen else None
-        for linear in linears:
-            linear.lora_on = False
         yield
     finally:
-        swap() if frozen else None
-        for linear in linears:
-            linear.lora_on = True
+        swap() if frozen else switch(True)
 
 
 # --------------------------------------------------------------------------------------------------- log-probabilities
@@ -338,8 +301,7 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     No attention mask is needed: behind a causal mask right padding is invisible to real tokens.
     The head runs on masked positions only, a chunk of them at a time, so that no (B, T, V) tensor ever exists.
     """
-    with _update_attention(model, token_ids):
-        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
+    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
     where = loss_mask[:, 1:].bool()
     logprobs, entropy = _HeadLogprobs.apply(
         lambda h: head_logits(model, h), hidden[:, :-1][where], token_ids[:, 1:][where], temperature, chunk_elements,
@@ -347,38 +309,6 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     blank = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     at = F.pad(where, (1, 0))  # (B, T)
     return blank.masked_scatter(at, logprobs), blank.masked_scatter(at, entropy)
-
-
-@contextmanager
-def _update_attention(model, token_ids, longest: int = 1024):
-    """On a CPU, `matmul_attention` while its (B, H, T, T) scores are small; else, and on a GPU, the model's own."""
-    config = model.config.get_text_config()
-    before = config._attn_implementation
-    try:
-        checkpointed = model.is_activation_checkpointing  # backward runs the layers again, after this block has ended
-        if token_ids.device.type == "cpu" and token_ids.shape[1] <= longest and before == "sdpa" and not checkpointed:
-            from transformers import AttentionInterface
-            AttentionInterface.register("matmul_attention", matmul_attention)
-            config._attn_implementation = "matmul_attention"
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def matmul_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
-    """Causal attention of right-padded rows as two matmuls, the query heads of a KV head stacked as query rows.
-
-    2 to 8 times faster here than the CPU's fused kernel forward and backward, whose grouped-query backward is slow.
-    """
-    B, H, T, D = query.shape
-    groups = H // key.shape[1]
-    ahead = torch.arange(T, device=query.device) - torch.arange(T, device=query.device)[:, None]  # (T, T) key - query
-    hidden = (ahead > 0) | (ahead <= -sliding_window) if sliding_window else ahead > 0
-    bias = torch.zeros(T, T, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
-    scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, T)
-    weights = (scores.view(B, H // groups, groups, T, T) + bias).softmax(-1)  # (B, H_kv, groups, T, T)
-    out = weights.view(B, H // groups, groups * T, T) @ value  # (B, H_kv, groups * T, D)
-    return out.view(B, H, T, -1).transpose(1, 2), None
 
 
 def head_logits(model, hidden):
@@ -454,6 +384,10 @@ def save_model(model, folder: str):
     tensors = {f"base_model.model.{name}.{part}.weight": getattr(linear, part).weight.detach().cpu().contiguous()
                for name, linear in lora_linears(model).items() for part in ("lora_A", "lora_B")}
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+    if model.base_path == "tiny":  # random weights that nobody else has: they go along
+        model.base_path = os.path.join(folder, "base")
+        model.save_pretrained(model.base_path, state_dict={k: v for k, v in model.state_dict().items() if ".lora_" not in k})
+        make_tiny()[1].save_pretrained(model.base_path)
     local = os.path.isdir(model.base_path)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none", "fan_in_fan_out": False,
               "modules_to_save": None, "base_model_name_or_path": os.path.abspath(model.base_path) if local else model.base_path,
@@ -462,7 +396,7 @@ def save_model(model, folder: str):
         json.dump(config, f, indent=2)
 
 
-def load_adapter(model, folder: str):
+def load_adapter(model, folder: str, dropout: float = 0.0):
     """Put PEFT's adapter files on a plain model. UserError names what of PEFT is not understood here."""
     from safetensors.torch import load_file
     config = _adapter_config(folder)
@@ -471,7 +405,7 @@ def load_adapter(model, folder: str):
         odd.append(f"init_lora_weights {config['init_lora_weights']}")  # PiSSA, OLoRA, LoftQ, CorDA change the base weights too
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
         raise UserError(f"{folder}: only plain LoRA adapters are read here; this one has {', '.join(odd) or 'another peft_type or bias'}")
-    add_lora(model, config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), config["target_modules"],
+    add_lora(model, config["r"], config["lora_alpha"], dropout or config.get("lora_dropout", 0.0), config["target_modules"],
              config.get("use_rslora", False))
     try:
         tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
@@ -492,7 +426,7 @@ def load_adapter(model, folder: str):
 
 def merge(source: str, folder: str):
     """Adapter or output folder -> plain model folder with merged weights and the tokenizer."""
-    model, tokenizer = load_model(source)
+    model, tokenizer = load_model(source, dtype="auto", train=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

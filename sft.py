@@ -12,7 +12,7 @@ packing (episodes of like length share a batch instead), label smoothing.
 """
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate, read_trajectories
 from lora import DTYPES, fast_float32, load_model, save_model, token_logprobs
-from run import Run, flag, main, mix, optimizer_tensors, peak_memory_mb
+from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Config:
     max_seconds: float | None = flag(None, "stop after this long; such a run is not repeatable to the bit", group="training", above=0)
     batch_size: int = flag(32, "episodes in one forward pass", group="training", low=1)
     gradient_accumulation_steps: int = flag(1, "forward passes of one step", group="training", low=1)
-    learning_rate: float = flag(3e-3, "AdamW step size at its peak (real models: 1e-5; LoRA: 1e-4)", group="training", above=0)
+    learning_rate: float | None = flag(None, "AdamW step size at its peak; default: 1e-4 with LoRA, 1e-5 without, 3e-3 for tiny",
+                                       group="training", above=0)
     warmup_steps: int = flag(20, "steps of linear warm-up; after them a cosine down to 10 %", group="training", low=0)
     weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
@@ -84,6 +85,9 @@ def demonstrations(config: Config, tokenizer, split: str, n: int) -> list[Trajec
     short = [t for t in found if len(t.token_ids) <= config.max_tokens and sum(t.loss_mask)]
     if len(short) < len(found):
         print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens or have none to train: dropped")
+    if not short:
+        raise UserError(f"no episodes to imitate: {config.trajectories or config.env} has none "
+                        f"{f'of reward {config.min_reward} or more ' if config.min_reward is not None else ''}within {config.max_tokens} tokens")
     return short
 
 
@@ -99,6 +103,8 @@ def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int, 
 
 def train(config: Config) -> dict:
     started = time.time()
+    if config.learning_rate is None:
+        config = replace(config, learning_rate=3e-3 if config.model_path == "tiny" else 1e-4 if config.lora_r else 1e-5)
     run = Run(config, "sft")
     fast_float32()
     model, tokenizer = load_model(
@@ -154,7 +160,7 @@ def train(config: Config) -> dict:
         after = evaluate(model, tokenizer, config.env, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed)
         result["success_after"] = after["success"]
         print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}, success {after['success']:.3f} of {len(tasks)} tasks")
-    print(f"written: {folder}\nnext:    python grpo.py --model_path {config.output_dir}")
+    print(f"written: {folder}\nnext:    python grpo.py --model_path {config.output_dir} --env {config.env}")
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from run import UserError
 
-ENVS = {"equations": "envs.equations:Equations", "gsm8k": "envs.gsm8k:GSM8K"}
+ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard", "gsm8k": "envs.gsm8k:GSM8K"}
 
 
 def load(name: str) -> type:

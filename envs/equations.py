@@ -3,7 +3,8 @@
 Every action is applied to both sides; the tool answers with the new equation. An action pays only if it leads to an
 equivalent *simpler* equation (fewer steps from x alone than any equation of this episode before it, so that going round in
 circles pays nothing), the stated answer pays only if it is right, and nothing costs: doing nothing must never beat trying.
-    levels   1: x + b = c, ax = c, x/a = c    2: ax + b = c, x/a + b = c    3: ax + b = cx + d, a(x + b) = c
+    level 1: x + b = c, ax = c, x/a = c    level 2: ax + b = c, x/a + b = c    level 3: ax + b = cx + d, a(x + b) = c
+`equations` draws levels 1 and 2, `equations_hard` level 3.
 """
 import re
 import zlib
@@ -13,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 TERM = re.compile(r"([+-]?)(\d{1,9}(?:/\d{1,9})?)?(x)?(?:/(\d{1,9}))?", re.ASCII)
-LIMIT = 199  # numerators and denominators beyond this are refused: equations stay short
+LIMIT = 99  # larger numbers, and denominators over 12, are refused: equations stay short
 
 
 def parse_term(text: str) -> tuple[Fraction, Fraction]:
@@ -42,6 +43,7 @@ class Equations:
 
     system_prompt = "Solve for x with the tools."
     max_turns = 5
+    levels = (1, 2, 2, 2)  # what `_tasks` draws from: of these, one-step equations only now and then
 
     def reset(self, equation: str, factor: int = 0, noise: float = 0.0, seed: int = 0, **_) -> str:
         """`equation` such as "3x + 7 = 16" or "2(x + 3) = 10"; `noise`: share of wrong actions of the scripted expert."""
@@ -140,7 +142,7 @@ class Equations:
         numbers = [factor, *sides[0], *sides[1]]
         if isinstance(term, Fraction) and not term:
             return f"error: both sides times or over 0 is not equivalent. {self._equation()}"
-        if any(abs(n.numerator) > LIMIT or n.denominator > LIMIT for n in numbers):
+        if any(abs(n.numerator) > LIMIT or n.denominator > 12 for n in numbers):
             return f"error: numbers too large. {self._equation()}"
         (self.left, self.right), self.factor = sides, factor
         distance = self._distance()
@@ -196,14 +198,14 @@ class Equations:
     def _check(self) -> bool:
         return self.solved
 
-    @staticmethod
-    def _tasks(split: str, n: int | None, seed: int, levels=(1, 2, 3)) -> list[dict]:
+    @classmethod
+    def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """n distinct equations; a tenth of all equations, chosen by hash, is the test split and never trained on."""
         rng, seen, out = np.random.default_rng([seed, split == "test"]), set(), []
         n = 10_000 if n is None else n
         misses = 0
         while len(out) < n and misses < 10_000:
-            equation = Equations._draw(int(rng.choice(levels)), rng)
+            equation = cls._draw(int(rng.choice(cls.levels)), rng)
             if equation in seen or (zlib.crc32(equation.encode()) % 10 == 0) != (split == "test"):
                 misses += 1
                 continue
@@ -214,23 +216,27 @@ class Equations:
 
     @staticmethod
     def _draw(level: int, rng) -> str:
-        def signed(low, high):
-            return int(rng.choice([n for n in range(-high, high + 1) if abs(n) >= low]))
-        x, a, b, c = signed(1, 12), signed(2, 9), signed(1, 12), signed(1, 9)
-        shape, one, zero = int(rng.integers(3)), Fraction(1), Fraction(0)
+        def signed(high):
+            return int(rng.integers(1, high + 1) * rng.choice([-1, 1]))
+        x, a, b = signed(9), int(rng.integers(2, 7)), signed(30)
         if level == 1:
-            left = [(one, Fraction(b)), (Fraction(a), zero), (Fraction(1, abs(a)), zero)][shape]
-            x = x * abs(a) if shape == 2 else x
+            a, b, x = [(Fraction(1), b, x), (Fraction(a), 0, x), (Fraction(1, a), 0, x * a)][rng.integers(3)]
         elif level == 2:
-            left = (Fraction(1, abs(a)) if shape == 0 else Fraction(a), Fraction(b))
-            x = x * abs(a) if shape == 0 else x
-        elif shape == 0:
-            return f"{abs(a)}({show(one, Fraction(b))}) = {abs(a) * (x + b)}"
+            a, x = [(Fraction(a), x), (Fraction(1, a), x * a)][rng.integers(2)]
+        elif rng.integers(2):
+            b = signed(12)
+            return f"{a}({show(Fraction(1), Fraction(b))}) = {a * (x + b)}"
         else:
-            while c in (a, a - 1):  # 1x or 0x would be left: not a level-3 equation
-                c = signed(1, 9)
+            b, c = signed(12), int(rng.integers(1, a))
             return f"{show(Fraction(a), Fraction(b))} = {show(Fraction(c), Fraction((a - c) * x + b))}"
-        return f"{show(*left)} = {left[0] * x + left[1]}"
+        return f"{show(a, Fraction(b))} = {a * x + b}"
+
+
+class EquationsHard(Equations):
+    """x on both sides, and brackets."""
+
+    max_turns = 8
+    levels = (3,)
 
 
 if __name__ == "__main__":  # one noisy demonstration, as a transcript

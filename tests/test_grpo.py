@@ -1,0 +1,148 @@
+"""The loop of grpo.py: what must not change a step does not, what must stop it does, and it learns."""
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import grpo
+import sft
+from run import UserError
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny model that knows the format and chooses actions badly: half a minute of SFT, shared by the tests below."""
+    folder = tmp_path_factory.mktemp("base")
+    sft.train(sft.Config(output_dir=str(folder), max_samples=1200, max_steps=160, batch_size=16, expert_noise=0.6, eval_tasks=0))
+    return str(folder)
+
+
+def run(base, folder, **options):
+    defaults = dict(model_path=base, output_dir=str(folder), tasks_per_step=4, group_size=4, max_steps=1, eval_tasks=0,
+                    batch_size=16, learning_rate=1e-3, overwrite=True)
+    result = grpo.train(grpo.Config(**{**defaults, **options}))
+    with open(folder / "metrics.jsonl") as f:
+        return result, [json.loads(line) for line in f]
+
+
+def state(folder, step=1, name="optimizer"):
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / f"{name}.safetensors")
+
+
+def gradients(folder):
+    """After one AdamW step exp_avg is (1 - beta1) x the clipped gradient."""
+    return {k: v for k, v in state(folder).items() if k.endswith("|exp_avg")}
+
+
+def test_micro_batch_size_changes_no_gradient(base, tmp_path):
+    for name, size in (("one", 16), ("four", 4)):
+        run(base, tmp_path / name, batch_size=size, max_grad_norm=1e9)
+    one, four = gradients(tmp_path / "one"), gradients(tmp_path / "four")
+    scale = max(v.abs().max() for v in one.values())
+    assert scale > 0 and all((one[k] - four[k]).abs().max() < 1e-5 * scale for k in one)
+
+
+def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_trainer(base, tmp_path):
+    _, (metrics,) = run(base, tmp_path)
+    assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["sampler_gap_max"] < 1e-4 and metrics["clip_high"] == 0
+
+
+def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
+    run(base, tmp_path, learning_rate=0.0, max_steps=2)
+    adapter = state(tmp_path, 2, "adapter_model")
+    assert all((v == 0).all() for k, v in adapter.items() if "lora_B" in k)
+
+
+def test_the_same_command_twice_gives_the_same_bytes(base, tmp_path):
+    for name in ("a", "b"):
+        run(base, tmp_path / name, max_steps=2)
+    for file in ("metrics.jsonl", "trajectories.jsonl"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    a, b = (state(tmp_path / n, 2, "adapter_model") for n in "ab")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("options", [
+    *({"loss": name} for name in grpo.LOSSES), {"credit": "episode"}, {"credit": "episode", "leave_one_out": True},
+    {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"kl_coef": 0.1, "kl_estimator": "k1"}, {"kl_coef": 0.1, "kl_estimator": "k2"},
+    {"kl_coef": 0.1}, {"entropy_coef": 0.01}, {"updates_per_step": 2}, {"mask_truncated": True}, {"importance_correction": 2.0},
+    {"lora_r": 0, "learning_rate": 1e-5}, {"lora_dropout": 0.1, "use_rslora": True}, {"dtype": "bfloat16"}, {"merge_lora": False},
+    {"delta": 2.0, "clip_eps_high": 0.28}, {"gradient_checkpointing": True}, {"reward_scaling": 0.1, "reward_bias": 1.0}, {"env": "equations,gsm8k"},
+], ids=str)
+def test_every_option_runs_and_logs_finite_numbers(base, tmp_path, options):
+    if "gsm8k" in str(options):
+        options = {"env": "equations,equations_hard"}
+    result, lines = run(base, tmp_path, max_steps=2, **options)
+    assert len(lines) == 2 and result["steps"] == 2
+    assert all(math.isfinite(v) for line in lines for v in line.values())
+
+
+def test_kl_is_zero_for_a_fresh_adapter_and_grows(base, tmp_path):
+    _, lines = run(base, tmp_path, kl_coef=0.01, max_steps=3, learning_rate=5e-3)
+    assert abs(lines[0]["kl"]) < 1e-6 < lines[2]["kl"]
+
+
+def test_going_on_from_an_adapter_keeps_its_start_as_reference(base, tmp_path):
+    run(base, tmp_path / "first", max_steps=2, learning_rate=5e-3)
+    _, lines = run(str(tmp_path / "first"), tmp_path / "second", kl_coef=0.01, max_steps=2, learning_rate=5e-3)
+    assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
+
+
+def test_groups_outside_the_band_are_dropped_replaced_and_counted(base, tmp_path):
+    _, lines = run(base, tmp_path, success_rate_lb=0.1, success_rate_ub=0.9, max_resample=6, max_steps=2)
+    assert all(line["groups_mixed"] == 1 for line in lines) and sum(line["groups_dropped"] for line in lines) > 0
+
+
+def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
+    result, lines = run(base, tmp_path, success_rate_lb=0.99, success_rate_ub=0.995, max_resample=1)
+    assert "only 0 of 4 groups" in capfd.readouterr().err and result["steps"] == 1 and lines[0]["groups_dropped"] == 8
+
+
+def test_equal_rewards_are_said_to_be_why_the_loss_is_zero(base, tmp_path, capfd):
+    _, (metrics,) = run(base, tmp_path, reward_scaling=0.0)
+    assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0 and "the loss is 0" in capfd.readouterr().err
+
+
+def test_result_and_folder(base, tmp_path):
+    result, _ = run(base, tmp_path, eval_tasks=8, eval_group_size=2, save_every=1, max_steps=2, eval_every=1)
+    assert {"success_before", "success_after", "seconds", "peak_memory_mb", "steps", "seed"} <= result.keys()
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+    assert {"config.yaml", "metrics.jsonl", "timing.jsonl", "trajectories.jsonl"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_it_learns(base, tmp_path):
+    """A dozen steps on the choice of actions: reward per episode rises clearly over the run, and held-out success with it."""
+    result, lines = run(base, tmp_path, tasks_per_step=12, group_size=8, max_steps=14, learning_rate=2e-3, eval_tasks=100)
+    first, last = (sum(line["reward"] for line in part) / 3 for part in (lines[:3], lines[-3:]))
+    assert last > first + 0.5, (first, last)
+    assert result["success_after"] > result["success_before"] + 0.04, result
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"batch_size": 3, "gradient_accumulation_steps": 2}, "= 16 episodes, but batch_size 3 x gradient_accumulation_steps 2 = 6"),
+    ({"success_rate_lb": 0.8, "success_rate_ub": 0.2}, "0.8 is above"), ({"delta": 1.1}, "must be above 1.2"),
+    ({"importance_correction": 2.0, "loss": "vespo"}, "vespo"), ({"leave_one_out": True}, "credit episode")])
+def test_clashes_are_refused_with_both_numbers(tmp_path, options, words):
+    config = grpo.Config(model_path="x", output_dir=str(tmp_path / "o"), tasks_per_step=4, group_size=4)
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        grpo.train(dataclasses.replace(config, **options))
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--lerning_rate", "1"], "did you mean --learning_rate?"), (["--model_path", "./nowhere"], "./nowhere: no such folder"),
+    (["--group_size", "1"], "--group_size 1: must be at least 2"), (["--env", "equatons"], "did you mean equations?"),
+    (["--model_path", "tiny", "--dataset", "rows.jsonl", "--env", "gsm8k"], 'rows.jsonl:2: no "answer" field; has: question'),
+    (["--dataset", "row.jsonl"], "row.jsonl: no such file; nearest: rows.jsonl"),
+])
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, words):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?"}\n')
+    root = str(__import__("pathlib").Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, root + "/grpo.py", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert words in done.stderr.strip().splitlines()[-1], done.stderr

@@ -1,0 +1,93 @@
+"""sft.py: the loss is the mean over what the demonstrator wrote, batches lose nothing, and it learns to imitate."""
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import envs
+import sft
+from agent import collate, demonstrate
+from lora import load_model, token_logprobs
+from run import UserError
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def demos(tiny):
+    return demonstrate(tiny[1], "equations", envs.tasks("equations", "train", 24, seed=0))
+
+
+def test_loss_by_hand():
+    logprobs, mask = torch.tensor([[0.0, -1.0, -2.0], [0.0, -3.0, 0.0]]), torch.tensor([[0, 1, 1], [0, 1, 0]])
+    assert sft.sft_loss(logprobs, mask, 3) == pytest.approx((1 + 2 + 3) / 3)
+
+
+def test_loss_is_cross_entropy_of_the_next_token_shifted_once(tiny, demos):
+    model, _ = tiny
+    ids, mask, _ = collate(demos[:4])
+    ours = sft.sft_loss(token_logprobs(model, ids, mask)[0], mask, mask.sum())
+    labels = ids.masked_fill(mask == 0, -100)
+    logits = model(ids).logits.float()
+    theirs = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    assert torch.allclose(ours, theirs, rtol=1e-5)
+    twice = F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten(), ignore_index=-100)
+    assert not torch.allclose(ours, twice, rtol=1e-3)
+
+
+def test_what_is_trained_is_the_call_and_its_end_of_turn(tiny, demos):
+    tokenizer = tiny[1]
+    for t in demos:
+        trained = tokenizer.decode([i for i, m in zip(t.token_ids, t.loss_mask) if m])
+        assert trained.count("<|im_end|>") == len(t.rewards) and "tool_response" not in trained and "Solve" not in trained
+        assert trained.startswith("<tool_call>") and trained.endswith("</tool_call><|im_end|>")
+
+
+def test_an_epoch_holds_every_episode_once_and_neighbours_in_length(demos):
+    batches = sft.epoch_batches(demos, 4, seed=0, epoch=0)
+    assert sorted(id(t) for b in batches for t in b) == sorted(map(id, demos))
+    assert batches != sft.epoch_batches(demos, 4, seed=0, epoch=1)
+    width = sum(max(len(t.token_ids) for t in b) * len(b) for b in batches)
+    assert width < 1.15 * sum(len(t.token_ids) for t in demos)
+
+
+def test_fewer_episodes_than_a_batch_are_one_batch(demos):
+    assert sft.epoch_batches(demos[:3], 8, seed=0, epoch=0) == [demos[:3]]
+
+
+def test_accumulation_changes_no_gradient(tmp_path):
+    from safetensors.torch import load_file
+    states = []
+    for name, size, accumulation in (("a", 8, 1), ("b", 2, 4)):
+        sft.train(sft.Config(output_dir=str(tmp_path / name), max_samples=16, max_steps=1, batch_size=size, max_grad_norm=1e9,
+                             gradient_accumulation_steps=accumulation, eval_tasks=0))
+        states.append(load_file(tmp_path / name / "checkpoints" / "step_000001" / "optimizer.safetensors"))
+    a, b = ({k: v for k, v in s.items() if k.endswith("|exp_avg")} for s in states)
+    scale = max(v.abs().max() for v in a.values())
+    assert all((a[k] - b[k]).abs().max() < 1e-5 * scale for k in a)
+
+
+def test_recorded_episodes_are_imitated_and_min_reward_selects(tmp_path, demos, capsys):
+    path = tmp_path / "t.jsonl"
+    with open(path, "w") as f:
+        for t in demos:
+            f.write(json.dumps({"step": 0, **t.to_json()}) + "\n")
+    config = sft.Config(trajectories=str(path), output_dir=str(tmp_path / "o"), max_steps=2, eval_tasks=0, batch_size=4)
+    assert sft.train(config)["steps"] == 2
+    best = max(t.reward for t in demos)
+    config.output_dir, config.min_reward = str(tmp_path / "p"), best + 1
+    with pytest.raises(UserError, match="no episodes"):
+        sft.train(config)
+
+
+def test_it_learns_and_the_loss_falls(tmp_path):
+    result = sft.train(sft.Config(output_dir=str(tmp_path), max_samples=200, max_steps=40, batch_size=8, eval_tasks=4))
+    with open(tmp_path / "metrics.jsonl") as f:
+        losses = [json.loads(line)["loss"] for line in f]
+    assert losses[-1] < 0.2 * losses[0] and result["held_out_loss"] < 1.5 and result["success_after"] is not None
+    model, tokenizer = load_model(str(tmp_path))
+    assert sum(p.numel() for p in model.parameters()) < 1.2e6 and tokenizer.chat_template

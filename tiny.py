@@ -1,0 +1,73 @@
+"""The tiny model: what `--model_path tiny` means. Random weights, its own tokenizer, and a Hermes chat template.
+
+It walks the path of a real Qwen: the same architecture family, ChatML turns, `<tool_call>` JSON. What is small is made so
+on purpose: tools are shown by name and parameters alone, the JSON around a call is three tokens, a number below 100 is one.
+"""
+import torch
+
+TINY_TEMPLATE = """{%- set first = messages[0] if messages[0].role == 'system' else none %}
+{%- if first or tools %}<|im_start|>system
+{{ first.content if first else '' }}
+{%- if tools %}
+<tools>
+{%- for tool in tools %}
+{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
+{%- endfor %}
+</tools>
+{%- endif %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}
+{%- elif message.role != 'system' or not loop.first %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ '\n' if message.content or not loop.first }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# What the byte-level BPE is trained on, besides the numbers below 100: one token each, so that copying one takes one step.
+TINY_TEXT = """system user assistant tool Solve for x with the tools. terms value operation expression answer number name query
+add_terms subtract_terms multiply_terms divide_terms identify_operation state_answer calculator error right wrong yes no
+name(terms) name(value) name(operation) name(expression), x + 7 = x/4 - (x) Question: How many? You are a helpful agent. Use the tools, then give the answer.
+the of and to in is it for on that with as are was be at by this have from or one had not but what all were when we there
+Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers too large. takes must be"""
+TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|\d{1,2}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"""
+
+
+def make_tiny(seed: int = 0):
+    """A Qwen3 of about 0.9 M random parameters, its byte-level tokenizer and its ChatML/Hermes template -> model, tokenizer.
+
+    Not a Qwen2: transformers 5 opens every folder of type qwen2 with Qwen2's own splitting rules, whatever tokenizer.json says.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    backend = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TINY_SPLIT), "isolated"), byte_level])
+    backend.decoder = decoders.ByteLevel()
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    markup = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    call = '\n{"name": "state_answer", "arguments": {"value": "3"}}\n'
+    texts = [TINY_TEXT.replace("\n", " "), TINY_TEXT.replace(" ", "\n")] * 2   # words with and without a space
+    backend.train_from_iterator(texts + [call] * 8 + [str(n) for n in range(100)] * 2, trainers.BpeTrainer(
+        vocab_size=1024, min_frequency=2, special_tokens=control, show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    backend.add_tokens(markup)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TINY_TEMPLATE
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+    return model, tokenizer
