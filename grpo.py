@@ -36,7 +36,7 @@ from agent import Limits, Trajectory, collate, evaluate, rollout, summarise
 from lora import DTYPES, fast_float32, freeze_reference, load_model, merge, merged, reference, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
-TINY_SFT = {"max_samples": 2400, "expert_noise": 0.65, "max_steps": 260, "batch_size": 16}  # the tiny model's schooling
+TINY_SFT = {"max_samples": 2600, "expert_noise": 0.55, "max_turns": 6, "max_steps": 280, "batch_size": 16}  # the tiny model's schooling
 
 
 # ---------------------------------------------------------------------------------------------------- advantages

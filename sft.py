@@ -42,6 +42,7 @@ class Config:
     min_reward: float | None = flag(None, "with --trajectories: imitate episodes of at least this reward", group="data")
     max_samples: int = flag(3000, "demonstrations", group="data", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", group="data", low=0, high=1)
+    max_turns: int | None = flag(None, "assistant turns of a demonstration; default: the world's", group="data", low=1)
     max_tokens: int = flag(1024, "longest episode, tokens; longer ones are dropped and counted", group="data", low=8)
 
     num_epochs: int = flag(4, "passes over the demonstrations", group="training", low=1, aliases=("total_epochs",))
@@ -81,7 +82,7 @@ def demonstrations(config: Config, tokenizer, split: str, n: int) -> list[Trajec
     else:
         tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split, i)}
                  for i, task in enumerate(envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset))]
-        found = demonstrate(tokenizer, config.env, tasks, Limits(max_tokens=config.max_tokens))
+        found = demonstrate(tokenizer, config.env, tasks, Limits(config.max_turns, max_tokens=config.max_tokens))
     short = [t for t in found if len(t.token_ids) <= config.max_tokens and sum(t.loss_mask)]
     if len(short) < len(found):
         print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens or have none to train: dropped")

@@ -1,7 +1,7 @@
 """The tiny model: what `--model_path tiny` means. Random weights, its own tokenizer, and a Hermes chat template.
 
 It walks the path of a real Qwen: the same architecture family, ChatML turns, `<tool_call>` JSON. What is small is made so
-on purpose: tools are shown by name and parameters alone, the JSON around a call is three tokens, a number below 100 is one.
+on purpose: tools are shown by name and parameters alone, the JSON around a call is three tokens, a number of two digits, its minus sign included, is one.
 """
 import torch
 
@@ -34,13 +34,13 @@ TINY_TEMPLATE = """{%- set first = messages[0] if messages[0].role == 'system' e
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# What the byte-level BPE is trained on, besides the numbers below 100: one token each, so that copying one takes one step.
+# What the byte-level BPE is trained on, besides the numbers from -99 to 99: one token each, so that copying one takes one step.
 TINY_TEXT = """system user assistant tool Solve for x with the tools. terms value operation expression answer number name query
 add_terms subtract_terms multiply_terms divide_terms identify_operation state_answer calculator error right wrong yes no
 name(terms) name(value) name(operation) name(expression), x + 7 = x/4 - (x) Question: How many? You are a helpful agent. Use the tools, then give the answer.
 the of and to in is it for on that with as are was be at by this have from or one had not but what all were when we there
 Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers too large. takes must be"""
-TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|\d{1,2}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"""
+TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|-?\d{1,2}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"""
 
 
 def make_tiny(seed: int = 0):
@@ -58,7 +58,7 @@ def make_tiny(seed: int = 0):
     markup = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     call = '\n{"name": "state_answer", "arguments": {"value": "3"}}\n'
     texts = [TINY_TEXT.replace("\n", " "), TINY_TEXT.replace(" ", "\n")] * 2   # words with and without a space
-    backend.train_from_iterator(texts + [call] * 8 + [str(n) for n in range(100)] * 2, trainers.BpeTrainer(
+    backend.train_from_iterator(texts + [call] * 8 + [str(n) for n in range(-99, 100)] * 2, trainers.BpeTrainer(
         vocab_size=1024, min_frequency=2, special_tokens=control, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     backend.add_tokens(markup)

@@ -1,6 +1,6 @@
 """One GRPO step here and in TRL + PEFT, side by side: seconds, tokens/s and peak memory, and whether the gradients agree.
 
-    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; about 35 minutes on 2 CPU cores
+    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; half an hour on 2 CPU cores
     python bench/vs_trl.py --model_path tiny-random --prompts 2 --samples 2 --tokens 8 --rounds 1 --repeats 1      a minute
 
 Three rows: TRL as it ships (its precision, its gradient checkpointing), TRL with the weight dtype that we use, and ours.
@@ -47,7 +47,7 @@ def arguments(argv=None):
     parser.add_argument("--batch_size", type=int, default=8, help="our sequences in one forward of the update")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="ours; TRL's is what ships")
     parser.add_argument("--trl_batch_size", type=int, default=8, help="per_device_train_batch_size; 8 ships")
-    parser.add_argument("--trl_config", default="{}", help='other fields of GRPOConfig as JSON, for trials: {"gradient_checkpointing": false}')
+    parser.add_argument("--trl_config", type=json.loads, default="{}", help='other fields of GRPOConfig as JSON, for trials: {"gradient_checkpointing": false}')
     parser.add_argument("--no_gradients", action="store_true", help="skip the comparison of gradients")
     parser.add_argument("--worker", choices=("trl", "trl_same_dtype", "ours"), help=argparse.SUPPRESS)
     parser.add_argument("--gradients_to", help=argparse.SUPPRESS)  # a folder: the worker writes gradients instead of timing
@@ -58,6 +58,8 @@ def arguments(argv=None):
         parser.error("--samples must be 2 or more, the other counts 1 or more")
     if total % args.trl_batch_size:
         parser.error(f"--trl_batch_size {args.trl_batch_size} must divide prompts x samples = {total}")
+    if args.model_path.startswith((".", "/", "~")) and not os.path.isdir(args.model_path):
+        parser.error(f"{args.model_path}: no such folder; `python ../shared/real/get_smollm2.py .real/smollm2` makes SmolLM2-135M")
     return args
 
 
@@ -179,7 +181,7 @@ def trl(args) -> dict:
               "gradient_accumulation_steps": args.prompts * args.samples // args.trl_batch_size, "loss_type": "grpo",
               "generation_kwargs": {"min_new_tokens": args.tokens}, "max_steps": 1 if checking else 1 + args.repeats,
               "save_strategy": "no", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available(),
-              **({"bf16": False, "max_grad_norm": 0.0} if checking else json.loads(args.trl_config)),
+              **({"bf16": False, "max_grad_norm": 0.0} if checking else args.trl_config),
               **({"model_init_kwargs": {"dtype": args.dtype}} if args.worker == "trl_same_dtype" else {})}
     steps, gradients = [], {}
 
@@ -226,7 +228,9 @@ def trl(args) -> dict:
         assert not any(sample.values()), "TRL did not take every completion"
         return write_gradients(gradients, folder / "trl.safetensors")
     shipped = {name: getattr(trainer.args, name) for name in (
-        "bf16", "gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "beta")}
+        "per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "beta", "num_iterations", "use_liger_kernel")}
+    shipped |= {"autocast": trainer.accelerator.mixed_precision, "optim": trainer.args.optim.value,  # what is, not what was asked for
+                "gradient_checkpointing": trainer.model.is_gradient_checkpointing}
     return {**measured(args.worker, steps, trainer.model, args), "config": shipped}
 
 
@@ -257,7 +261,7 @@ def compare_gradients(folder: Path) -> dict:
 # ---------------------------------------------------------------------------------------------------------------- parent
 def run_worker(side: str, args, model_path: str, gradients_to: Path | None = None) -> dict:
     """One process, alone on the machine -> the JSON object it prints last."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--model_path", model_path, "--trl_config", args.trl_config]
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--model_path", model_path, "--trl_config", json.dumps(args.trl_config)]
     for name in ("prompts", "samples", "tokens", "rounds", "repeats", "dtype", "batch_size", "trl_batch_size"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--gradient_checkpointing"] * args.gradient_checkpointing
@@ -314,7 +318,7 @@ def main(args) -> dict:
           f"{GSM8K.name + ' of GSM8K' if GSM8K.exists() else 'made up'}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model_path = args.model_path
-        if model_path == "tiny-random":
+        if model_path in ("tiny", "tiny-random"):
             make_random(model_path := os.path.join(folder, "model"))
         if not args.no_gradients:
             counts = [run_worker(side, args, model_path, Path(folder))["tensors"] for side in ("ours", "trl")]  # ours samples
@@ -330,7 +334,7 @@ def main(args) -> dict:
                       f"peak {turn['peak_memory_mb']:,.0f} MB", flush=True)
     rows = {side: medians(t) for side, t in turns.items() if t}
     same = rows.get("trl_same_dtype", rows["trl"])
-    names = {"trl": "TRL + PEFT as shipped", "trl_same_dtype": f"TRL + PEFT, {args.dtype} weights", "ours": "ours"}
+    names = {"trl": "TRL + PEFT, --trl_config" if args.trl_config else "TRL + PEFT as shipped", "trl_same_dtype": f"TRL + PEFT, {args.dtype} weights", "ours": "ours"}
     print(f"\n{'':30} {'weights':>9} {'step s':>9} {'rollout':>9} {'update':>9} {'tokens/s':>9} {'peak MB':>9}   {'TRL / ours':>10} {'ours / TRL':>10}")
     for side, row in rows.items():
         ratio = "" if side == "ours" else "   {time_ratio:9.2f}x {memory_ratio:10.2f}".format(**compare(row, rows["ours"]))
@@ -340,7 +344,7 @@ def main(args) -> dict:
         **compare(rows["trl"], rows["ours"]), **agreement, "same_dtype": {"dtype": args.dtype, **compare(same, rows["ours"])}, "rows": rows,
         "model_path": args.model_path, "prompts": args.prompts, "samples": args.samples, "tokens": args.tokens, "rounds": args.rounds,
         "repeats": args.repeats, "batch_size": args.batch_size, "gradient_checkpointing": args.gradient_checkpointing,
-        "trl_config": json.loads(args.trl_config), "machine": machine(), "date": datetime.date.today().isoformat(),
+        "trl_config": args.trl_config, "machine": machine(), "date": datetime.date.today().isoformat(),
         "seconds": round(time.time() - began), "command": "python " + shlex.join([os.path.relpath(__file__, ROOT), *sys.argv[1:]])}
     aims = [(f"at least {FASTER:g}x faster", result["time_ratio"] >= FASTER), (f"at most {SMALLER:g} of the memory", result["memory_ratio"] <= SMALLER)]
     aims += [(f"gradient cosine at least {AGREE}", agreement["gradient_cosine"] >= AGREE)] if agreement else []

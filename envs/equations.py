@@ -42,7 +42,7 @@ class Equations:
     """Solve a linear equation for x, one action at a time."""
 
     system_prompt = "Solve for x with the tools."
-    max_turns = 5
+    max_turns = 4
     levels = (1, 2, 2, 2)  # what `_tasks` draws from: of these, one-step equations only now and then
 
     def reset(self, equation: str, factor: int = 0, noise: float = 0.0, seed: int = 0, **_) -> str:
