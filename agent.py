@@ -123,7 +123,7 @@ class ToolPool:
                 text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
                 if job["abandoned"]:
                     return  # a new thread has taken this one's place
-                job["results"].append((text, error, getattr(job["env"], "reward", 0.0)))
+                job["results"].append((text, error, _paid(job["env"])))
             job["done"].set()
 
     def close(self):
@@ -162,7 +162,7 @@ class Episode:
                                      messages=messages, info={"env": env_name, "task": task, "tool_calls": 0, "tool_errors": 0,
                                                               "parsed_turns": 0, "timeouts": 0})
         self.max_turns = limits.max_turns or getattr(env, "max_turns", 8)
-        self.paid, self.tool_tokens, self.stop, self.stuck = getattr(env, "reward", 0.0), 0, None, False
+        self.paid, self.tool_tokens, self.stop, self.stuck = _paid(env), 0, None, False
         if self.room < 1:
             raise UserError(f"world {env_name}: the prompt has {len(ids)} tokens, --max_tokens is {limits.max_tokens}")
 
@@ -197,7 +197,11 @@ class Episode:
         if calls or self.errors:
             self.calls = calls
             return self.finish("max_tool_calls") if t.info["tool_calls"] > self.limits.max_tool_calls else calls
-        reply = self.env._reply(text) if hasattr(self.env, "_reply") and not self.stuck else None
+        try:
+            reply = self.env._reply(text) if hasattr(self.env, "_reply") and not self.stuck else None
+        except Exception as error:
+            raise RuntimeError(f"world {t.info['env']}: _reply() on task {str(t.info['task'])[:200]} raised "
+                               f"{type(error).__name__}: {error}") from error
         self._pay_turn()
         if reply is None or getattr(self.env, "done", False):
             return self.finish("done")
@@ -238,7 +242,7 @@ class Episode:
         self.next_ids = ids
 
     def _pay_turn(self):
-        reward = getattr(self.env, "reward", 0.0)
+        reward = _paid(self.env)
         self.trajectory.rewards[-1] += reward - self.paid
         self.paid = reward
 
@@ -250,13 +254,21 @@ class Episode:
         try:
             total = float(env.get_reward()) if not self.stuck else self.paid
             t.reward_parts = {k: float(v) for k, v in getattr(env, "_reward_parts", {}).items()}
-            t.info["success"] = bool(env._check()) if hasattr(env, "_check") and not self.stuck else total > 0
+            t.info["success"] = not self.stuck and (bool(env._check()) if hasattr(env, "_check") else total > 0)
         except Exception as error:
             raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
         if not all(map(math.isfinite, (total, *t.reward_parts.values(), *t.rewards))):
-            raise RuntimeError(f"{where} is {total}, parts {t.reward_parts}: not finite")
+            raise RuntimeError(f"{where} is {total}, parts {t.reward_parts}, paid before {t.rewards}: not finite")
         t.rewards[-1] += total - self.paid
         t.reward = math.fsum(t.rewards)
+
+
+def _paid(env) -> float:
+    """The world's running total, as a plain float: worlds count in NumPy numbers too, which JSON does not take. NaN: no number."""
+    try:
+        return float(getattr(env, "reward", 0.0))
+    except Exception:
+        return math.nan  # `finish` says so; a tool's thread must not die of it
 
 
 def _cut(text: str, limit: int = 4000) -> str:
@@ -293,7 +305,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         name = task.get("env", env_name)
         for sample in range(group_size):
             episode = Episode(name, classes[name](), chats[name], task, f"{step}-{first_task + i}", limits)
-            row = Row(episode.trajectory.token_ids, group=i, seed=mix(seed, step, first_task + i, sample), limit=episode.room)
+            prompt = episode.trajectory.token_ids  # what is forwarded once is the prompt, not the task: reset may draw lots
+            row = Row(prompt, group=tuple(prompt), seed=mix(seed, step, first_task + i, sample), limit=episode.room)
             episodes[row] = episode
     engine.add(episodes)
 
@@ -339,14 +352,14 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Li
     for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
         name = task.get("env", env_name)
         if not hasattr(classes[name], "_expert"):
-            raise ValueError(f"world {name!r} has no _expert(): give --trajectories or demonstrations of your own")
+            raise UserError(f"world {name!r} has no _expert(): give --trajectories or demonstrations of your own")
         env = classes[name]()
         episode = Episode(name, env, chats[name], task, str(i), limits)
         while not episode.trajectory.stop_reason:
             calls = env._expert()
             ids = chats[name].turn("", calls)
             if (calls := episode.take_turn(ids, [0.0] * len(ids))) is not None:
-                episode.take_results([(*envs.call(env, c["name"], c["arguments"]), getattr(env, "reward", 0.0)) for c in calls])
+                episode.take_results([(*envs.call(env, c["name"], c["arguments"]), _paid(env)) for c in calls])
         out.append(episode.trajectory)
     return out
 
@@ -446,12 +459,16 @@ def talk(config: Config):
     """Talk to the agent, or with --num_tasks watch it work; its tool calls and their results are shown."""
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, 10**6, config.max_tokens)
+    try:  # before the work, not after it
+        output = open(config.output, "w", encoding="utf-8") if config.output and config.num_tasks else None
+    except OSError as error:
+        raise UserError(f"--output {config.output}: {error.strerror}") from None
     sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     if config.num_tasks:
         tasks = envs.tasks(config.env, "test", config.num_tasks, config.seed, config.dataset)
         episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, limits=limits, seed=config.seed, **sampling)
-        if config.output:
-            with open(config.output, "w", encoding="utf-8") as f:
+        if output:
+            with output as f:
                 f.writelines(json.dumps(t.to_json(), ensure_ascii=False, allow_nan=False) + "\n" for t in episodes)
         for t in episodes[:8]:
             print(transcript(t), end="\n\n")
@@ -481,7 +498,7 @@ def talk(config: Config):
             content, calls, errors = parse_tool_calls(chat.text(row.turn))
             if content:
                 print(f"Agent: {content}")
-            if not (calls or errors) or not left:
+            if not (calls or errors) or not left or row.turn[-1] not in chat.stop_ids:  # a turn cut by the limit is not executed
                 break
             results = [envs.call(env, c["name"], c["arguments"])[0] for c in calls] + errors
             for call, result in zip(calls + [{"name": "unreadable call", "arguments": {}}] * len(errors), results):

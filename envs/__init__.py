@@ -24,6 +24,7 @@ import inspect
 import json
 import math
 import os
+import sys
 import types
 import typing
 import zlib
@@ -44,12 +45,18 @@ def load(name: str) -> type:
     place, class_name = target.rsplit(":", 1)
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            key = f"world:{os.path.abspath(place)}"
+            if not (module := sys.modules.get(key)):  # once a process: every call gives the same class
+                spec = importlib.util.spec_from_file_location(key, place)
+                module = sys.modules[key] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+                try:
+                    spec.loader.exec_module(module)
+                except BaseException:
+                    del sys.modules[key]
+                    raise
         else:
             module = importlib.import_module(place)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
+    except (OSError, ImportError, SyntaxError) as error:
         raise UserError(f"world {name!r}: {error}") from None
     if not inspect.isclass(getattr(module, class_name, None)):
         raise UserError(f"world {name!r}: {place} has no class {class_name}")
@@ -115,6 +122,8 @@ def call(env, name: str, arguments: dict, loop=None):
     method = tools(env).get(name)
     if method is None:
         return f"error: no tool {name!r}; tools: {', '.join(tools(env))}", True
+    if getattr(env, "done", False):  # the calls of one turn run one after another: none after the one that ended it
+        return "error: the episode is over", True
     try:
         hints, signature = typing.get_type_hints(method), inspect.signature(method)
         unknown = [key for key in arguments if key not in signature.parameters]
@@ -133,16 +142,24 @@ def call(env, name: str, arguments: dict, loop=None):
         result = method(**fitted)
         if inspect.isawaitable(result):
             result = asyncio.run_coroutine_threadsafe(_wait(result), loop).result() if loop else asyncio.run(_wait(result))
-        return str(result), False
-    except (Exception, SystemExit) as error:  # the tool's fault is an observation too: the model sees it
+        return _whole(str(result)), False
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the tool's fault is an observation too: the model sees it
         try:
-            return f"error: {type(error).__name__}: {error}"[:300], True
+            return _whole(f"error: {type(error).__name__}: {error}"[:300]), True
         except Exception:
             return f"error: {type(error).__name__}", True
 
 
 async def _wait(result):
-    return await result
+    try:
+        return await result
+    except SystemExit as error:  # it would end the loop that all async tools share
+        raise RuntimeError(f"SystemExit: {error}") from None
+
+
+def _whole(text: str) -> str:
+    """Without lone surrogates, which no tokenizer and no UTF-8 file takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass
@@ -169,26 +186,24 @@ def valid_actions(env) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------- task rows
-def _no_constant(text):
-    raise ValueError(f"{text} is not a finite number")
-
-
 def _no_duplicates(pairs):
     out = dict(pairs)
     if len(out) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} twice")
+        raise ValueError(f'key "{next(k for k in keys if keys.count(k) > 1)}" twice')
     return out
 
 
 def _finite(value, name="value"):
-    """Refuse what Python's json lets through: 1e999 and lone surrogates, at any depth."""
+    """Refuse what Python's json lets through: NaN, 1e999 and lone surrogates, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"field {name!r}: not a finite number")
+        raise ValueError(f'field "{name}": not a finite number')
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        raise ValueError(f"field {name!r}: lone surrogate")
+        raise ValueError(f'field "{_whole(str(name))}": lone surrogate')
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
+        if isinstance(value, dict):
+            _finite(key, key)
         _finite(item, key if isinstance(value, dict) else name)
 
 
@@ -211,9 +226,9 @@ def read_rows(path: str) -> list[dict]:
             text = line.decode("utf-8").strip(" \t\r")
             if not text:
                 continue
-            row = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
-            if isinstance(row, list) and number == 1:
+            if text[0] == "[" and not rows:  # on one line or, printed nicely, on many
                 raise ValueError("the whole file is one JSON list; write one object per line")
+            row = json.loads(text, object_pairs_hook=_no_duplicates)
             if not isinstance(row, dict):
                 raise ValueError("not a JSON object")
             _finite(row)
@@ -226,7 +241,7 @@ def read_rows(path: str) -> list[dict]:
         except ValueError as error:
             long = "4300" in str(error)  # Python's own limit on the digits of an int
             raise UserError(f"{path}:{number}: {'number too long' if long else error}") from None
-        rows.append({"_line": number, **row})
+        rows.append({**row, "_line": number})
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
@@ -244,7 +259,7 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
     if dataset is None or dataset == name:
         if not hasattr(cls, "_tasks"):
             raise UserError(f"world {name!r} makes no tasks of its own; give --dataset path/to/tasks.jsonl")
-        return [{"env": name, **task} for task in cls._tasks(split, n, seed)]
+        return [{**task, "env": name} for task in cls._tasks(split, n, seed)]
     path = eval_dataset if split == "test" and eval_dataset else dataset
     needed = [key for key, p in inspect.signature(cls.reset).parameters.items()
               if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
@@ -260,7 +275,7 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
         except ValueError as error:
             raise UserError(f"{path}:{line}: {error}") from None
         if eval_dataset or held_out == (split == "test"):
-            rows.append({"env": name, **row})
+            rows.append({**row, "env": name})  # a data file does not choose which code runs
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; give --eval_dataset path/to/test.jsonl")
     order = np.random.default_rng(seed).permutation(len(rows))

@@ -109,6 +109,8 @@ class Equations:
         Args:
             value: the value, such as 3 or -2/5
         """
+        if self.done:  # stated once: TRL does not know `done`
+            return "error: the episode is over"
         self.solved = self._number(value) == self.solution
         self.done = True
         self._pay("answer", 5.0 * self.solved)
@@ -218,11 +220,11 @@ class Equations:
     def _draw(level: int, rng) -> str:
         def signed(high):
             return int(rng.integers(1, high + 1) * rng.choice([-1, 1]))
-        x, a, b = signed(9), int(rng.integers(2, 7)), signed(30)
+        x, k, a, b = signed(9), signed(6), int(rng.integers(2, 7)), signed(40)
         if level == 1:
-            a, b, x = [(Fraction(1), b, x), (Fraction(a), 0, x), (Fraction(1, a), 0, x * a)][rng.integers(3)]
+            a, b, x = [(Fraction(1), b, x), (Fraction(a), 0, x), (Fraction(1, a), 0, k * a)][rng.integers(3)]
         elif level == 2:
-            a, x = [(Fraction(a), x), (Fraction(1, a), x * a)][rng.integers(2)]
+            a, x = [(Fraction(a), x), (Fraction(1, a), k * a)][rng.integers(2)]
         elif rng.integers(2):
             b = signed(12)
             return f"{a}({show(Fraction(1), Fraction(b))}) = {a * (x + b)}"
