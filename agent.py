@@ -289,12 +289,12 @@ def _chats(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, di
 
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *, limits: Limits = Limits(),
             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4, progress=None) -> list[Trajectory]:
+            slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4) -> list[Trajectory]:
     """`group_size` episodes of every task, a task's episodes together -> list of len(tasks) * group_size Trajectories.
 
     What is sampled is a function of (seed, step, first_task + index of the task, sample). Tools run in threads while other
     rows decode; a row that called one comes back at the next multiple of `tool_steps` decode steps, and decoding waits there
-    if it must: so who shares a batch depends on token counts, never on the clock. `progress(n)`: n more episodes ended.
+    if it must: so who shares a batch depends on token counts, never on the clock.
     RuntimeError: a reward function that raises, a non-finite reward or logit, too many hanging tools.
     """
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
@@ -309,11 +309,12 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             row = Row(prompt, group=tuple(prompt), seed=mix(seed, step, first_task + i, sample), limit=episode.room)
             episodes[row] = episode
     engine.add(episodes)
+    bar = tqdm(total=len(episodes), desc="episodes", leave=False, delay=2)
 
     def go_on(row, episode):
         if episode.trajectory.stop_reason:
             engine.release(row)
-            progress and progress(1)
+            bar.update()
         else:
             engine.extend(row, episode.next_ids, episode.room)
 
@@ -342,6 +343,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         raise RuntimeError(f"rollout, step {step}: {error}; the weights may have diverged: lower --learning_rate") from error
     finally:
         pool.close()
+        bar.close()
     return [episode.trajectory for episode in episodes.values()]
 
 
@@ -422,13 +424,13 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
 
 
 def transcript(trajectory: Trajectory) -> str:
-    """The episode to read: what was asked, then `Action: name(arguments) -> Reward: 2.0 -> "result"` a call."""
+    """The episode to read: what was asked, then `Action: name -> Reward: 2.0 -> "result"  (arguments)` a call."""
     lines, calls = [], []
     for m in trajectory.messages:
         if m["role"] == "tool":
             call = calls.pop(0) if calls and m["name"] else {"name": "unreadable call", "arguments": {}}
-            arguments = ", ".join(map(str, call["arguments"].values()))
-            lines.append(f'Action: {call["name"]}({arguments}) -> Reward: {m["reward"]:.1f} -> "{m["content"]}"')
+            arguments = ", ".join(f"{k}={v}" for k, v in call["arguments"].items())
+            lines.append(f'Action: {call["name"]} -> Reward: {m["reward"]:.1f} -> "{m["content"]}"  ({arguments})')
         else:
             calls = list(m.get("tool_calls", []))
             if m["content"]:

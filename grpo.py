@@ -369,9 +369,9 @@ def train(config: Config) -> dict:
     check(config)
     if config.learning_rate is None:
         config = replace(config, learning_rate=1.5e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
-    tasks, held_out = ([{**task, **({"num_turns": config.num_turns} if config.num_turns else {})} for task in envs.tasks(
-        config.env, split, n, config.seed, config.dataset, config.eval_dataset)] for split, n in
-        (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
+    extra = {"num_turns": config.num_turns} if config.num_turns else {}
+    tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset)]
+                       for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
     run = Run(config, "grpo")
     fast_float32()
     source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
@@ -403,7 +403,10 @@ def train(config: Config) -> dict:
         trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar)
         rollout_seconds = time.time() - began
         if not trajectories:
+            run.log(step, {"groups_dropped": dropped}, {"rollout_seconds": rollout_seconds})
             continue
+        for t in trajectories:
+            t.reward = (t.reward - config.reward_bias) * config.reward_scaling
         metrics = {**summarise(trajectories), "groups_dropped": dropped, **group_shares(trajectories)}
         run.trajectories(step, trajectories[:config.save_trajectories])
 
@@ -458,7 +461,7 @@ def train(config: Config) -> dict:
         for update in range(config.updates_per_step):
             sums = Counter()
             torch.manual_seed(mix(config.seed, "dropout", step, update))
-            for part in micro:
+            for part in tqdm(micro, "update", leave=False, delay=2):
                 width = max(len(t.token_ids) for t in batch[part])
                 ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
                 logprobs, entropy = token_logprobs(model, ids, m, config.temperature)  # (b, t)
@@ -529,11 +532,12 @@ def group_shares(trajectories: list[Trajectory]) -> dict:
 
 
 def print_table(rows, num_tasks, group_size):
+    if not any(values for _, values in rows):
+        return
     names = [f"pass@{group_size}"] * (group_size > 1) + ["reward", "actions", "structure", "completion", "tool_errors"]
     print(f"\nheld-out ({num_tasks} tasks){'':16}success" + "".join(f"{name:>13}" for name in names))
     for label, values in rows:
-        if values:
-            print(f"{label:34} {values['success']:6.3f}" + "".join(f"{values[name]:13.3f}" for name in names))
+        print(f"{label:34} {values['success']:6.3f}" + "".join(f"{values[name]:13.3f}" for name in names))
 
 
 if __name__ == "__main__":

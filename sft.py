@@ -124,7 +124,7 @@ def train(config: Config) -> dict:
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer, optimizer_tensors(optimizer, model.named_parameters()))
 
-    bar = tqdm(range(total), "sft")
+    training_began, bar = time.time(), tqdm(range(total), "sft")
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
@@ -147,7 +147,7 @@ def train(config: Config) -> dict:
         run.log(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"], "tokens": num_tokens},
                 {"seconds": time.time() - began})
         bar.set_postfix(loss=f"{loss:.3f}")
-        if config.max_seconds and time.time() - started > config.max_seconds:
+        if config.max_seconds and time.time() - training_began > config.max_seconds:
             total = step + 1
             break
         if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
@@ -161,7 +161,7 @@ def train(config: Config) -> dict:
         after = evaluate(model, tokenizer, config.env, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed)
         result["success_after"] = after["success"]
         print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}, success {after['success']:.3f} of {len(tasks)} tasks")
-    print(f"written: {folder}\nnext:    python grpo.py --model_path {config.output_dir} --env {config.env}")
+        print(f"written: {folder}\nnext:    python grpo.py --model_path {config.output_dir} --env {config.env}")
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
 
 

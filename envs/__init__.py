@@ -252,9 +252,16 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
     """Task rows for `split` ("train" | "test"), at most n, in an order fixed by `seed`; train and test never share a row.
 
     Without `dataset` the world makes them (`_tasks`). With one, rows come from its file: test rows from `eval_dataset`, or,
-    where that is not given, every tenth row by the hash of its content. Each row gets "env": the world's name.
+    where that is not given, every tenth row by the hash of its content. Each row gets "env": the world's name; of several
+    worlds ("a,b") tasks take turns.
     """
     import numpy as np
+    if "," in name:
+        names = [part.strip() for part in name.split(",")]
+        if dataset:
+            raise UserError(f"--dataset is for one world, --env names {len(names)}")
+        share = None if n is None else -(-n // len(names))
+        return [task for row in zip(*(tasks(part, split, share, seed) for part in names)) for task in row][:n]
     cls = load(name)
     if dataset is None or dataset == name:
         if not hasattr(cls, "_tasks"):

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-TERM = re.compile(r"([+-]?)(\d{1,9}(?:/\d{1,9})?)?(x)?(?:/(\d{1,9}))?", re.ASCII)
+TERM = re.compile(r"([+-]?)(\d{1,9}(?:/[1-9]\d{0,8})?)?(x)?(?:/([1-9]\d{0,8}))?", re.ASCII)
 LIMIT = 99  # larger numbers, and denominators over 12, are refused: equations stay short
 
 
@@ -122,7 +122,10 @@ class Equations:
     # ---------------------------------------------------------------------------------------------------- the mechanics
     @staticmethod
     def _side(text: str) -> tuple[Fraction, Fraction]:
-        terms = [parse_term(t) for t in re.findall(r"[+-]?[^+-]+", text.replace(" ", ""))]
+        pieces = re.findall(r"[+-]?[^+-]+", text.replace(" ", ""))
+        if "".join(pieces) != text.replace(" ", ""):
+            raise ValueError(f"{text[:40]!r} is not a sum of terms")  # 2x - -5 must not be read as 2x - 5
+        terms = [parse_term(t) for t in pieces]
         return sum((t[0] for t in terms), Fraction(0)), sum((t[1] for t in terms), Fraction(0))
 
     @staticmethod
@@ -133,6 +136,8 @@ class Equations:
         return b
 
     def _apply(self, operation, term) -> str:
+        if isinstance(term, Fraction) and not term:
+            return f"error: both sides times or over 0 is not equivalent. {self._equation()}"
         if self.factor != 1 and isinstance(term, Fraction):  # a(x + b) = c: multiply or divide the factor, not the bracket
             sides = self.left, operation(self.right, term)
             factor = operation((self.factor, self.factor), term)[0]
@@ -142,8 +147,6 @@ class Equations:
         else:
             sides, factor = (operation(self.left, term), operation(self.right, term)), Fraction(1)
         numbers = [factor, *sides[0], *sides[1]]
-        if isinstance(term, Fraction) and not term:
-            return f"error: both sides times or over 0 is not equivalent. {self._equation()}"
         if any(abs(n.numerator) > LIMIT or n.denominator > 12 for n in numbers):
             return f"error: numbers too large. {self._equation()}"
         (self.left, self.right), self.factor = sides, factor

@@ -56,7 +56,7 @@ def test_terms(text, a, b):
 
 
 @pytest.mark.parametrize("text", ["", " ", "+", "-", "--3", "3y", "x3", "3*x", "2^3", "3.5", "1e3", "inf", "nan", "0x10", "1_0", "４２", "²", "٣", "x/x",
-                                  "3/", "/3", "3x/", "3 + x", "(3)", "1" * 10, "1/" + "1" * 10, "x\n", "3\n", "３x", "1//2", "7/4/2", "X", "\ud800", "\0"])
+                                  "3/", "/3", "3x/", "3 + x", "(3)", "1" * 10, "1/" + "1" * 10, "x\n", "3\n", "３x", "1//2", "7/4/2", "1/0", "x/0", "X", "\ud800", "\0"])
 def test_what_is_no_term(text):
     with pytest.raises(ValueError):
         parse_term(text)
@@ -85,9 +85,9 @@ def test_reset_reads_what_is_drawn_and_solves_it(level):
         assert holds(env._equation(), env.solution) and env._equation().replace(" ", "") == equation.replace(" ", "")
 
 
-@pytest.mark.parametrize("equation", ["2x + 1 = 2x + 3", "3 = 4", "x + 1 = x + 1", "hello", "x = 1 = 2", "", "x/0 = 3", "x + = 3"])
+@pytest.mark.parametrize("equation", ["2x + 1 = 2x + 3", "3 = 4", "x + 1 = x + 1", "hello", "x = 1 = 2", "", "x/0 = 3", "x + = 3", "2x - -5 = 3"])
 def test_reset_refuses_what_has_no_single_solution(equation):
-    with pytest.raises((ValueError, ZeroDivisionError)):
+    with pytest.raises(ValueError):
         world(equation)
 
 

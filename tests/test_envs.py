@@ -1,0 +1,530 @@
+"""envs/__init__.py: finding worlds, tools, fitted calls, strict task files, splits; and a small world in ours and in TRL's trainer."""
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+
+import envs
+from run import UserError
+
+ROOT = Path(envs.__file__).parent.parent
+README_ENV = '''
+class GuessNumber:
+    system_prompt = "Find the number between 1 and 9 with the tool."
+
+    def reset(self, number: int = 5, **_) -> str:
+        self.number, self.reward, self.done = number, 0.0, False
+        return "Guess."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: your guess
+        """
+        self.done = number == self.number
+        self.reward += float(self.done)
+        return "right" if self.done else "higher" if number < self.number else "lower"
+
+    def get_reward(self) -> float:
+        return self.reward
+
+    @staticmethod
+    def _tasks(split: str, n: int, seed: int) -> list[dict]:
+        return [{"number": 1 + (i + seed) % 9} for i in range(n)]
+'''
+README = ROOT / "README.md"
+if README.exists() and (block := re.search(r"```python\n# my_env\.py\n(.*?)```", README.read_text(), re.S)):
+    README_ENV = block[1]
+
+
+def readme_world(folder):
+    (folder / "my_env.py").write_text(README_ENV)
+    return f"{folder / 'my_env.py'}:" + re.search(r"class (\w+)", README_ENV)[1]
+
+
+class Kit:
+    """One tool a kind of argument; each answers with what it got."""
+    hidden = "an attribute is no tool"
+
+    def reset(self, **_):
+        self.reward, self.done, self.got = 0.0, False, None
+
+    def text(self, v: str) -> str:
+        """.
+
+        Args:
+            v: v
+        """
+        return repr(v)
+
+    def whole(self, v: int) -> str:
+        """.
+
+        Args:
+            v: v
+        """
+        return repr(v)
+
+    def number(self, v: float) -> str:
+        return repr(v)
+
+    def flag(self, v: bool) -> str:
+        return repr(v)
+
+    def maybe(self, v: Optional[int] = None) -> str:
+        return repr(v)
+
+    def union(self, v: int | str) -> str:
+        return repr(v)
+
+    def either(self, v: Literal["a", "b"]) -> str:
+        return repr(v)
+
+    def items(self, v: list[int]) -> str:
+        return repr(v)
+
+    def bare(self, v: list) -> str:
+        return repr(v)
+
+    def mapping(self, v: dict) -> str:
+        return repr(v)
+
+    def marked(self, v: Annotated[int, "unit"]) -> str:
+        return repr(v)
+
+    def anything(self, v: Any) -> str:
+        return repr(v)
+
+    def untyped(self, v):
+        return repr(v)
+
+    def two(self, a: int, b: int = 2) -> str:
+        return repr((a, b))
+
+    def none(self):
+        return None
+
+    @staticmethod
+    def static(v: int) -> str:
+        return repr(v)
+
+    @classmethod
+    def of_class(cls) -> str:
+        return "no function of the class: TRL does not see it either"
+
+    @property
+    def prop(self):
+        raise AssertionError("a property is never read")
+
+    def _private(self) -> str:
+        return "secret"
+
+    def get_reward(self) -> float:
+        return self.reward
+
+
+def kit():
+    env = Kit()
+    env.reset()
+    return env
+
+
+# ---------------------------------------------------------------------------------------------------------------- loading
+def test_load_names_modules_and_files(tmp_path):
+    name = readme_world(tmp_path)
+    assert envs.load("gsm8k").__name__ == "GSM8K" and envs.load("envs.equations:Equations") is envs.load("equations")
+    assert envs.load(name) is envs.load(name) and envs.load(name).__name__ in name  # one class a process, though it is asked for each step
+
+
+@pytest.mark.parametrize("name, says", [
+    ("equation", "did you mean equations?"), ("chess", "known: equations"), ("", "known: equations"), ("nowhere.py:World", "No such file"),
+    ("envs.equations:Nothing", "has no class Nothing"), ("envs.equations:re", "has no class re"), ("no.such.module:World", "No module named"),
+    ("envs.equations:parse_term", "has no class parse_term")])
+def test_load_errors(name, says):
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        envs.load(name)
+    assert "\n" not in str(error.value) and repr(name) in str(error.value)
+
+
+@pytest.mark.parametrize("text, says", [("class World(:\n", "my.py"), ("import no_such_thing\n", "no_such_thing"), ("from math import nothing\n", "nothing")])
+def test_a_file_that_cannot_be_imported(tmp_path, text, says):
+    (tmp_path / "my.py").write_text(text)
+    for _ in range(2):  # the second time too
+        with pytest.raises(UserError, match=says):
+            envs.load(f"{tmp_path / 'my.py'}:World")
+
+
+def test_a_file_may_hold_dataclasses(tmp_path):
+    (tmp_path / "my.py").write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Card:\n    n: int\n"
+                                    "class World:\n    def reset(self, **_):\n        self.card = Card(1)\n    def f(self, n: int) -> str:\n        return str(n)\n")
+    env = envs.load(f"{tmp_path / 'my.py'}:World")()
+    env.reset()
+    assert envs.call(env, "f", {"n": 2.0}) == ("2", False)
+
+
+# ------------------------------------------------------------------------------------------------------------------ tools
+def test_tools_are_what_trl_takes_for_tools():
+    import inspect
+    for cls in (Kit, envs.load("equations"), envs.load("gsm8k")):
+        seen_by_trl = {name for name, _ in inspect.getmembers(cls, predicate=inspect.isfunction)
+                       if name not in ("reset", "get_reward") and not name.startswith("_")}
+        assert set(envs.tools(cls)) == set(envs.tools(cls())) == seen_by_trl
+    assert "static" in envs.tools(Kit) and not {"of_class", "prop", "_private", "hidden", "reset"} & set(envs.tools(Kit))
+
+
+def test_schemas():
+    class World:
+        def reset(self):
+            pass
+
+        def find(self, query: str, limit: int = 3) -> str:
+            """Find things.
+
+            Args:
+                query: what
+                limit: how many
+            """
+
+        @staticmethod
+        def now() -> str:
+            """The time."""
+    found = {s["function"]["name"]: s["function"] for s in envs.schemas(World)}
+    assert set(found) == {"find", "now"} and found["find"]["parameters"]["required"] == ["query"]
+    assert set(found["find"]["parameters"]["properties"]) == {"query", "limit"} and envs.schemas(World()) == envs.schemas(World)
+
+
+def test_schemas_name_the_method_that_lacks_something():
+    class NoDoc:
+        def find(self, query: str) -> str:
+            return ""
+
+    class NoHint:
+        def find(self, query) -> str:
+            """Find.
+
+            Args:
+                query: what
+            """
+
+    class NoArg:  # what the model is not told of it could still set: so it must be told of everything
+        def find(self, query: str, _secret: bool = False) -> str:
+            """Find.
+
+            Args:
+                query: what
+            """
+    for cls in (NoDoc, NoHint, NoArg):
+        with pytest.raises(UserError, match="^tool find: [^\n]+$"):
+            envs.schemas(cls)
+
+
+FITS = [("text", "7", "7"), ("text", 7, "7"), ("text", 7.5, "7.5"), ("text", "", ""), ("whole", 7, 7), ("whole", 7.0, 7), ("whole", -3.0, -3), ("number", 7, 7.0),
+        ("number", 7.5, 7.5), ("flag", True, True), ("maybe", None, None), ("maybe", 3, 3), ("maybe", 3.0, 3), ("union", 3, 3), ("union", "3", "3"), ("either", "a", "a"),
+        ("items", [1, 2], [1, 2]), ("bare", ["a"], ["a"]), ("mapping", {"a": 1}, {"a": 1}), ("marked", 3, 3), ("marked", 3.0, 3), ("anything", {"x": [True]}, {"x": [True]}),
+        ("untyped", None, None), ("static", 3.0, 3)]
+DOES_NOT_FIT = [("text", True), ("text", None), ("text", ["7"]), ("text", {"a": 1}), ("whole", "7"), ("whole", 7.5), ("whole", True), ("whole", None), ("whole", [7]),
+                ("whole", float("inf")), ("whole", float("nan")), ("number", "7"), ("number", True), ("flag", 1), ("flag", "true"), ("flag", None), ("maybe", "3"), ("maybe", True),
+                ("union", True), ("union", [1]), ("either", "c"), ("either", 1), ("either", ["a"]), ("items", 1), ("items", "1,2"), ("items", {"a": 1}), ("bare", "a"),
+                ("mapping", [1]), ("marked", "x"), ("static", "3")]
+
+
+@pytest.mark.parametrize("name, value, fitted", FITS)
+def test_arguments_that_fit(name, value, fitted):
+    text, error = envs.call(kit(), name, {"v": value})
+    assert (text, error) == (repr(fitted), False)
+
+
+@pytest.mark.parametrize("name, value", DOES_NOT_FIT)
+def test_arguments_that_do_not_fit(name, value):
+    text, error = envs.call(kit(), name, {"v": value})
+    assert error and text.startswith(f"error: {name}: v must be ") and len(text) < 200 and "typing." not in text
+
+
+@pytest.mark.parametrize("name, arguments, says", [
+    ("two", {}, "missing argument 'a'"), ("two", {"b": 1}, "missing argument 'a'"), ("two", {"a": 1, "c": 2}, "unknown argument 'c'; takes: a, b"),
+    ("two", {"a": 1, "self": 2}, "unknown argument 'self'"), ("static", {}, "missing argument 'v'"), ("nothing", {}, "no tool 'nothing'; tools: "),
+    ("reset", {}, "no tool"), ("get_reward", {}, "no tool"), ("_private", {}, "no tool"), ("__init__", {}, "no tool"), ("__class__", {}, "no tool"),
+    ("hidden", {}, "no tool"), ("prop", {}, "no tool"), ("of_class", {}, "no tool"), ("", {}, "no tool"), ("two.__call__", {"a": 1}, "no tool")])
+def test_calls_that_are_answered_with_an_error(name, arguments, says):
+    text, error = envs.call(kit(), name, arguments)
+    assert error and text.startswith("error: ") and says in text and "secret" not in text
+
+
+def test_call_never_raises():
+    class Bad(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    class World:
+        done = False
+
+        def fails(self, kind: int):
+            raise [ValueError("no\nway"), KeyError("k"), SystemExit(3), RecursionError(), Bad(), AssertionError(), ExceptionGroup("g", [ValueError()]), StopIteration(),
+                   asyncio.CancelledError(), ZeroDivisionError()][kind]
+
+        async def later(self, kind: int):
+            self.fails(kind)
+
+        def loops(self):
+            return self.loops()
+
+        def unprintable(self):
+            class Thing:
+                def __str__(self):
+                    raise ValueError("no text")
+            return Thing()
+
+        def returns(self, what: str):
+            return {"none": None, "bytes": b"\xff", "dict": {"a": 1}, "surrogate": "a\ud800b"}[what]
+
+        def broken(self, x: "NoSuchType") -> str:  # noqa: F821
+            return x
+    env = World()
+    for kind in range(10):
+        for name in ("fails", "later"):
+            text, error = envs.call(env, name, {"kind": kind})
+            assert error and text.startswith("error: ") and len(text) <= 300, (name, kind)
+    assert envs.call(env, "loops", {})[1] and envs.call(env, "unprintable", {})[1] and envs.call(env, "broken", {"x": 1})[1]
+    assert [envs.call(env, "returns", {"what": w}) for w in ("none", "bytes", "dict", "surrogate")] == [
+        ("None", False), (repr(b"\xff"), False), ("{'a': 1}", False), ("a?b", False)]
+    for arguments in ({"kind": 10**5000}, {"kind": float("nan")}, {"kind": [[]] * 1000}, {"k" * 10**5: 1}):
+        assert envs.call(env, "fails", arguments)[1]
+
+
+def test_an_async_tool_that_exits_does_not_stop_the_loop_of_the_others():
+    import threading
+    class World:
+        async def quits(self):
+            raise SystemExit(3)
+
+        async def lives(self):
+            await asyncio.sleep(0)
+            return "alive"
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    answers = []
+    worker = threading.Thread(target=lambda: answers.extend([envs.call(World(), "quits", {}, loop), envs.call(World(), "lives", {}, loop)]), daemon=True)
+    worker.start()
+    worker.join(5)
+    assert answers == [("error: RuntimeError: SystemExit: 3", True), ("alive", False)]
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_step_is_gymnasiums_reading(tmp_path):
+    env = envs.load("equations")()
+    env.reset(equation="3x + 7 = 16")
+    first = envs.step(env, "subtract_terms", {"terms": "7"})
+    assert (first.observation, first.reward, first.done, first.info) == ("3x = 9", 2.0, False, {"error": False, "success": False})
+    assert set(envs.valid_actions(env)) == set(envs.tools(env))
+    bad = envs.step(env, "subtract_terms", {"terms": "?"})
+    assert bad.reward == 0 and bad.info["error"] and not bad.done
+    last = envs.step(env, "state_answer", {"value": 3})
+    assert last.reward == 5.0 and last.done and last.info["success"] and envs.valid_actions(env) == []
+    after = envs.step(env, "divide_terms", {"terms": "3"})
+    assert after.reward == 0 and after.info["error"] and "over" in after.observation
+    plain = envs.load(readme_world(tmp_path))()
+    plain.reset(number=4)
+    assert envs.step(plain, "guess", {"number": 9}).info == {"error": False}  # no _check: nothing is said of success
+
+
+# ------------------------------------------------------------------------------------------------------------- task files
+def write(folder, data, name="tasks.jsonl"):
+    (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    return str(folder / name)
+
+
+GOOD = '{"prompt": "a"}\n'
+BROKEN = [
+    (GOOD * 2 + '{"prompt": "a",}\n', ":3: not JSON: Illegal trailing comma before end of object at column 15|:3: not JSON: .* at column 1[56]"),
+    ("{'prompt': 1}\n", ":1: not JSON: .* at column 2"), (GOOD + '{"a": 1} {"b": 2}\n', ":2: not JSON: Extra data at column 10"),
+    (GOOD + '{"a": 1\n', ":2: not JSON: .* at column \\d+"), (GOOD + "hello\n", ":2: not JSON: Expecting value at column 1"), ('{"a": "x\ty"}\n', ":1: not JSON: Invalid control character"),
+    ('{"a": "\0"}\n', ":1: not JSON: "), (GOOD + "\ufeff" + GOOD, ":2: not JSON: .*BOM"), (GOOD + '{"a": 01}', ":2: not JSON: "),
+    ('[{"prompt": "a"}, {"prompt": "b"}]', ":1: the whole file is one JSON list; write one object per line$"),
+    ('[\n  {"prompt": "a"}\n]\n', ":1: the whole file is one JSON list; write one object per line$"), ("\n[1]\n", ":2: the whole file is one JSON list; .*"),
+    (GOOD + "[1, 2]\n", ":2: not a JSON object$"), (GOOD + "3\n", ":2: not a JSON object$"), (GOOD + "null\n", ":2: not a JSON object$"), ('"text"\n', ":1: not a JSON object$"),
+    (b'{"a": 1}\n{"a": "caf\xe9"}\n', ":2: byte 0xe9 is not UTF-8; save the file as UTF-8$"), ('{"a": 1}\n'.encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8$"),
+    (b'{"a": "\xed\xa0\x80"}\n', ":1: byte 0xed is not UTF-8"), ('{"prompt": "\\ud800"}\n', ':1: field "prompt": lone surrogate$'), ('{"a": {"b": ["\\udfff"]}}\n', ':1: field "b": lone surrogate$'),
+    ('{"\\ud800": 1}\n', ":1: field .*: lone surrogate$"), ('{"reward": NaN}\n', ':1: field "reward": not a finite number$'), ('{"reward": -Infinity}\n', ':1: field "reward": not a finite number$'),
+    (GOOD + '{"reward": 1e999}\n', ':2: field "reward": not a finite number$'), ('{"a": [{"b": [1, NaN]}]}\n', ':1: field "b": not a finite number$'),
+    (GOOD + '{"prompt": 1, "prompt": 2}\n', ':2: key "prompt" twice$'), ('{"a": {"b": 1, "b": 1}}\n', ':1: key "b" twice$'), ("[" * 100_000 + "\n", ":1: (nested too deep|the whole file.*)$"),
+    (GOOD + '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n", ":2: nested too deep$"), (GOOD + '{"a": ' + "9" * 5000 + "}\n", ":2: number too long$"), ("", ": no rows$"), ("\n \n", ": no rows$"),
+    ("\ufeff", ": no rows$")]
+
+
+@pytest.mark.parametrize("data, says", BROKEN, ids=range(len(BROKEN)))
+def test_broken_task_files(tmp_path, data, says):
+    path = write(tmp_path, data)
+    with pytest.raises(UserError) as error:
+        envs.read_rows(path)
+    message = str(error.value)
+    assert message.startswith(path) and re.match(says, message.removeprefix(path)), message
+    assert "\n" not in message and len(message) < len(path) + 200
+    message.encode()  # can be printed
+
+
+def test_paths_that_are_no_task_file(tmp_path):
+    write(tmp_path, GOOD, "train.jsonl"), write(tmp_path, "a,b", "train.csv"), write(tmp_path, b"x", "train.jsonl.gz")
+    folder = str(tmp_path)
+    for name, says in [("trian.jsonl", f"no such file; nearest: {folder}/train.jsonl"), ("zzz", "no such file"), ("no/where.jsonl", "no such file"), ("", "is a directory; give a .jsonl file"),
+                       ("train.csv", "unknown type; use .jsonl, one JSON object a line"), ("train.jsonl.gz", "unknown type; unpack it first")]:
+        path = f"{folder}/{name}".rstrip("/")
+        with pytest.raises(UserError) as error:
+            envs.read_rows(path)
+        assert str(error.value) == f"{path}: {says}"
+    for path in ("a\0b.jsonl", "x" * 5000 + ".jsonl"):
+        with pytest.raises(UserError, match="no such file"):
+            envs.read_rows(path)
+
+
+def test_what_is_accepted(tmp_path):
+    data = b'\xef\xbb\xbf{"a": 1}\r\n\n  {"a": "x\xe2\x80\xa8y"}  \r\n{"a": "<|im_end|>"}\n\n{"a": -0.0, "_line": 99}'
+    rows = envs.read_rows(write(tmp_path, data))
+    assert [r["_line"] for r in rows] == [1, 3, 4, 6] and [r["a"] for r in rows] == [1, "x\u2028y", "<|im_end|>", 0.0]
+
+
+# ------------------------------------------------------------------------------------------------------------------ tasks
+class Asks:
+    def reset(self, question: str, answer: str, hint: str = "", **_):
+        return question
+
+    def get_reward(self):
+        return 0.0
+
+
+class Converts(Asks):
+    @staticmethod
+    def _row(row):
+        if "q" not in row:
+            raise ValueError(f'no "q" field; has: {", ".join(row)}')
+        return {"question": row["q"], "answer": "1", "env": "elsewhere"}
+
+
+@pytest.fixture
+def asks(monkeypatch):
+    monkeypatch.setitem(envs.ENVS, "asks", f"{__name__}:Asks")
+    monkeypatch.setitem(envs.ENVS, "converts", f"{__name__}:Converts")
+
+
+def rows_file(folder, n, name="tasks.jsonl"):
+    return write(folder, "".join(json.dumps({"question": f"q{i}", "answer": str(i)}) + "\n" for i in range(n)), name)
+
+
+def keys(rows):
+    return [row["question"] for row in rows]
+
+
+def test_a_file_is_split_by_the_hash_of_its_rows(tmp_path, asks):
+    path = rows_file(tmp_path, 1000)
+    train, test = (envs.tasks("asks", split, None, 0, path) for split in ("train", "test"))
+    assert not set(keys(train)) & set(keys(test)) and len(train) + len(test) == 1000 and 60 < len(test) < 140
+    assert train[0]["env"] == "asks" and "_line" not in train[0]
+    other = envs.tasks("asks", "train", 10, 5, path)
+    assert envs.tasks("asks", "train", 10, 0, path) == train[:10] != other and set(keys(other)) <= set(keys(train))
+    more = envs.tasks("asks", "test", None, 0, rows_file(tmp_path, 1200, "more.jsonl"))
+    assert set(keys(test)) <= set(keys(more))  # a row never changes sides when the file grows
+    twice = write(tmp_path, Path(path).read_text() * 2, "twice.jsonl")
+    assert not set(keys(envs.tasks("asks", "train", None, 0, twice))) & set(keys(envs.tasks("asks", "test", None, 0, twice)))
+
+
+def test_a_test_file_of_its_own(tmp_path, asks):
+    path, held_out = rows_file(tmp_path, 50), write(tmp_path, '{"question": "held", "answer": "out"}\n', "test.jsonl")
+    assert sorted(keys(envs.tasks("asks", "train", None, 0, path, held_out))) == sorted(f"q{i}" for i in range(50))
+    assert keys(envs.tasks("asks", "test", 7, 0, path, held_out)) == ["held"]
+
+
+def test_missing_fields_and_small_files(tmp_path, asks):
+    path = write(tmp_path, '{"question": "a", "answer": "b"}\n\n{"question": "a", "solution": "b"}\n')
+    with pytest.raises(UserError) as error:
+        envs.tasks("asks", "train", None, 0, path)
+    assert str(error.value) == f'{path}:3: no "answer" field; has: question, solution'
+    path = write(tmp_path, '{"q": "a"}\n{"p": "a"}\n')
+    with pytest.raises(UserError) as error:
+        envs.tasks("converts", "train", None, 0, path)
+    assert str(error.value) == f'{path}:2: no "q" field; has: p'
+    with pytest.raises(UserError, match="too few rows to hold some out; give --eval_dataset"):
+        envs.tasks("asks", "test", None, 0, rows_file(tmp_path, 1))
+    with pytest.raises(UserError, match="makes no tasks of its own; give --dataset"):
+        envs.tasks("asks", "train", None, 0)
+
+
+def test_a_row_does_not_choose_the_world(tmp_path, asks):
+    """`env` names code that is run: a data file must not name it."""
+    line = '{"question": "a%d", "answer": "b", "q": "c", "env": "/tmp/evil.py:Evil"}\n'
+    path = write(tmp_path, "".join(line % i for i in range(40)))
+    for name in ("asks", "converts"):
+        assert {row["env"] for split in ("train", "test") for row in envs.tasks(name, split, None, 0, path)} == {name}
+
+
+@pytest.mark.parametrize("name", ["equations", "equations_hard"])
+def test_worlds_own_tasks(name):
+    train, test = (envs.tasks(name, split, 300, 3) for split in ("train", "test"))
+    assert len(train) == 300 and not {t["equation"] for t in train} & {t["equation"] for t in test} and train[0]["env"] == name
+    assert envs.tasks(name, "train", 300, 3, dataset=name) == train
+
+
+# ---------------------------------------------------------------------------------------------- a world of the README's size
+def test_the_readmes_world_plays(tmp_path):
+    import agent
+    from lora import make_tiny
+    name = readme_world(tmp_path)
+    assert len(README_ENV.strip().splitlines()) < 30
+    model, tokenizer = make_tiny()
+    tasks = envs.tasks(name, "train", 3, 0)
+    limits = agent.Limits(max_turns=3, max_new_tokens=8)
+    episodes = agent.rollout(model.eval(), tokenizer, name, tasks, 2, limits=limits)
+    assert len(episodes) == 6 and all(t.info["env"] == name and t.reward == 0.0 and t.messages[1]["content"] for t in episodes)
+    env = envs.load(name)()
+    env.reset(**{k: v for k, v in tasks[0].items() if k != "env"})
+    (tool,) = envs.tools(env)
+    (argument,) = envs.schemas(env)[0]["function"]["parameters"]["properties"]
+    total = sum(envs.step(env, tool, {argument: n}).reward for n in range(1, 10))
+    assert total == env.get_reward() == 1.0 and env.done
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_same_class_trains_in_trl(tmp_path, monkeypatch):
+    """TRL's GRPOTrainer(environment_factory=our class) makes a step, and calls reset, the tool and get_reward."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    import torch
+    from lora import make_tiny
+    from trl import chat_template_utils
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    model, tokenizer = make_tiny()
+    tokenizer.chat_template = chat_template_utils.qwen3_chat_template  # TRL parses calls only of templates that it knows by heart
+    model.save_pretrained(tmp_path / "tiny"), tokenizer.save_pretrained(tmp_path / "tiny")
+    cls, calls = envs.load(readme_world(tmp_path)), []
+    for method in ("reset", "get_reward", *envs.tools(cls)):
+        def recorded(self, *args, _method=method, _original=getattr(cls, method), **kwargs):
+            out = _original(self, *args, **kwargs)
+            calls.append((_method, kwargs, out))
+            return out
+        recorded.__wrapped__ = getattr(cls, method)
+        recorded.__doc__, recorded.__annotations__, recorded.__name__ = getattr(cls, method).__doc__, getattr(cls, method).__annotations__, method
+        monkeypatch.setattr(cls, method, recorded)
+    (tool,), task = envs.tools(cls), cls._tasks("train", 1, 0)[0]
+    (argument,) = envs.schemas(cls)[0]["function"]["parameters"]["properties"]
+    (right,) = task.values()
+    arguments = trl.GRPOConfig(output_dir=str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=2, num_generations=2, max_completion_length=64, use_cpu=True,
+                               bf16=False, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=1e-3, gradient_checkpointing=False)
+    data = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": ""}], **task}] * 2)
+    trainer = trl.GRPOTrainer(model=str(tmp_path / "tiny"), args=arguments, train_dataset=data, environment_factory=cls)
+    sampled = trainer._generate_single_turn
+
+    def first_turns(prompt_ids, *args, **kwargs):  # a random model calls no tool: its first turns are written for it, one right, one wrong
+        if len(calls) > 2:
+            return sampled(prompt_ids, *args, **kwargs)
+        texts = [f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{argument}": {n}}}}}\n</tool_call><|im_end|>' for n in (right, right + 1)]
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts], None
+    monkeypatch.setattr(trainer, "_generate_single_turn", first_turns)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.state.global_step == 1 and any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
+    said = {name: [(kwargs, out) for method, kwargs, out in calls if method == name] for name in ("reset", tool, "get_reward")}
+    assert len(said["reset"]) == 2 and all(kwargs["prompt"] and kwargs.items() >= task.items() for kwargs, _ in said["reset"])
+    assert [kwargs for kwargs, _ in said[tool]] == [{argument: right}, {argument: right + 1}] and [out for _, out in said["get_reward"]] == [1.0, 0.0]

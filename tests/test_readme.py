@@ -1,0 +1,47 @@
+"""Every command of the README is understood by the file it names, and every flag and metric it explains exists."""
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import agent
+import grpo
+import run
+import sft
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^python (grpo|sft|agent)\.py *(.*?)(?: +#.*)?$", README, re.M)
+
+
+@pytest.mark.parametrize("program, rest", COMMANDS)
+def test_command_parses(program, rest):
+    words = [w for w in shlex.split(rest) if w != "--help"]
+    if "--config" in words:  # the file it names is written by the command before it
+        at = words.index("--config")
+        del words[at:at + 2]
+    run.parse({"grpo": grpo, "sft": sft, "agent": agent}[program].Config, words)
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(--\w+)", README))))
+def test_flag_exists(name):
+    known = {"config", "help"}
+    for module in (grpo, sft, agent):
+        known |= set(run.options(module.Config))
+    assert name[2:].split("/")[0] in known
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:bench|envs|tests)/[\w./]+)`", README))))
+def test_file_exists(path):
+    assert (ROOT / path).exists()
+
+
+def test_what_ci_runs_is_what_the_readme_says():
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "pip install -q -r requirements-dev.txt" in ci and ci.rstrip().endswith("pytest -q")
+    assert "pip install -r requirements-dev.txt && pytest -q" in README
