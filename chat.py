@@ -49,7 +49,7 @@ class Chat:
         self._control = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or "(?!)")
         self.tokenizer = copy.copy(tokenizer)  # ours alone, or the list would be saved with the model
         self.tokenizer.chat_control_tokens = controls
-        self._remembered = lru_cache(4096)(self._render_ids)  # the episodes of a group see the same results again and again
+        self._remembered = lru_cache(4096)(self._render_ids)  # the episodes of a group often see the same results
         tools = self._clean(tools)
         if bad := [t["function"]["name"] for t in tools if not NAME.fullmatch(t["function"]["name"])]:
             raise ValueError(f"tool names must be identifiers, got {bad}")

@@ -236,7 +236,7 @@ class Config:
     reward_bias: float = flag(0.0, "subtracted from each episode's reward", group="world")
     shuffle_rewards: bool = flag(False, "control experiment: rewards permuted over the step, so nothing can be learned", group="world")
 
-    tasks_per_step: int = flag(16, "tasks of a step", group="rollout", low=1)
+    tasks_per_step: int = flag(8, "tasks of a step", group="rollout", low=1)
     group_size: int = flag(8, "episodes of each task", group="rollout", low=2, aliases=("samples_per_prompt", "num_samples"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", group="rollout", above=0)
     max_new_tokens: int = flag(64, "tokens per turn", group="rollout", low=1)
@@ -273,7 +273,7 @@ class Config:
     importance_correction: float | None = flag(None, "cap C: old = the trainer's log-probs, weighted by min(old / sampled, C)",
                                                group="loss", above=0)
 
-    learning_rate: float | None = flag(None, "AdamW step size; default: 2e-5 with LoRA, 1e-6 without, 1.5e-3 for tiny", group="training", low=0)
+    learning_rate: float | None = flag(None, "AdamW step size; default: 2e-5 with LoRA, 1e-6 without, 2e-3 for tiny", group="training", low=0)
     lr_schedule: str = flag("linear", "after the warm-up", group="training", choices=("constant", "linear", "cosine"))
     warmup_steps: int = flag(5, "steps of linear warm-up", group="training", low=0)
     weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
@@ -282,7 +282,7 @@ class Config:
     batch_size: int = flag(16, "episodes in one forward pass of the update: memory only", group="training", low=1)
     gradient_accumulation_steps: int | None = flag(None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
     num_epochs: int = flag(1, "passes over the tasks", group="training", low=1, aliases=("total_epochs",))
-    max_steps: int | None = flag(50, "steps; beats num_epochs", group="training", low=0)
+    max_steps: int | None = flag(80, "steps; beats num_epochs", group="training", low=0)
 
     output_dir: str = flag("runs/grpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
@@ -368,7 +368,7 @@ def train(config: Config) -> dict:
     started = time.time()
     check(config)
     if config.learning_rate is None:
-        config = replace(config, learning_rate=1.5e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
+        config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
     extra = {"num_turns": config.num_turns} if config.num_turns else {}
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset)]
                        for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))

@@ -1,8 +1,9 @@
 """The policy's weights: loading, LoRA, the reference policy, log-probabilities, saving, merging.
 
-`load_model(path)` takes `tiny`, a hub id, a model folder, an adapter folder or an output folder of this project (its newest
-checkpoint). LoRA (arXiv 2106.09685) lives as two small Linears, `lora_A` and `lora_B`, inside the Linear they adapt, and a
-forward hook adds their product; so the model stays the stock transformers model, and the files are PEFT's own format.
+`load_model(path)` takes `tiny`, a hub id, a model folder, an adapter folder or an output folder of this project (its
+newest checkpoint). LoRA (arXiv 2106.09685) lives as two small Linears, `lora_A` and `lora_B`, inside the Linear they
+adapt, and a forward hook adds their product; so the model stays the stock transformers model, and the files are PEFT's
+own format.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
@@ -20,7 +21,8 @@ from torch.nn import functional as F
 from run import UserError
 from tiny import make_tiny
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}  # auto: as stored
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+          "auto": "auto"}  # as stored
 
 # ------------------------------------------------------------------------------------------------------------- loading
 def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, lora_dropout: float = 0.0,
@@ -41,7 +43,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = _read_tokenizer(path)
     if not tokenizer.chat_template:
-        raise UserError(f"{path}: its tokenizer has no chat template; use an instruct model, or put chat_template.jinja beside it")
+        raise UserError(f"{path}: its tokenizer has no chat template; "
+                        "use an instruct model, or put chat_template.jinja beside it")
     model.base_path, model.lora_config = source, None
     model.to(device)
     if source == "tiny":
@@ -54,14 +57,15 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
         AttentionInterface.register("cpu_attention", cpu_attention)
-        AttentionMaskInterface.register("cpu_attention", sdpa_mask)  # None where plain causality is all, windows included
+        AttentionMaskInterface.register("cpu_attention", sdpa_mask)  # None where causality is all, windows included
         model.set_attn_implementation("cpu_attention")
     model.requires_grad_(False)
     _check_logits(model.eval(), source)
     if adapter:
         load_adapter(model, path, lora_dropout)
         if lora_r not in (0, model.lora_config["r"]):
-            print(f"note: {path} is an adapter: its rank {model.lora_config['r']} stays, lora_r {lora_r} is for fresh ones", file=sys.stderr)
+            print(f"note: {path} is an adapter: its rank {model.lora_config['r']} stays, "
+                  f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
     if adapter and not lora_r:
         merge_adapter(model)
     elif lora_r and not adapter:
@@ -85,7 +89,8 @@ def base_of(adapter: str) -> str:
     """The base model an adapter folder points to; if that place has moved, `base/` in it or in its output folder."""
     base = _adapter_config(adapter).get("base_model_name_or_path")
     if not base:
-        raise UserError(f"{adapter}/adapter_config.json: no base_model_name_or_path; write the base model's folder or hub id there")
+        raise UserError(f"{adapter}/adapter_config.json: no base_model_name_or_path; "
+                        "write the base model's folder or hub id there")
     beside = [b for b in (os.path.join(adapter, "base"), os.path.join(adapter, "..", "..", "base")) if os.path.isdir(b)]
     return os.path.normpath(beside[0]) if beside and not os.path.exists(base) else base
 
@@ -110,16 +115,20 @@ def _read_model(source: str, dtype):
     from huggingface_hub import model_info
     from transformers import AutoModelForCausalLM
     if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
-        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+        raise UserError(f"{source}: no such folder; "
+                        "give tiny, a model or output folder, or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
     if os.path.isdir(source) and not any(f.endswith(".safetensors") for f in os.listdir(source)):
         pickled = next((f for f in os.listdir(source) if f.endswith((".bin", ".pt", ".pth"))), None)
-        raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else f"{source}: no .safetensors file")
+        raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else
+                        f"{source}: no .safetensors file")
 
     def read(**where):
         model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, adapter_kwargs=where, **where)
+            source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+            adapter_kwargs=where, **where)
         if report["missing_keys"]:  # transformers would go on with random numbers there
-            raise UserError(f"{source}: no weights for {', '.join(sorted(report['missing_keys'])[:3])}: the model is incomplete")
+            missing = ", ".join(sorted(report["missing_keys"])[:3])
+            raise UserError(f"{source}: no weights for {missing}: the model is incomplete")
         return model, _read_tokenizer(source, **where)
 
     try:
@@ -143,9 +152,11 @@ def _check_logits(model, source: str):
         own = model(input_ids=probe, use_cache=False).logits.float()
         ours = head_logits(model, model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
     if not torch.isfinite(own).all():
-        raise UserError(f"{source}: its weights give logits that are not finite; the file is damaged, or needs --dtype float32")
+        raise UserError(f"{source}: its weights give logits that are not finite; "
+                        "the file is damaged, or needs --dtype float32")
     if (ours - own).abs().max() > 0.02 * own.abs().max():
-        raise UserError(f"{source}: {type(model).__name__} scales its logits in a way that lora.head_logits does not know")
+        raise UserError(f"{source}: {type(model).__name__} scales its logits in a way "
+                        "that lora.head_logits does not know")
 
 
 def _first_line(error) -> str:
@@ -173,10 +184,10 @@ def fast_float32() -> bool:
 
 
 def cpu_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, dropout=0.0, **kwargs):
-    """Causal attention as two matmuls, the query heads of a KV head stacked as query rows. `load_model` sets it on CPUs.
+    """Causal attention as two matmuls, query heads of a KV head stacked as query rows. `load_model` sets it on CPUs.
 
-    Forward and backward it takes a half to an eighth of the time of the fused kernel, whose grouped-query backward is slow
-    there. That kernel still serves whatever is masked, cached, or too large to keep (B, H, T, T) weights of.
+    Forward and backward it takes a half to an eighth of the time of the fused kernel, whose grouped-query backward is
+    slow there. That kernel still serves whatever is masked, cached, or too large to keep (B, H, T, T) weights of.
     """
     B, H, T, D = query.shape
     groups = H // key.shape[1]
@@ -193,11 +204,12 @@ def cpu_attention(module, query, key, value, attention_mask, scaling=None, slidi
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRA
-def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear", use_rslora: bool = False, seed: int = 0):
+def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear", use_rslora: bool = False,
+             seed: int = 0):
     """Give every targeted Linear lora_A (r, in) and lora_B (out, r): y = W x + scale B A x; A uniform, B zero.
 
-    scale = alpha / r, with rsLoRA (arXiv 2312.03732) alpha / sqrt(r). Targets: "all-linear" (all but the output head), names
-    separated by commas, or PEFT's list or regular expression.
+    scale = alpha / r, with rsLoRA (arXiv 2312.03732) alpha / sqrt(r). Targets: "all-linear" (all but the output head),
+    names separated by commas, or PEFT's list or regular expression.
     """
     if isinstance(targets, str) and re.fullmatch(r"[\w,. -]+", targets) and targets != "all-linear":
         targets = [t.strip() for t in targets.split(",")]
@@ -208,10 +220,11 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
             return re.fullmatch(targets, name)
         return any(name == t or name.endswith("." + t) for t in targets)
     head = model.get_output_embeddings()
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head and wanted(name)}
+    every = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {name: m for name, m in every.items() if m is not head and wanted(name)}
     if not linears:
         raise UserError(f"--lora_target_modules {targets}: no Linear of that name; the model has: "
-                         + ", ".join(sorted({n.rsplit('.', 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})))
+                        + ", ".join(sorted({name.rsplit(".", 1)[-1] for name in every})))
     generator = torch.Generator().manual_seed(seed)
     for linear in linears.values():
         new = {"device": linear.weight.device, "dtype": torch.float32, "bias": False}
@@ -220,10 +233,12 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         A.weight.data.copy_((torch.rand(A.weight.shape, generator=generator) * 2 - 1) * bound)
         nn.init.zeros_(B.weight)
         linear.lora_A, linear.lora_B = A, B
-        linear.lora_scale, linear.lora_dropout, linear.lora_on = alpha / (math.sqrt(r) if use_rslora else r), dropout, True
+        linear.lora_scale = alpha / (math.sqrt(r) if use_rslora else r)
+        linear.lora_dropout, linear.lora_on = dropout, True
         linear.lora_hook = linear.register_forward_hook(_lora_hook)
     names = sorted({name.rsplit(".", 1)[-1] for name in linears}) if targets == "all-linear" else targets
-    model.lora_config = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names, "use_rslora": use_rslora}
+    model.lora_config = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names,
+                         "use_rslora": use_rslora}
     model.lora_fresh = True  # B is zero: the policy without its adapter is the policy this run started from
 
 
@@ -231,7 +246,7 @@ def _lora_hook(linear, inputs, output):
     if not linear.lora_on:
         return output
     x = F.dropout(inputs[0], linear.lora_dropout, training=linear.training)
-    A, B = linear.lora_A.weight.to(x.dtype), linear.lora_B.weight.to(x.dtype)  # float32 masters, the base's dtype in use
+    A, B = linear.lora_A.weight.to(x.dtype), linear.lora_B.weight.to(x.dtype)  # float32 masters, the base's dtype here
     return output + F.linear(F.linear(x, A), B) * linear.lora_scale
 
 
@@ -241,7 +256,7 @@ def lora_linears(model) -> dict:
 
 @contextmanager
 def merged(model):
-    """W + scale B A as working weights inside the block; the base tensors are put aside unwritten, so they return bit for bit."""
+    """W + scale B A as working weights inside the block; the base tensors are put aside: they return bit for bit."""
     put_aside = {}
     try:
         for linear in lora_linears(model).values():
@@ -260,7 +275,8 @@ def merged(model):
 def merge_adapter(model):
     """Add the adapter into the weights for good; the model is then a plain one."""
     for linear in lora_linears(model).values():
-        linear.weight.data += (linear.lora_scale * (linear.lora_B.weight.data @ linear.lora_A.weight.data)).to(linear.weight.dtype)
+        product = linear.lora_B.weight.data @ linear.lora_A.weight.data
+        linear.weight.data += (linear.lora_scale * product).to(linear.weight.dtype)
         linear.lora_hook.remove()
         del linear.lora_A, linear.lora_B
     model.lora_config = None
@@ -276,7 +292,7 @@ def freeze_reference(model) -> dict | None:
 
 @contextmanager
 def reference(model, frozen: dict | None):
-    """Inside the block the model is the policy that this run started from: adapter off, or the frozen copies in place."""
+    """Inside the block the model is the policy this run started from: adapter off, or the frozen copies in place."""
     def swap():
         for name, p in model.named_parameters():
             if name in frozen:
@@ -297,8 +313,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     """log pi(token t | tokens before t) and the policy's entropy there, both in nats, float32, differentiable.
 
     token_ids, loss_mask: (B, T), right-padded. Returns logprobs (B, T), entropy (B, T), both 0.0 where the mask is 0.
-    The one place in this project that shifts: column t belongs to token t, predicted from column t - 1; column 0 is 0.0.
-    No attention mask is needed: behind a causal mask right padding is invisible to real tokens.
+    The one place in this project that shifts: column t belongs to token t, predicted from column t - 1; column 0 is
+    0.0. No attention mask is needed: behind a causal mask right padding is invisible to real tokens.
     The head runs on masked positions only, a chunk of them at a time, so that no (B, T, V) tensor ever exists.
     """
     hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
@@ -368,10 +384,11 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
-# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Any other one that is set is refused.
-UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "r",
-              "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "fan_in_fan_out", "init_lora_weights",
-              "eva_config", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"}
+# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Any other that is set is refused.
+UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
+              "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
+              "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
+              "qalora_group_size", "runtime_config", "ensure_weight_tying"}
 
 
 def save_model(model, folder: str):
@@ -386,11 +403,13 @@ def save_model(model, folder: str):
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
     if model.base_path == "tiny":  # random weights that nobody else has: they go along
         model.base_path = os.path.join(folder, "base")
-        model.save_pretrained(model.base_path, state_dict={k: v for k, v in model.state_dict().items() if ".lora_" not in k})
+        plain = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+        model.save_pretrained(model.base_path, state_dict=plain)
         make_tiny()[1].save_pretrained(model.base_path)
     local = os.path.isdir(model.base_path)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none", "fan_in_fan_out": False,
-              "modules_to_save": None, "base_model_name_or_path": os.path.abspath(model.base_path) if local else model.base_path,
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
+              "fan_in_fan_out": False, "modules_to_save": None,
+              "base_model_name_or_path": os.path.abspath(model.base_path) if local else model.base_path,
               **model.lora_config}
     with open(os.path.join(folder, "adapter_config.json"), "w") as f:
         json.dump(config, f, indent=2)
@@ -402,11 +421,12 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
     config = _adapter_config(folder)
     odd = [key for key, value in config.items() if value and key not in UNDERSTOOD]
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
-        odd.append(f"init_lora_weights {config['init_lora_weights']}")  # PiSSA, OLoRA, LoftQ, CorDA change the base weights too
+        odd.append(f"init_lora_weights {config['init_lora_weights']}")  # PiSSA, OLoRA, LoftQ, CorDA change the base too
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
-        raise UserError(f"{folder}: only plain LoRA adapters are read here; this one has {', '.join(odd) or 'another peft_type or bias'}")
-    add_lora(model, config["r"], config["lora_alpha"], dropout or config.get("lora_dropout", 0.0), config["target_modules"],
-             config.get("use_rslora", False))
+        raise UserError(f"{folder}: only plain LoRA adapters are read here; "
+                        f"this one has {', '.join(odd) or 'another peft_type or bias'}")
+    add_lora(model, config["r"], config["lora_alpha"], dropout or config.get("lora_dropout", 0.0),
+             config["target_modules"], config.get("use_rslora", False))
     try:
         tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
     except Exception as error:

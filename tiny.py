@@ -1,7 +1,8 @@
 """The tiny model: what `--model_path tiny` means. Random weights, its own tokenizer, and a Hermes chat template.
 
-It walks the path of a real Qwen: the same architecture family, ChatML turns, `<tool_call>` JSON. What is small is made so
-on purpose: tools are shown by name and parameters alone, the JSON around a call is three tokens, a number of two digits, its minus sign included, is one.
+It walks the path of a real Qwen: the same architecture family, ChatML turns, `<tool_call>` JSON. What is small is made
+so on purpose: tools are shown by name and parameters alone, the JSON around a call is three tokens, a number of two
+digits, its minus sign included, is one.
 """
 import torch
 
@@ -34,19 +35,24 @@ TINY_TEMPLATE = """{%- set first = messages[0] if messages[0].role == 'system' e
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# What the byte-level BPE is trained on, besides the numbers from -99 to 99: one token each, so that copying one takes one step.
-TINY_TEXT = """system user assistant tool Solve for x with the tools. terms value operation expression answer number name query
+# What the byte-level BPE is trained on, besides the numbers from -99 to 99: one token each, so copying one is one step.
+TINY_TEXT = """system user assistant tool Solve for x with the tools. terms value operation expression answer number \
+name query
 add_terms subtract_terms multiply_terms divide_terms identify_operation state_answer calculator error right wrong yes no
-name(terms) name(value) name(operation) name(expression), x + 7 = x/4 - (x) Question: How many? You are a helpful agent. Use the tools, then give the answer.
-the of and to in is it for on that with as are was be at by this have from or one had not but what all were when we there
-Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers too large. takes must be"""
+name(terms) name(value) name(operation) name(expression), x + 7 = x/4 - (x) Question: How many? You are a helpful \
+agent. Use the tools, then give the answer.
+the of and to in is it for on that with as are was be at by this have from or one had not but what all were when we \
+there
+Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers too large. takes must \
+be"""
 TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|-?\d{1,2}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"""
 
 
 def make_tiny(seed: int = 0):
-    """A Qwen3 of about 0.9 M random parameters, its byte-level tokenizer and its ChatML/Hermes template -> model, tokenizer.
+    """A Qwen3 of about 0.9 M random parameters, a byte-level tokenizer and a ChatML/Hermes template -> model, tokenizer.
 
-    Not a Qwen2: transformers 5 opens every folder of type qwen2 with Qwen2's own splitting rules, whatever tokenizer.json says.
+    Not a Qwen2: transformers 5 opens every folder of type qwen2 with Qwen2's own splitting rules, whatever
+    tokenizer.json says.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -67,7 +73,8 @@ def make_tiny(seed: int = 0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
+            initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     return model, tokenizer

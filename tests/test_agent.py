@@ -583,7 +583,7 @@ def test_the_same_seed_gives_the_same_trajectories():
     assert [t.token_ids for t in alone] == [t.token_ids for t in first[3:]] and [t.group_id for t in alone] == [t.group_id for t in first[3:]]
 
 
-@pytest.mark.parametrize("slots", [2, 3, 64])
+@pytest.mark.parametrize("slots", [3, 64])
 def test_slots_and_the_tools_latency_change_no_token(monkeypatch, slots):
     """Scripted calls, then sampled text, under tools that take a random while; log-probs to the bit where the slots are the same."""
     def played(slots, lag):
@@ -703,8 +703,3 @@ def test_bad_inputs_are_told_in_one_line(monkeypatch, capsys, words, says):
         run.main(agent.Config, agent.talk, agent.__doc__)
     error = capsys.readouterr().err
     assert status.value.code == 2 and error.startswith("agent.py: ") and error.count("\n") == 1 and says in error, error
-
-
-def test_a_bad_input_from_the_shell():
-    done = cli("--env", "equation", "--num_tasks", 1)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "did you mean equations?" in done.stderr
