@@ -4,8 +4,8 @@
     demonstrate   the same with a scripted expert in the model's place, token for token by the same path
     evaluate      success, pass@k, reward, actions, structure, completion and tool errors of a model in a world
 
-A trajectory's ids are what the model saw and sampled, in that order; they are never decoded and encoded again. `Chat` and
-`parse_tool_calls` (chat.py) do the templates and the reading of calls.
+A trajectory's ids are what the model saw and sampled, in that order; they are never decoded and encoded again. `Chat`
+and `parse_tool_calls` (chat.py) do the templates and the reading of calls.
 
     python agent.py --model_path runs/grpo                       chat with the agent; its tool calls are shown
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
@@ -106,8 +106,8 @@ class ToolPool:
             self._start()
             done = list(job["results"])
             if self.abandoned > self.max_abandoned:
-                raise RuntimeError(f"{self.abandoned} tool calls overran --tool_timeout {self.timeout:g} s, the last one "
-                                   f"{job['calls'][len(done)]['name']}; mend the tool or raise the limit")
+                raise RuntimeError(f"{self.abandoned} tool calls overran --tool_timeout {self.timeout:g} s, the last "
+                                   f"one {job['calls'][len(done)]['name']}; mend the tool or raise the limit")
             late = f"error: TimeoutError: no answer within {self.timeout:g} s"
             return done + [(late, True, done[-1][2] if done else 0.0)] * (len(job["calls"]) - len(done))
         return job["results"]
@@ -154,13 +154,14 @@ class Episode:
         try:
             first = env.reset(**task)
         except Exception as error:
-            raise RuntimeError(f"world {env_name}: reset failed on task {str(task)[:200]}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"world {env_name}: reset failed on task {str(task)[:200]}: "
+                               f"{type(error).__name__}: {error}") from error
         system = getattr(env, "system_prompt", None)
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": first or ""}]
         ids = chat.prompt(messages)
-        self.trajectory = Trajectory(token_ids=ids, loss_mask=[0] * len(ids), logprobs=[0.0] * len(ids), group_id=group_id,
-                                     messages=messages, info={"env": env_name, "task": task, "tool_calls": 0, "tool_errors": 0,
-                                                              "parsed_turns": 0, "timeouts": 0})
+        self.trajectory = Trajectory(
+            token_ids=ids, loss_mask=[0] * len(ids), logprobs=[0.0] * len(ids), group_id=group_id, messages=messages,
+            info={"env": env_name, "task": task, "tool_calls": 0, "tool_errors": 0, "parsed_turns": 0, "timeouts": 0})
         self.max_turns = limits.max_turns or getattr(env, "max_turns", 8)
         self.paid, self.tool_tokens, self.stop, self.stuck = _paid(env), 0, None, False
         if self.room < 1:
@@ -213,7 +214,7 @@ class Episode:
         t = self.trajectory
         shown = []
         for call, (text, error, reward) in zip(self.calls, results, strict=True):
-            text = _cut(text)
+            text = _cut(text, 3 * (self.limits.max_tool_tokens - self.tool_tokens) // len(self.calls))  # ~3 a token
             t.info["tool_errors"] += error
             t.messages.append({"role": "tool", "name": call["name"], "content": text, "reward": reward - self.paid})
             t.rewards[-1] += reward - self.paid
@@ -247,7 +248,7 @@ class Episode:
         self.paid = reward
 
     def finish(self, reason: str):
-        """The last turn gets what get_reward() says beyond what was paid. RuntimeError if our side fails: that is no episode."""
+        """The last turn gets what get_reward() says beyond what was paid. RuntimeError if our side fails."""
         t, env = self.trajectory, self.env
         t.stop_reason, self.next_ids = reason, None
         where = f"world {t.info['env']}: get_reward() on task {str(t.info['task'])[:200]}"
@@ -264,15 +265,16 @@ class Episode:
 
 
 def _paid(env) -> float:
-    """The world's running total, as a plain float: worlds count in NumPy numbers too, which JSON does not take. NaN: no number."""
+    """The world's running total, as a plain float: worlds count in NumPy's too, which JSON does not take. NaN: none."""
     try:
         return float(getattr(env, "reward", 0.0))
     except Exception:
         return math.nan  # `finish` says so; a tool's thread must not die of it
 
 
-def _cut(text: str, limit: int = 4000) -> str:
-    """A tool's result, at most about `limit` characters of it: the head, how much was cut, the tail."""
+def _cut(text: str, limit: int) -> str:
+    """A tool's result, at most about `limit` characters of it, 4000 at most: the head, how much was cut, the tail."""
+    limit = min(max(limit, 40), 4000)
     if len(text) <= limit:
         return text
     return f"{text[:limit * 3 // 4]}\n[... {len(text) - limit} characters cut ...]\n{text[-limit // 4:]}"
@@ -288,24 +290,24 @@ def _chats(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, di
 
 
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *, limits: Limits = Limits(),
-            temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4) -> list[Trajectory]:
+            temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0,
+            first_task: int = 0, slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4) -> list[Trajectory]:
     """`group_size` episodes of every task, a task's episodes together -> list of len(tasks) * group_size Trajectories.
 
-    What is sampled is a function of (seed, step, first_task + index of the task, sample). Tools run in threads while other
-    rows decode; a row that called one comes back at the next multiple of `tool_steps` decode steps, and decoding waits there
-    if it must: so who shares a batch depends on token counts, never on the clock.
+    What is sampled is a function of (seed, step, first_task + index of the task, sample). Tools run in threads while
+    other rows decode; a row that called one comes back at the next multiple of `tool_steps` decode steps, and decoding
+    waits there if it must: so who shares a batch depends on token counts, never on the clock.
     RuntimeError: a reward function that raises, a non-finite reward or logit, too many hanging tools.
     """
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
     engine = Engine(model, slots=min(slots, len(tasks) * group_size), temperature=temperature, top_k=top_k, top_p=top_p,
-                    stop_ids=frozenset().union(*(chat.stop_ids for chat in chats.values())))
+                    stop_ids=frozenset().union(*(chat.stop_ids | chat.start_ids for chat in chats.values())))
     episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), tool_timeout), []
     for i, task in enumerate(tasks):
         name = task.get("env", env_name)
         for sample in range(group_size):
             episode = Episode(name, classes[name](), chats[name], task, f"{step}-{first_task + i}", limits)
-            prompt = episode.trajectory.token_ids  # what is forwarded once is the prompt, not the task: reset may draw lots
+            prompt = episode.trajectory.token_ids  # the prompt is forwarded once, not the task: reset may draw lots
             row = Row(prompt, group=tuple(prompt), seed=mix(seed, step, first_task + i, sample), limit=episode.room)
             episodes[row] = episode
     engine.add(episodes)
@@ -340,7 +342,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
                 episodes[row].take_results(results)
                 go_on(row, episodes[row])
     except FloatingPointError as error:
-        raise RuntimeError(f"rollout, step {step}: {error}; the weights may have diverged: lower --learning_rate") from error
+        raise RuntimeError(f"rollout, step {step}: {error}; "
+                           "the weights may have diverged: lower --learning_rate") from error
     finally:
         pool.close()
         bar.close()
@@ -367,7 +370,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Li
 
 
 def collate(trajectories: list[Trajectory], device="cpu"):
-    """Episodes as right-padded tensors -> token_ids, loss_mask (int64), logprobs (float32), each (B, T). Pads are masked."""
+    """Right-padded tensors of episodes -> token_ids, loss_mask (int64), logprobs (float32), (B, T). Pads are masked."""
     width = max(len(t.token_ids) for t in trajectories)
     def pad(rows, dtype):
         return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=dtype, device=device)  # (B, T)
@@ -409,14 +412,14 @@ def summarise(trajectories: list[Trajectory]) -> dict:
 
 
 def pass_at_k(successes: list[list[bool]]) -> dict:
-    """pass@k for k = 1 .. G, unbiased: mean over tasks of 1 - C(G - c, k) / C(G, k), c of G right (arXiv 2107.03374, eq. 1)."""
+    """Unbiased pass@k, k = 1 .. G: mean over tasks of 1 - C(G - c, k) / C(G, k), c right (arXiv 2107.03374, eq. 1)."""
     group = len(successes[0])
     return {f"pass@{k}": sum(1 - math.comb(group - sum(s), k) / math.comb(group, k) for s in successes) / len(successes)
             for k in range(1, group + 1)}
 
 
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, **options) -> dict:
-    """`rollout` with these options, summarised: success, pass@k, reward, actions, structure, completion, tool errors."""
+    """`rollout` with these options, summed up: success, pass@k, reward, actions, structure, completion, tool errors."""
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, **options)
     solved = [t.info["success"] for t in trajectories]
     groups = [solved[i:i + group_size] for i in range(0, len(solved), group_size)]
@@ -435,7 +438,8 @@ def transcript(trajectory: Trajectory) -> str:
             calls = list(m.get("tool_calls", []))
             if m["content"]:
                 lines.append(f"{m['role'].capitalize()}: {m['content']}")
-    return "\n".join(lines + [f"[{trajectory.stop_reason}; success {trajectory.info['success']}; reward {trajectory.reward:.2f}]"])
+    end = f"[{trajectory.stop_reason}; success {trajectory.info['success']}; reward {trajectory.reward:.2f}]"
+    return "\n".join(lines + [end])
 
 
 # ------------------------------------------------------------------------------------------------------------- chat
@@ -468,7 +472,8 @@ def talk(config: Config):
     sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     if config.num_tasks:
         tasks = envs.tasks(config.env, "test", config.num_tasks, config.seed, config.dataset)
-        episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, limits=limits, seed=config.seed, **sampling)
+        episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, limits=limits, seed=config.seed,
+                           **sampling)
         if output:
             with output as f:
                 f.writelines(json.dumps(t.to_json(), ensure_ascii=False, allow_nan=False) + "\n" for t in episodes)
@@ -489,7 +494,8 @@ def talk(config: Config):
         except EOFError:
             return print()
         if row is None:
-            ids = chat.prompt(system + [{"role": "user", "content": text or episode.trajectory.messages[-1]["content"]}])
+            question = text or episode.trajectory.messages[-1]["content"]
+            ids = chat.prompt(system + [{"role": "user", "content": question}])
             row = Row(ids, seed=config.seed, limit=config.max_new_tokens)
             engine.add([row])
         else:
@@ -500,7 +506,9 @@ def talk(config: Config):
             content, calls, errors = parse_tool_calls(chat.text(row.turn))
             if content:
                 print(f"Agent: {content}")
-            if not (calls or errors) or not left or row.turn[-1] not in chat.stop_ids:  # a turn cut by the limit is not executed
+            if not (calls or errors) or not left:
+                break
+            if row.turn[-1] not in chat.stop_ids:  # a turn cut by the limit is not executed
                 break
             results = [envs.call(env, c["name"], c["arguments"])[0] for c in calls] + errors
             for call, result in zip(calls + [{"name": "unreadable call", "arguments": {}}] * len(errors), results):

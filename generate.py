@@ -8,9 +8,9 @@
             engine.release(row)                  # or: leaves, and a waiting row takes its slot
 
 Three ideas carry it. A per-row cache: every row writes at its own position, attention masks what lies beyond. Packing:
-the rows that decode are kept in the first slots, so a step reads a slice of the cache and copies nothing. One softmax: the
-token is drawn by inverse CDF from the same float32 numbers that give its log-probability, with the row's own random numbers,
-so what is drawn depends on (seed of the row, logits) and never on who shares the batch.
+the rows that decode are kept in the first slots, so a step reads a slice of the cache and copies nothing. One softmax:
+the token is drawn by inverse CDF from the same float32 numbers that give its log-probability, with the row's own random
+numbers, so what is drawn depends on (seed of the row, logits) and never on who shares the batch.
 """
 from contextlib import contextmanager
 
@@ -19,15 +19,16 @@ import torch
 from torch.nn import functional as F
 
 from lora import head_logits
+from run import UserError
 
 HELD = {"full_attention", "sliding_attention"}  # layer types whose whole past is keys and values
 
 
 class Row:
-    """One sequence being written. `turn` and `logprobs` (nats) hold the tokens sampled since the prompt or last `extend`."""
+    """One sequence being written. `turn`, `logprobs` (nats): the tokens sampled since the prompt or last `extend`."""
 
     def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=None):
-        """`limit`: tokens this turn may sample. `forced`: ids taken in place of sampled ones (their log-probs are returned)."""
+        """`limit`: tokens this turn may sample. `forced`: ids taken in place of sampled ones, with their log-probs."""
         self.pending, self.length = list(prompt), 0  # ids not yet in the cache; ids that are
         self.group, self.limit, self.forced = group if group is not None else self, limit, list(forced or [])
         self.turn, self.logprobs, self.slot, self.state = [], [], None, "waiting"
@@ -75,7 +76,7 @@ class RowCache:
         return self.keys[layer][self.read, :, :self.span], self.values[layer][self.read, :, :self.span]
 
     def mask(self, window):
-        """(R, 1, C, S) bool: what each query may see; `window`: keys that a sliding layer looks back on, its own included."""
+        """(R, 1, C, S) bool: what each query may see; `window`: keys a sliding layer sees, the query's own included."""
         if window not in self.masks:
             near = torch.arange(self.span, device=self.position.device) > self.position[:, None, :, None] - window
             self.masks[window] = self.masks[None] & near
@@ -92,10 +93,12 @@ class RowCache:
         return self.span, 0
 
 
-def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, row_cache=None, **kwargs):
-    """Attention of ragged rows. The query heads of one KV head are stacked as query rows, so no key is ever repeated."""
+def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, row_cache=None,
+                  **kwargs):
+    """Attention of ragged rows. Query heads of one KV head are stacked as query rows, so no key is ever repeated."""
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__}: attention with soft-capping or sinks is not supported by generate.py")
+        raise ValueError(f"{type(module).__name__}: "
+                         "attention with soft-capping or sinks is not supported by generate.py")
     B, H, C, D = query.shape
     heads, groups = key.shape[1], H // key.shape[1]
     mask = row_cache.mask(sliding_window)  # (B, 1, C, S)
@@ -113,8 +116,8 @@ def sample(logits, uniforms, temperature: float = 1.0, top_k: int = 0, top_p: fl
     """Draw one token a row -> ids (R,), logprobs (R,) in nats under exactly the distribution drawn from.
 
     Inverse CDF in two levels (sums of blocks, then inside one block): one exp over (R, V), one uniform in [0, 1) a row.
-    temperature 0 takes the most likely token, its log-probability that of temperature 1. top_k and top_p cut the distribution
-    (chat, evaluation); training episodes never use them. FloatingPointError on non-finite logits.
+    temperature 0 takes the most likely token, its log-probability that of temperature 1. top_k and top_p cut the
+    distribution (chat, evaluation); training episodes never use them. FloatingPointError on non-finite logits.
     """
     z = logits.float() / (temperature or 1.0)  # (R, V)
     if top_k:
@@ -125,7 +128,7 @@ def sample(logits, uniforms, temperature: float = 1.0, top_k: int = 0, top_p: fl
         z = z.masked_fill(torch.zeros_like(before, dtype=torch.bool).scatter(1, index, before >= top_p), -torch.inf)
     z = z - z.amax(-1, keepdim=True)
     weight = F.pad(z.exp(), (0, -z.shape[1] % block)).unflatten(1, (-1, block))  # (R, blocks, block)
-    cumulative = weight.sum(-1).double().cumsum(-1)  # (R, blocks); float64: a uniform just under 1 must stay under the total
+    cumulative = weight.sum(-1).double().cumsum(-1)  # (R, blocks); float64: a uniform near 1 must stay under the total
     total = cumulative[:, -1:]  # (R, 1)
     if not torch.isfinite(total).all():
         raise FloatingPointError("the model's logits are not finite")
@@ -136,24 +139,26 @@ def sample(logits, uniforms, temperature: float = 1.0, top_k: int = 0, top_p: fl
         which = torch.searchsorted(cumulative, aim, right=True).clamp_(max=cumulative.shape[1] - 1)  # (R, 1)
         rest = aim - cumulative.gather(1, which) + weight.sum(-1).gather(1, which)  # (R, 1)
         inside = weight[torch.arange(len(z), device=z.device), which[:, 0]].double().cumsum(-1)  # (R, block)
-        # Rounding may leave `rest` at or over the block's own sum: pull it under, so that no token of weight 0 is drawn.
+        # Rounding may leave `rest` at or over the block's own sum: pull it under, so no token of weight 0 is drawn.
         rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-40))
         ids = (which * block + torch.searchsorted(inside, rest, right=True))[:, 0]  # (R,)
     return ids, z.gather(1, ids[:, None])[:, 0] - total[:, 0].log().float()
 
 
 class Engine:
-    """Decodes rows until each turn's stop id or limit. What it does next depends on token counts alone, never on the clock."""
+    """Decodes rows until each turn's stop id or limit. What comes next depends on token counts, never on the clock."""
 
-    def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
-        """ValueError names a model whose attention cannot be held: Mamba, linear attention, shared layers, sinks, soft-capping."""
+    def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0, top_k: int = 0,
+                 top_p: float = 1.0):
+        """UserError names a model whose attention cannot be held: Mamba, linear, shared, with sinks, soft-capped."""
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - HELD
         kinds |= {"attention soft-capping"} if getattr(config, "attn_logit_softcapping", None) else set()
         kinds |= {"attention sinks"} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else set()
-        if kinds or not getattr(model, "_supports_attention_backend", False) or getattr(config, "num_kv_shared_layers", 0):
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        if kinds or shared or not getattr(model, "_supports_attention_backend", False):
             kind = ", ".join(sorted(kinds)) or type(model).__name__
-            raise ValueError(f"{type(model).__name__}: generate.py cannot hold its cache ({kind}); "
+            raise UserError(f"{type(model).__name__}: generate.py cannot hold its cache ({kind}); "
                              "models with full or sliding-window attention work (Llama, Qwen2, Qwen3, Gemma 3, SmolLM)")
         from transformers import AttentionInterface
         AttentionInterface.register("row_attention", row_attention)
@@ -167,13 +172,14 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a row is decoding or could be: rows that wait for `extend` do not count."""
-        return any(row and row.state in ("chunk", "decode") for row in self.owner) or bool(self.waiting and None in self.owner)
+        return (any(row and row.state in ("chunk", "decode") for row in self.owner)
+                or bool(self.waiting and None in self.owner))
 
     def add(self, rows):
         self.waiting.extend(rows)
 
     def extend(self, row: Row, ids, limit: int):
-        """Append tokens the model did not sample (tool results, the next generation prompt); then the row samples again."""
+        """Append tokens the model did not sample (tool results, generation prompt); then the row samples again."""
         row.pending, row.turn, row.logprobs, row.limit, row.state = row.pending + list(ids), [], [], limit, "chunk"
 
     def release(self, row: Row):
@@ -181,7 +187,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """One decode step of every running row, after the prompts and tool results that are due -> rows whose turn ended."""
+        """One decode step of all running rows, after the prompts and tool results due -> rows whose turn ended."""
         self.clock += 1
         with self._attention():
             ended = self._admit()
@@ -235,9 +241,11 @@ class Engine:
         if len(rows) > 1 and len(rows) * max(lengths) > 2**14:  # long prompts: fewer at a time
             return torch.cat([self._forward(rows[:len(rows) // 2]), self._forward(rows[len(rows) // 2:])])
         packed = all(row.slot == i for i, row in enumerate(rows))
-        self.cache.aim(len(rows) if packed else [row.slot for row in rows], [row.length for row in rows], lengths, self.device)
+        slots = len(rows) if packed else [row.slot for row in rows]
+        self.cache.aim(slots, [row.length for row in rows], lengths, self.device)
         width = max(lengths)
-        ids = torch.tensor([row.pending + [0] * (width - len(row.pending)) for row in rows], device=self.device)  # (R, C)
+        ids = [row.pending + [0] * (width - len(row.pending)) for row in rows]
+        ids = torch.tensor(ids, device=self.device)  # (R, C)
         hidden = self.model.base_model(input_ids=ids, position_ids=self.cache.position, past_key_values=self.cache,
                                        use_cache=True, row_cache=self.cache).last_hidden_state  # (R, C, D)
         for row in rows:
@@ -249,7 +257,8 @@ class Engine:
     def _draw(self, rows: list[Row], logits) -> list[Row]:
         ids, logprobs = sample(logits, [row.uniform() for row in rows], **self.sampling)
         if any(row.forced for row in rows):
-            ids = torch.tensor([row.forced.pop(0) if row.forced else i for row, i in zip(rows, ids.tolist())], device=self.device)
+            ids = [row.forced.pop(0) if row.forced else i for row, i in zip(rows, ids.tolist())]
+            ids = torch.tensor(ids, device=self.device)
             z = logits.float() / (self.sampling["temperature"] or 1.0)
             logprobs = z.log_softmax(-1).gather(1, ids[:, None])[:, 0]
         ended = []
@@ -280,8 +289,8 @@ class Engine:
             self.cache.move(source, target, span)
 
 
-def generate(model, prompts, *, group_size: int = 1, max_new_tokens: int = 128, slots: int = 64, stop_ids=(), seed: int = 0,
-             forced=None, **sampling) -> list[tuple[list[int], list[float]]]:
+def generate(model, prompts, *, group_size: int = 1, max_new_tokens: int = 128, slots: int = 64, stop_ids=(),
+             seed: int = 0, forced=None, **sampling) -> list[tuple[list[int], list[float]]]:
     """`group_size` completions of each prompt (list of ids) -> [(ids, logprobs)], a prompt's completions together.
 
     `forced`: one list of ids per completion, taken in place of sampled tokens.

@@ -4,12 +4,13 @@
     group_advantages -> one number per episode: its reward against its group's (arXiv 2402.03300 section 4.1.2), or
     turn_advantages  -> one per turn: what this and the later turns earned (section 4.1.3)
     LOSSES[name]     -> clipped ratio x advantage (eq. 3), or one of its relatives, + KL to the start - entropy bonus
-    train            -> rollout, advantages, `updates_per_step` times (micro-batches, clip, AdamW); before/after on held-out tasks
+    train            -> rollout, advantages, `updates_per_step` times (micro-batches, clip, AdamW); before/after on
+                        held-out tasks
 
-Old log-probs are the sampler's, so the ratio also corrects what little sampler and trainer differ by. Left out: bnpo, whose
-divisor depends on the micro-batch; adaptive KL; value networks.
+Old log-probs are the sampler's, so the ratio also corrects what little sampler and trainer differ by. Left out: bnpo,
+whose divisor depends on the micro-batch; adaptive KL; value networks.
 
-    python grpo.py                      the tiny model, the equations world, from nothing: under 6 minutes on 2 CPU cores
+    python grpo.py                      the tiny model, equations, from nothing: under 6 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --learning_rate 2e-5 --dtype bfloat16
 
 Legend: B sequences, T tokens, V vocabulary, G group_size. Every (B, T) tensor's column t belongs to token t;
@@ -33,10 +34,21 @@ from tqdm import tqdm
 import envs
 import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, collate, evaluate, rollout, summarise
-from lora import DTYPES, fast_float32, freeze_reference, load_model, merge, merged, reference, save_model, token_logprobs
+from lora import (
+    DTYPES,
+    fast_float32,
+    freeze_reference,
+    load_model,
+    merge,
+    merged,
+    reference,
+    save_model,
+    token_logprobs,
+)
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
-TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}  # the tiny model's schooling
+# The tiny model's schooling.
+TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -225,22 +237,25 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
-    gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+    gradient_checkpointing: bool = flag(
+        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
 
     env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="world")
-    dataset: str | None = flag(None, "tasks (.jsonl, or a name the world knows); default: the world's own", group="world")
+    dataset: str | None = flag(None, "tasks (.jsonl, or a name the world knows); default: its own", group="world")
     eval_dataset: str | None = flag(None, "held-out tasks (.jsonl); default: a tenth of --dataset", group="world")
     max_samples: int = flag(10_000, "training tasks", group="world", low=1)
     num_turns: int | None = flag(None, "answers the world lets the model try (gsm8k)", group="world", low=1)
     reward_scaling: float = flag(1.0, "reward = (reward - reward_bias) x this", group="world")
     reward_bias: float = flag(0.0, "subtracted from each episode's reward", group="world")
-    shuffle_rewards: bool = flag(False, "control experiment: rewards permuted over the step, so nothing can be learned", group="world")
+    shuffle_rewards: bool = flag(False, "control: rewards permuted over the step: nothing to learn", group="world")
 
     tasks_per_step: int = flag(8, "tasks of a step", group="rollout", low=1)
-    group_size: int = flag(8, "episodes of each task", group="rollout", low=2, aliases=("samples_per_prompt", "num_samples"))
+    group_size: int = flag(8, "episodes of each task", group="rollout", low=2,
+                           aliases=("samples_per_prompt", "num_samples"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", group="rollout", above=0)
     max_new_tokens: int = flag(64, "tokens per turn", group="rollout", low=1)
-    max_tokens: int = flag(512, "tokens per episode, prompt and tool results included", group="rollout", low=8, aliases=("max_length",))
+    max_tokens: int = flag(512, "tokens per episode, prompt and tool results included", group="rollout", low=8,
+                           aliases=("max_length",))
     max_turns: int | None = flag(None, "assistant turns per episode; default: the world's", group="rollout", low=1)
     max_tool_calls: int = flag(32, "tool calls per episode", group="rollout", low=1)
     max_tool_tokens: int = flag(512, "tokens of tool results per episode", group="rollout", low=1)
@@ -248,14 +263,16 @@ class Config:
     tool_steps: int = flag(4, "decode steps a tool call has before decoding waits for it", group="rollout", low=1)
     slots: int = flag(128, "episodes decoded at once", group="rollout", low=1)
     merge_lora: bool = flag(True, "merge the adapter into the working weights while decoding", group="rollout")
-    success_rate_lb: float = flag(0.0, "groups with a lower share of successes are dropped and replaced", group="rollout", low=0, high=1)
-    success_rate_ub: float = flag(1.0, "groups with a higher share of successes are dropped and replaced", group="rollout", low=0, high=1)
+    success_rate_lb: float = flag(0.0, "groups of a lower success rate are replaced", group="rollout", low=0, high=1)
+    success_rate_ub: float = flag(1.0, "groups of a higher success rate are replaced", group="rollout", low=0, high=1)
     max_resample: int = flag(3, "rounds of replacement; then the step goes on smaller", group="rollout", low=0)
 
     loss: str = flag("grpo", "see LOSSES", group="loss", choices=tuple(LOSSES), aliases=("loss_type",))
-    credit: str = flag("turn", "advantage per episode, or per turn (process supervision)", group="loss", choices=("episode", "turn"))
-    scale_rewards: str = flag("group", "divide advantages by a standard deviation of", group="loss", choices=("group", "batch", "none"))
-    leave_one_out: bool = flag(False, "baseline of the other episodes of the group (RLOO); with --credit episode", group="loss")
+    credit: str = flag("turn", "advantage per episode, or per turn (process supervision)", group="loss",
+                       choices=("episode", "turn"))
+    scale_rewards: str = flag("group", "divide advantages by a standard deviation of", group="loss",
+                              choices=("group", "batch", "none"))
+    leave_one_out: bool = flag(False, "baseline of the group's other episodes; with --credit episode", group="loss")
     clip_eps_low: float = flag(0.2, "ratio clipped below at 1 - this", group="loss", above=0, aliases=("clip_eps",))
     clip_eps_high: float = flag(0.2, "ratio clipped above at 1 + this (DAPO: 0.28)", group="loss", above=0)
     delta: float | None = flag(None, "two-sided clip: upper bound of the unclipped ratio", group="loss", above=1)
@@ -266,21 +283,25 @@ class Config:
     lambda_pos: float = flag(3.0, "vespo", group="loss", above=0)
     k_neg: float = flag(3.0, "vespo", group="loss", above=0)
     lambda_neg: float = flag(2.0, "vespo", group="loss", above=0)
-    kl_coef: float = flag(0.0, "weight of the KL to the policy this run started from; 0 skips its forward pass", group="loss", low=0)
-    kl_estimator: str = flag("k3", "estimator: k1 goes into the reward, k2 and k3 into the loss", group="loss", choices=("k1", "k2", "k3"))
+    kl_coef: float = flag(
+        0.0, "weight of the KL to the policy this run started from; 0 skips its forward pass", group="loss", low=0)
+    kl_estimator: str = flag("k3", "k1 goes into the reward, k2 and k3 into the loss", group="loss",
+                             choices=("k1", "k2", "k3"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", group="loss")
     mask_truncated: bool = flag(False, "episodes cut by a token limit train nothing", group="loss")
-    importance_correction: float | None = flag(None, "cap C: old = the trainer's log-probs, weighted by min(old / sampled, C)",
-                                               group="loss", above=0)
+    importance_correction: float | None = flag(
+        None, "cap C: old = the trainer's log-probs, weighted by min(old / sampled, C)", group="loss", above=0)
 
-    learning_rate: float | None = flag(None, "AdamW step size; default: 2e-5 with LoRA, 1e-6 without, 2e-3 for tiny", group="training", low=0)
+    learning_rate: float | None = flag(
+        None, "AdamW step size; default: 2e-5 with LoRA, 1e-6 without, 2e-3 for tiny", group="training", low=0)
     lr_schedule: str = flag("linear", "after the warm-up", group="training", choices=("constant", "linear", "cosine"))
     warmup_steps: int = flag(5, "steps of linear warm-up", group="training", low=0)
     weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
     updates_per_step: int = flag(1, "optimiser updates on one step's episodes (mu)", group="training", low=1)
     batch_size: int = flag(16, "episodes in one forward pass of the update: memory only", group="training", low=1)
-    gradient_accumulation_steps: int | None = flag(None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
+    gradient_accumulation_steps: int | None = flag(
+        None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
     num_epochs: int = flag(1, "passes over the tasks", group="training", low=1, aliases=("total_epochs",))
     max_steps: int | None = flag(80, "steps; beats num_epochs", group="training", low=0)
 
@@ -288,19 +309,20 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
-    save_trajectories: int = flag(16, "episodes of each step written to trajectories.jsonl; 0: none", group="run", low=0)
+    save_trajectories: int = flag(16, "episodes of each step kept in trajectories.jsonl; 0: none", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played before, after and every eval_every steps", group="run", low=0)
     eval_group_size: int = flag(1, "episodes of each held-out task, for pass@k", group="run", low=1)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", group="run", low=0)
-    compare_sft: bool = flag(True, "when the tiny model is made here: what would SFT alone reach in RL's time?", group="run")
+    compare_sft: bool = flag(True, "tiny model made here: what would SFT alone reach in RL's time?", group="run")
 
 
 def check(config: Config):
     """UserError for options that clash, before anything is loaded."""
     episodes, accumulation = config.tasks_per_step * config.group_size, config.gradient_accumulation_steps
     if accumulation and accumulation * config.batch_size != episodes:
-        raise UserError(f"tasks_per_step {config.tasks_per_step} x group_size {config.group_size} = {episodes} episodes, but batch_size "
-                        f"{config.batch_size} x gradient_accumulation_steps {accumulation} = {accumulation * config.batch_size}")
+        raise UserError(f"tasks_per_step {config.tasks_per_step} x group_size {config.group_size} = {episodes} "
+                        f"episodes, but batch_size {config.batch_size} x gradient_accumulation_steps {accumulation} = "
+                        f"{accumulation * config.batch_size}")
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError(f"success_rate_lb {config.success_rate_lb} is above success_rate_ub {config.success_rate_ub}")
     if config.delta and config.delta <= 1 + config.clip_eps_high:
@@ -326,7 +348,8 @@ def make_base(config: Config) -> tuple[str, float]:
     """
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     base = os.path.join(config.output_dir, "base")
-    schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0, **TINY_SFT)
+    schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
+                           **TINY_SFT)
     seconds = sft.train(schooling)["seconds"]
     merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
     return base, seconds
@@ -342,12 +365,14 @@ def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> 
         missing = config.tasks_per_step - len(kept)
         epoch, place = divmod(step * config.tasks_per_step, len(tasks))
         order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
-        fresh = [tasks[order[(place + k + i) % len(tasks)] if attempt == 0 else mix(config.seed, step, k + i) % len(tasks)]
+        fresh = [order[(place + k + i) % len(tasks)] if attempt == 0 else mix(config.seed, step, k + i) % len(tasks)
                  for i in range(missing)]
+        fresh = [tasks[i] for i in fresh]
         with merged(model) if config.merge_lora else nullcontext():
-            episodes = rollout(model, tokenizer, config.env, fresh, config.group_size, limits=limits, temperature=config.temperature,
-                               seed=config.seed, step=step, first_task=k, slots=config.slots, tool_timeout=config.tool_timeout,
-                               tool_steps=config.tool_steps)
+            episodes = rollout(
+                model, tokenizer, config.env, fresh, config.group_size, limits=limits, temperature=config.temperature,
+                seed=config.seed, step=step, first_task=k, slots=config.slots, tool_timeout=config.tool_timeout,
+                tool_steps=config.tool_steps)
         k += missing
         groups = [episodes[i:i + config.group_size] for i in range(0, len(episodes), config.group_size)]
         for group in groups:
@@ -359,8 +384,9 @@ def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> 
         if len(kept) == config.tasks_per_step:
             break
     if len(kept) < config.tasks_per_step:
-        bar.write(f"step {step}: only {len(kept)} of {config.tasks_per_step} groups within success rates {config.success_rate_lb} to "
-                  f"{config.success_rate_ub} after {config.max_resample} rounds of replacement; the step goes on smaller")
+        bar.write(f"step {step}: only {len(kept)} of {config.tasks_per_step} groups within success rates "
+                  f"{config.success_rate_lb} to {config.success_rate_ub} after {config.max_resample} rounds of "
+                  "replacement; the step goes on smaller")
     return [t for group in kept for t in group], dropped
 
 
@@ -370,7 +396,8 @@ def train(config: Config) -> dict:
     if config.learning_rate is None:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
     extra = {"num_turns": config.num_turns} if config.num_turns else {}
-    tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset)]
+    files = config.dataset, config.eval_dataset
+    tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
                        for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
     run = Run(config, "grpo")
     fast_float32()
@@ -382,19 +409,25 @@ def train(config: Config) -> dict:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     frozen = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
-    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls, config.max_tool_tokens)
-    total = config.max_steps if config.max_steps is not None else config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
-    if config.scale_rewards != "none" and (config.reward_scaling != 1 or config.reward_bias) and config.credit == "episode":
+    optimizer = torch.optim.AdamW(
+        weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
+                    config.max_tool_tokens)
+    total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
+    total = total if config.max_steps is None else config.max_steps
+    changed = config.reward_scaling != 1 or config.reward_bias
+    if changed and config.scale_rewards != "none" and config.credit == "episode":
         print("note: reward_scaling and reward_bias cancel out when advantages are divided by a standard deviation")
 
     def held_out_eval():
         with merged(model) if config.merge_lora else nullcontext():
-            return evaluate(model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                            step=-1, temperature=config.temperature, slots=config.slots) if config.eval_tasks else {}
+            return evaluate(
+                model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
+                step=-1, temperature=config.temperature, slots=config.slots) if config.eval_tasks else {}
 
     def save(step):
-        return run.save(step, lambda folder: save_model(model, folder), tokenizer, optimizer_tensors(optimizer, model.named_parameters()))
+        return run.save(step, lambda folder: save_model(model, folder), tokenizer,
+                        optimizer_tensors(optimizer, model.named_parameters()))
 
     before, training_began = held_out_eval(), time.time()
     bar = tqdm(range(total), "grpo", disable=not total)
@@ -422,20 +455,23 @@ def train(config: Config) -> dict:
             out = torch.zeros_like(sampled_logprobs)
             for part in micro:
                 width = max(len(t.token_ids) for t in batch[part])
-                out[part, :width] = token_logprobs(model, token_ids[part, :width], sampled_mask[part, :width], config.temperature)[0]
+                ids, m = token_ids[part, :width], sampled_mask[part, :width]
+                out[part, :width] = token_logprobs(model, ids, m, config.temperature)[0]
             return out  # (B, T)
 
         ref_logprobs = None
         if config.kl_coef:
             with reference(model, frozen):
                 ref_logprobs = logprobs_now()
-        turn_rewards = [[(r - config.reward_bias / len(t.rewards)) * config.reward_scaling for r in t.rewards] for t in batch]
+        turn_rewards = [[(r - config.reward_bias / len(t.rewards)) * config.reward_scaling for r in t.rewards]
+                        for t in batch]
         if config.kl_coef and config.kl_estimator == "k1":
             k1 = kl_estimate(sampled_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
             turn_rewards = [[r - config.kl_coef * k1[i][turns[i] == j].sum().item() for j, r in enumerate(rewards)]
                             for i, rewards in enumerate(turn_rewards)]
         if config.shuffle_rewards:
-            flat = np.random.default_rng([config.seed, step]).permutation([r for rewards in turn_rewards for r in rewards]).tolist()
+            flat = [r for rewards in turn_rewards for r in rewards]
+            flat = np.random.default_rng([config.seed, step]).permutation(flat).tolist()
             turn_rewards = [[flat.pop() for _ in rewards] for rewards in turn_rewards]
 
         # Advantages (B, T)
@@ -444,7 +480,8 @@ def train(config: Config) -> dict:
             advantages = turn_advantages(turn_rewards, turns, group_ids, config.scale_rewards)
         else:
             rewards = torch.tensor([math.fsum(r) for r in turn_rewards], device=model.device)  # (B,)
-            advantages = group_advantages(rewards, group_ids, config.scale_rewards, config.leave_one_out)[:, None] * sampled_mask
+            advantages = group_advantages(rewards, group_ids, config.scale_rewards, config.leave_one_out)  # (B,)
+            advantages = advantages[:, None] * sampled_mask
         mask = sampled_mask.clone()
         if config.mask_truncated:
             mask[torch.tensor([t.stop_reason == "max_tokens" for t in batch], device=model.device)] = 0
@@ -452,7 +489,8 @@ def train(config: Config) -> dict:
         old_logprobs = sampled_logprobs
         if config.importance_correction:
             old_logprobs = logprobs_now()
-            advantages = advantages * importance_correction(old_logprobs, sampled_logprobs, mask, config.importance_correction)
+            advantages = advantages * importance_correction(
+                old_logprobs, sampled_logprobs, mask, config.importance_correction)
 
         # Updates: LOSSES of micro-batches sum to the loss of the step, whatever batch_size is.
         model.train()
@@ -465,7 +503,9 @@ def train(config: Config) -> dict:
                 width = max(len(t.token_ids) for t in batch[part])
                 ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
                 logprobs, entropy = token_logprobs(model, ids, m, config.temperature)  # (b, t)
-                kl = kl_estimate(logprobs, ref_logprobs[part, :width], m, config.kl_estimator) if config.kl_coef else torch.zeros(())
+                kl = torch.zeros(())
+                if config.kl_coef:
+                    kl = kl_estimate(logprobs, ref_logprobs[part, :width], m, config.kl_estimator)
                 in_loss = config.kl_coef * kl if config.kl_estimator != "k1" else 0.0
                 loss, parts = LOSSES[config.loss](logprobs, old, adv, m, counts, in_loss, **vars(config))
                 entropy = token_mean(entropy, m, counts)
@@ -480,14 +520,16 @@ def train(config: Config) -> dict:
                 metrics["first_ratio"] = sums["ratio"]
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
             if not math.isfinite(grad_norm):
-                raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; lower --learning_rate, or look at this step's rewards")
+                raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; "
+                                   "lower --learning_rate, or look at this step's rewards")
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
         metrics.update(sums, grad_norm=grad_norm, learning_rate=learning_rate(step, config, total),
                        advantage_abs=token_mean(advantages.abs(), mask, counts).item())
         if metrics["advantage_abs"] == 0:
-            bar.write(f"step {step}: the loss is 0: in every group all episodes earned the same, so no episode stands out")
+            bar.write(f"step {step}: the loss is 0: "
+                      "in every group all episodes earned the same, so no episode stands out")
         if config.eval_every and (step + 1) % config.eval_every == 0:
             metrics.update({f"eval/{k}": v for k, v in held_out_eval().items()})
         update_seconds = time.time() - began - rollout_seconds
@@ -503,12 +545,14 @@ def train(config: Config) -> dict:
     folder, after = save(total), held_out_eval()
     rows = [(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
             (f"after GRPO ({total} steps, {training_seconds:.0f} s)", after)]
-    result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total, "seed": config.seed}
+    result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total,
+              "seed": config.seed}
     if base_seconds and config.compare_sft and config.eval_tasks and total:
         print("control: SFT alone, on the same demonstrations, for the time that GRPO took")
         alone = os.path.join(source, "sft_alone")
-        sft.train(sft.Config(model_path=source, output_dir=alone, learning_rate=1e-3, env=config.env, seed=config.seed, eval_tasks=0,
-                             max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
+        sft.train(sft.Config(
+            model_path=source, output_dir=alone, learning_rate=1e-3, env=config.env, seed=config.seed, eval_tasks=0,
+            max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
         model, _ = load_model(alone, train=False)
         sft_alone = held_out_eval()
         rows.append((f"SFT alone ({training_seconds:.0f} s)", sft_alone))
@@ -520,7 +564,7 @@ def train(config: Config) -> dict:
 
 
 def group_shares(trajectories: list[Trajectory]) -> dict:
-    """Shares of groups whose episodes all succeed, all fail, or differ; and of those with one reward: they teach nothing."""
+    """Shares of groups whose episodes all succeed, all fail, or differ; and of those of one reward: no lesson there."""
     groups = {}
     for t in trajectories:
         groups.setdefault(t.group_id, []).append(t)

@@ -384,7 +384,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
-# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Any other that is set is refused.
+# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that are set are refused.
 UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
               "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
               "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",

@@ -5,7 +5,19 @@ default, else what `--config file.yaml` says, else the command line; of an optio
 so a script may end in "$@". YAML is read as typed text by the function that reads the command line: both take the same.
 Only the standard library is imported here, so that `--help` answers at once.
 """
-import dataclasses, difflib, hashlib, json, math, operator, os, re, shutil, sys, textwrap, types, typing  # noqa: E401
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import operator
+import os
+import re
+import shutil
+import sys
+import textwrap
+import types
+import typing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -77,7 +89,7 @@ def read_yaml(path):
 
     Reads the node graph: `yaml.safe_load` makes a string of 1e-4, False of no, 8 of 010, and drops duplicate keys.
     """
-    import yaml                                                             # arrives with transformers
+    import yaml  # arrives with transformers
     try:
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
     except FileNotFoundError:
@@ -238,7 +250,7 @@ class Run:
     def __init__(self, config, algorithm):
         """Raises UserError if a value is out of bounds, the folder cannot be written, or holds a run (config.overwrite
         removes that run and nothing else; config.resume goes on in it). Make it before anything is put in `base/`."""
-        import yaml                                                         # arrives with transformers
+        import yaml  # arrives with transformers
         self.config, self.algorithm, self.folder = config, algorithm, Path(config.output_dir)
         self.writes = int(os.environ.get("RANK", 0)) == 0
         values = {name: convert(getattr(config, name), o, f"--{name}") for name, o in options(type(config)).items()}

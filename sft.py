@@ -4,8 +4,8 @@
     sft_loss        -> -log pi(token | tokens before it), a mean over the tokens that the demonstrator wrote
     train           -> AdamW over shuffled epochs; held-out loss and held-out success
 
-Loss falls on assistant tokens and their end-of-turn token only: prompts, templates and tool results are context. Left out:
-packing (episodes of like length share a batch instead), label smoothing.
+Loss falls on assistant tokens and their end-of-turn token only: prompts, templates and tool results are context. Left
+out: packing (episodes of like length share a batch instead), label smoothing.
 
     python sft.py                       the tiny model learns the equations world from nothing: a minute on a CPU
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16 --learning_rate 1e-4
@@ -33,12 +33,14 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights", group="model", choices=tuple(DTYPES))
-    gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+    gradient_checkpointing: bool = flag(
+        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
 
     env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="data")
     dataset: str | None = flag(None, "tasks for the world (.jsonl); default: the world's own", group="data")
     eval_dataset: str | None = flag(None, "held-out tasks (.jsonl); default: a tenth of --dataset", group="data")
-    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate in place of the expert", group="data")
+    trajectories: str | None = flag(
+        None, "recorded episodes (trajectories.jsonl) to imitate in place of the expert", group="data")
     min_reward: float | None = flag(None, "with --trajectories: imitate episodes of at least this reward", group="data")
     max_samples: int = flag(3000, "demonstrations", group="data", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", group="data", low=0, high=1)
@@ -47,11 +49,13 @@ class Config:
 
     num_epochs: int = flag(4, "passes over the demonstrations", group="training", low=1, aliases=("total_epochs",))
     max_steps: int | None = flag(None, "optimiser steps; beats num_epochs", group="training", low=1)
-    max_seconds: float | None = flag(None, "stop after this long; such a run is not repeatable to the bit", group="training", above=0)
+    max_seconds: float | None = flag(
+        None, "stop after this long; such a run is not repeatable to the bit", group="training", above=0)
     batch_size: int = flag(32, "episodes in one forward pass", group="training", low=1)
     gradient_accumulation_steps: int = flag(1, "forward passes of one step", group="training", low=1)
-    learning_rate: float | None = flag(None, "AdamW step size at its peak; default: 1e-4 with LoRA, 1e-5 without, 3e-3 for tiny",
-                                       group="training", above=0)
+    learning_rate: float | None = flag(
+        None, "AdamW step size at its peak; default: 1e-4 with LoRA, 1e-5 without, 3e-3 for tiny",
+        group="training", above=0)
     warmup_steps: int = flag(20, "steps of linear warm-up; after them a cosine down to 10 %", group="training", low=0)
     weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
@@ -75,25 +79,29 @@ def learning_rate(step: int, config, total: int) -> float:
 
 
 def demonstrations(config: Config, tokenizer, split: str, n: int) -> list[Trajectory]:
-    """Episodes to imitate: the expert's, played on the world's tasks, or recorded ones; too long ones are dropped aloud."""
+    """Episodes to imitate: the expert's, played on the world's tasks, or recorded ones; too long: dropped aloud."""
     if config.trajectories:
         found = read_trajectories(config.trajectories)
         found = [t for t in found if config.min_reward is None or t.reward >= config.min_reward][:n]
     else:
+        tasks = envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset)
         tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split, i)}
-                 for i, task in enumerate(envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset))]
+                 for i, task in enumerate(tasks)]
         found = demonstrate(tokenizer, config.env, tasks, Limits(config.max_turns, max_tokens=config.max_tokens))
     short = [t for t in found if len(t.token_ids) <= config.max_tokens and sum(t.loss_mask)]
     if len(short) < len(found):
-        print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens or have none to train: dropped")
+        print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens "
+              "or have none to train: dropped")
     if not short:
+        floor = f"of reward {config.min_reward} or more " if config.min_reward is not None else ""
         raise UserError(f"no episodes to imitate: {config.trajectories or config.env} has none "
-                        f"{f'of reward {config.min_reward} or more ' if config.min_reward is not None else ''}within {config.max_tokens} tokens")
+                        f"{floor}within {config.max_tokens} tokens")
     return short
 
 
-def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int, pool: int = 16) -> list[list[Trajectory]]:
-    """One pass over the data in random order; within every `pool` steps, episodes of like length share one: less padding."""
+def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int,
+                  pool: int = 16) -> list[list[Trajectory]]:
+    """One pass over the data in random order; within every `pool` steps, episodes of like length share one."""
     rng = np.random.default_rng([seed, epoch])
     order, batches = rng.permutation(len(data)), []
     for i in range(0, len(order), pool * per_step):
@@ -109,8 +117,9 @@ def train(config: Config) -> dict:
     run = Run(config, "sft")
     fast_float32()
     model, tokenizer = load_model(
-        config.model_path, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
-        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
+        config.model_path, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
+        seed=config.seed, lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora,
+        dtype=config.dtype)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -122,7 +131,8 @@ def train(config: Config) -> dict:
     total = config.max_steps or config.num_epochs * steps_per_epoch
 
     def save(step):
-        return run.save(step, lambda folder: save_model(model, folder), tokenizer, optimizer_tensors(optimizer, model.named_parameters()))
+        return run.save(step, lambda folder: save_model(model, folder), tokenizer,
+                        optimizer_tensors(optimizer, model.named_parameters()))
 
     training_began, bar = time.time(), tqdm(range(total), "sft")
     for step in bar:
@@ -144,8 +154,8 @@ def train(config: Config) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
-        run.log(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"], "tokens": num_tokens},
-                {"seconds": time.time() - began})
+        run.log(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
+                       "tokens": num_tokens}, {"seconds": time.time() - began})
         bar.set_postfix(loss=f"{loss:.3f}")
         if config.max_seconds and time.time() - training_began > config.max_seconds:
             total = step + 1
@@ -158,9 +168,11 @@ def train(config: Config) -> dict:
         result["held_out_loss"] = held_out_loss(model, held_out, config.batch_size)
     if config.eval_tasks:
         tasks = envs.tasks(config.env, "test", config.eval_tasks, config.seed, config.dataset, config.eval_dataset)
-        after = evaluate(model, tokenizer, config.env, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed)
+        limits = Limits(max_tokens=config.max_tokens)
+        after = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed)
         result["success_after"] = after["success"]
-        print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}, success {after['success']:.3f} of {len(tasks)} tasks")
+        print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}, "
+              f"success {after['success']:.3f} of {len(tasks)} tasks")
         print(f"written: {folder}\nnext:    python grpo.py --model_path {config.output_dir} --env {config.env}")
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
 

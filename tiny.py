@@ -49,7 +49,7 @@ TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|-?\d{1,2}|
 
 
 def make_tiny(seed: int = 0):
-    """A Qwen3 of about 0.9 M random parameters, a byte-level tokenizer and a ChatML/Hermes template -> model, tokenizer.
+    """A Qwen3 of about 0.9 M random parameters, byte-level tokenizer, ChatML/Hermes template -> model, tokenizer.
 
     Not a Qwen2: transformers 5 opens every folder of type qwen2 with Qwen2's own splitting rules, whatever
     tokenizer.json says.

@@ -1,8 +1,10 @@
-"""The newcomer's command for three seeds, and the controls that show what RL did: three seeds, shuffled rewards, learning rate 0.
+"""The newcomer's command for three seeds, and for each the controls that show what RL did: shuffled rewards, learning
+rate 0.
 
-    python bench/newcomer.py                    25 minutes on 2 cores; writes bench/results/newcomer.json and newcomer.png
+    python bench/newcomer.py            25 minutes on 2 cores; writes bench/results/newcomer.json and newcomer.png
 
-Each seed is `python grpo.py --seed S`, start to finish, timed from outside. The controls start from that run's own base model.
+Each seed is `python grpo.py --seed S`, start to finish, timed from outside. The controls start from that run's own base
+model.
 """
 import datetime
 import json
@@ -39,8 +41,9 @@ def main(out):
         shutil.copy(os.path.join(run, "metrics.jsonl"), os.path.join(RESULTS, f"newcomer_seed{seed}.jsonl"))
         curves[f"seed {seed}"] = curve(run)
         for label, flags in (("shuffled rewards", ["--shuffle_rewards"]), ("learning rate 0", ["--learning_rate", 0])):
-            rows[f"seed {seed}, {label}"] = grpo(os.path.join(out, f"control{seed}"), "--model_path", os.path.join(run, "base"), "--seed", seed,
-                                                 "--learning_rate", 2e-3, "--max_steps", 80 if "shuffled" in label else 5, *flags)
+            rows[f"seed {seed}, {label}"] = grpo(
+                os.path.join(out, f"control{seed}"), "--model_path", os.path.join(run, "base"), "--seed", seed,
+                "--learning_rate", 2e-3, "--max_steps", 80 if "shuffled" in label else 5, *flags)
             if "shuffled" in label:
                 curves[f"seed {seed}, {label}"] = curve(os.path.join(out, f"control{seed}"))
         print(json.dumps(rows), flush=True)
@@ -51,7 +54,8 @@ def main(out):
     for label, values in curves.items():
         smooth = [sum(values[max(0, i - 4):i + 1]) / len(values[max(0, i - 4):i + 1]) for i in range(len(values))]
         plt.plot(smooth, label=label, linestyle=":" if "shuffled" in label else "-", color=f"C{label[5]}")
-    plt.xlabel("GRPO step"), plt.ylabel("success in training tasks (mean of 5 steps)"), plt.ylim(0, 1), plt.grid(alpha=0.3), plt.legend()
+    plt.xlabel("GRPO step"), plt.ylabel("success in training tasks (mean of 5 steps)")
+    plt.ylim(0, 1), plt.grid(alpha=0.3), plt.legend()
     plt.tight_layout(), plt.savefig(os.path.join(RESULTS, "newcomer.png"), dpi=120)
     result = {"command": "python bench/newcomer.py", "date": datetime.date.today().isoformat(), "rows": rows,
               "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU"}

@@ -1,11 +1,12 @@
-"""A real model on real data: SmolLM2-135M learns `equations` (SFT on noisy demonstrations, then GRPO), and takes GRPO steps on gsm8k.
+"""A real model on real data: SmolLM2-135M learns `equations` (SFT on noisy demonstrations, then GRPO), and takes GRPO
+steps on gsm8k.
 
     python ../shared/real/get_smollm2.py .real/smollm2
-    python bench/real_model.py --model_path .real/smollm2 --gsm8k ../shared/data/gsm8k/train.jsonl      20 minutes on 2 cores
+    python bench/real_model.py --model_path .real/smollm2 --gsm8k ../shared/data/gsm8k/train.jsonl
 
-Writes bench/results/real_model.json, its curves as real_model.png and the runs' metrics.jsonl. For `equations` the model gets a
-chat template that shows tools (tiny.py's: ChatML is what SmolLM2 was trained on), which is six times shorter than tools as
-text; for gsm8k it is used as it is.
+20 minutes on 2 cores. Writes bench/results/real_model.json, its curves as real_model.png and the runs' metrics.jsonl.
+For `equations` the model gets a chat template that shows tools (tiny.py's: ChatML is what SmolLM2 was trained on),
+which is six times shorter than tools as text; for gsm8k it is used as it is.
 """
 import argparse
 import datetime
@@ -47,14 +48,16 @@ def main():
     common = {"dtype": "bfloat16", "seed": args.seed, "overwrite": True}
     taught, learned, math = (os.path.join(args.out, name) for name in ("sft", "grpo", "gsm8k"))
     rows = {"sft": sft.train(sft.Config(
-        model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, warmup_steps=5, max_samples=400, expert_noise=0.7,
-        max_turns=6, batch_size=8, gradient_accumulation_steps=1, max_steps=args.sft_steps, eval_tasks=0, **common))}
+        model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, warmup_steps=5, max_samples=400,
+        expert_noise=0.7, max_turns=6, batch_size=8, gradient_accumulation_steps=1, max_steps=args.sft_steps,
+        eval_tasks=0, **common))}
     rows["grpo"] = grpo.train(grpo.Config(
         model_path=taught, output_dir=learned, learning_rate=2e-4, tasks_per_step=4, group_size=8, batch_size=8,
         max_steps=args.grpo_steps, eval_tasks=100, slots=100, **common))
     rows["gsm8k"] = grpo.train(grpo.Config(
-        model_path=args.model_path, output_dir=math, env="gsm8k", dataset=args.gsm8k, learning_rate=2e-5, tasks_per_step=4, group_size=4,
-        batch_size=4, max_new_tokens=128, max_tokens=900, max_turns=3, num_turns=2, max_steps=args.gsm8k_steps, eval_tasks=8, **common))
+        model_path=args.model_path, output_dir=math, env="gsm8k", dataset=args.gsm8k, learning_rate=2e-5,
+        tasks_per_step=4, group_size=4, batch_size=4, max_new_tokens=128, max_tokens=900, max_turns=3, num_turns=2,
+        max_steps=args.gsm8k_steps, eval_tasks=8, **common))
     os.makedirs(RESULTS, exist_ok=True)
     for name, folder in (("grpo", learned), ("gsm8k", math)):
         shutil.copy(os.path.join(folder, "metrics.jsonl"), os.path.join(RESULTS, f"real_model_{name}.jsonl"))
@@ -65,9 +68,11 @@ def main():
     for axis, name in zip(axes, ("success", "reward", "entropy")):
         values = [line[name] for line in lines(learned)]
         axis.plot(values, alpha=0.35)
-        axis.plot([sum(values[max(0, i - 4):i + 1]) / len(values[max(0, i - 4):i + 1]) for i in range(len(values))], color="C0")
+        windows = [values[max(0, i - 4):i + 1] for i in range(len(values))]
+        axis.plot([sum(window) / len(window) for window in windows], color="C0")
         axis.set_title(name), axis.set_xlabel("GRPO step"), axis.grid(alpha=0.3)
-    figure.suptitle(f"SmolLM2-135M, equations: held-out success {rows['grpo']['success_before']:.2f} to {rows['grpo']['success_after']:.2f}")
+    before, after = rows["grpo"]["success_before"], rows["grpo"]["success_after"]
+    figure.suptitle(f"SmolLM2-135M, equations: held-out success {before:.2f} to {after:.2f}")
     figure.tight_layout()
     figure.savefig(os.path.join(RESULTS, "real_model.png"), dpi=120)
     result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(), "rows": rows,

@@ -1,13 +1,13 @@
-"""One GRPO step here and in TRL + PEFT, side by side: seconds, tokens/s and peak memory, and whether the gradients agree.
+"""One GRPO step here and in TRL + PEFT, side by side: seconds, tokens/s, peak memory, and whether the gradients agree.
 
-    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; half an hour on 2 CPU cores
-    python bench/vs_trl.py --model_path tiny-random --prompts 2 --samples 2 --tokens 8 --rounds 1 --repeats 1      a minute
+    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; half an hour on 2 cores
+    python bench/vs_trl.py --model_path tiny-random --prompts 2 --samples 2 --tokens 8 --rounds 1 --repeats 1   a minute
 
-Three rows: TRL as it ships (its precision, its gradient checkpointing), TRL with the weight dtype that we use, and ours.
-Each measurement is a process of its own: it loads the model, does one step to warm up, then `--repeats` steps that count.
-The processes take turns, one at a time, `--rounds` times; a row's numbers are medians, its memory is the peak of the whole
-process. A step is rollout, reward, advantages, forward and backward of all samples, clipping, AdamW. Every sample is exactly
-`--tokens` long on both sides: TRL may not sample an end-of-turn token, we do not stop at one.
+Three rows: TRL as it ships (its precision, its gradient checkpointing), TRL with the weight dtype that we use, and
+ours. Each measurement is a process of its own: it loads the model, does one step to warm up, then `--repeats` steps
+that count. The processes take turns, one at a time, `--rounds` times; a row's numbers are medians, its memory is the
+peak of the whole process. A step is rollout, reward, advantages, forward and backward of all samples, clipping, AdamW.
+Every sample is exactly `--tokens` long on both sides: TRL may not sample an end-of-turn token, we do not stop at one.
 
 Gradients: in float32, without autocast, both sides get the same adapter (B not zero), the same prompts and the same
 completions, sampled here; rewards and advantages are each side's own. The LoRA gradients are compared over all tensors
@@ -37,41 +37,47 @@ LORA_R, LORA_ALPHA = 16, 32
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", default=".real/smollm2", help="model folder, or tiny-random: a 2-layer Llama made here")
+    parser.add_argument("--model_path", default=".real/smollm2",
+                        help="model folder, or tiny-random: a 2-layer Llama made here")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="of each sample, exactly")
     parser.add_argument("--rounds", type=int, default=2, help="times each side gets its turn")
     parser.add_argument("--repeats", type=int, default=2, help="steps that count in each turn, after one to warm up")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="our frozen weights; also those of TRL's second row")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"),
+                        help="our frozen weights; also those of TRL's second row")
     parser.add_argument("--batch_size", type=int, default=8, help="our sequences in one forward of the update")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="ours; TRL's is what ships")
     parser.add_argument("--trl_batch_size", type=int, default=8, help="per_device_train_batch_size; 8 ships")
-    parser.add_argument("--trl_config", type=json.loads, default="{}", help='other fields of GRPOConfig as JSON, for trials: {"gradient_checkpointing": false}')
+    parser.add_argument("--trl_config", type=json.loads, default="{}",
+                        help='other fields of GRPOConfig as JSON, for trials: {"gradient_checkpointing": false}')
     parser.add_argument("--no_gradients", action="store_true", help="skip the comparison of gradients")
     parser.add_argument("--worker", choices=("trl", "trl_same_dtype", "ours"), help=argparse.SUPPRESS)
-    parser.add_argument("--gradients_to", help=argparse.SUPPRESS)  # a folder: the worker writes gradients instead of timing
+    parser.add_argument("--gradients_to", help=argparse.SUPPRESS)  # a folder: gradients are written, nothing is timed
     args = parser.parse_args(argv)
     total = args.prompts * args.samples
     args.trl_batch_size, args.batch_size = min(args.trl_batch_size, total), min(args.batch_size, total)
-    if min(args.prompts, args.tokens, args.rounds, args.repeats, args.batch_size, args.trl_batch_size) < 1 or args.samples < 2:
+    least = min(args.prompts, args.tokens, args.rounds, args.repeats, args.batch_size, args.trl_batch_size)
+    if least < 1 or args.samples < 2:
         parser.error("--samples must be 2 or more, the other counts 1 or more")
     if total % args.trl_batch_size:
         parser.error(f"--trl_batch_size {args.trl_batch_size} must divide prompts x samples = {total}")
     if args.model_path.startswith((".", "/", "~")) and not os.path.isdir(args.model_path):
-        parser.error(f"{args.model_path}: no such folder; `python ../shared/real/get_smollm2.py .real/smollm2` makes SmolLM2-135M")
+        parser.error(f"{args.model_path}: no such folder; "
+                     "`python ../shared/real/get_smollm2.py .real/smollm2` makes SmolLM2-135M")
     return args
 
 
-# ------------------------------------------------------------------------------------------------ the same on both sides
+# ----------------------------------------------------------------------------------------------- the same on both sides
 def conversations(n: int) -> list[list[dict]]:
-    """n different conversations of one user message: the first questions of GSM8K, or made-up ones where it is absent."""
+    """n different conversations of one user message: the first questions of GSM8K, or made-up ones without it."""
     if GSM8K.exists():
         with open(GSM8K, encoding="utf-8") as file:
             questions = [json.loads(line)["question"] for _, line in zip(range(n), file)]
     else:
-        questions = [f"Ann picks {12 + i} apples in the morning and {3 * i + 5} in the afternoon. She gives {i + 2} of them to each of "
-                     "her two brothers and bakes a cake with half of the rest. How many apples does she have left?" for i in range(n)]
+        questions = [f"Ann picks {12 + i} apples in the morning and {3 * i + 5} in the afternoon. She gives {i + 2} of "
+                     "them to each of her two brothers and bakes a cake with half of the rest. How many apples does "
+                     "she have left?" for i in range(n)]
     return [[{"role": "user", "content": question}] for question in questions]
 
 
@@ -90,9 +96,11 @@ def measured(side: str, steps: list[dict], model, args) -> dict:
     frozen = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     return {"side": side, "step_seconds": [s["step"] for s in steps], "rollout_seconds": [s["rollout"] for s in steps],
-            "update_seconds": [s["step"] - s["rollout"] for s in steps], "tokens_per_second": [tokens / s["step"] for s in steps],
-            "peak_memory_mb": peak_memory_mb(), "weights": "+".join(sorted(frozen)), "adapter": "+".join(sorted(trained)),
-            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad), "threads": torch.get_num_threads()}
+            "update_seconds": [s["step"] - s["rollout"] for s in steps],
+            "tokens_per_second": [tokens / s["step"] for s in steps], "peak_memory_mb": peak_memory_mb(),
+            "weights": "+".join(sorted(frozen)), "adapter": "+".join(sorted(trained)),
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "threads": torch.get_num_threads()}
 
 
 def now() -> float:
@@ -102,16 +110,18 @@ def now() -> float:
     return time.perf_counter()
 
 
-# ------------------------------------------------------------------------------------------------------------------ ours
+# ----------------------------------------------------------------------------------------------------------------- ours
 def ours(args) -> dict:
     import torch
 
     from lora import fast_float32, load_model, lora_linears, save_model
     fast_float32()
-    model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA, dtype="float32" if args.gradients_to else args.dtype)
+    model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,
+                                  dtype="float32" if args.gradients_to else args.dtype)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    prompts = [list(tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"]) for c in conversations(args.prompts)]
+    prompts = [list(tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"])
+               for c in conversations(args.prompts)]
     if args.gradients_to:
         folder, generator = Path(args.gradients_to), torch.Generator().manual_seed(1)
         for linear in lora_linears(model).values():  # with B = 0 every gradient of A is 0: nothing to compare
@@ -123,11 +133,12 @@ def ours(args) -> dict:
                      for name, linear in lora_linears(model).items() for part in ("lora_A", "lora_B")}
         return write_gradients(gradients, folder / "ours.safetensors")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, weight_decay=0.0)
-    return measured("ours", [our_step(model, tokenizer, optimizer, prompts, i, args)[0] for i in range(1 + args.repeats)], model, args)
+    steps = [our_step(model, tokenizer, optimizer, prompts, i, args)[0] for i in range(1 + args.repeats)]
+    return measured("ours", steps, model, args)
 
 
 def our_step(model, tokenizer, optimizer, prompts, step: int, args):
-    """The step of grpo.py without its world and its log -> {"rollout", "step"} in seconds, completions (prompt after prompt).
+    """The step of grpo.py without its world and its log -> {"rollout", "step"} in seconds, completions (by prompt).
 
     optimizer None: stop before it, the gradients stay.
     """
@@ -139,13 +150,15 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from lora import merged, token_logprobs
     began = now()
     with merged(model):
-        sampled = generate(model, prompts, group_size=args.samples, max_new_tokens=args.tokens, slots=len(prompts) * args.samples, seed=step)
+        sampled = generate(model, prompts, group_size=args.samples, max_new_tokens=args.tokens,
+                           slots=len(prompts) * args.samples, seed=step)
     rollout = now() - began
     assert all(len(ids) == args.tokens for ids, _ in sampled)
     batch = []
     for i, (ids, logprobs) in enumerate(sampled):
         prompt = prompts[i // args.samples]
-        batch.append(Trajectory(prompt + ids, [0] * len(prompt) + [1] * len(ids), [0.0] * len(prompt) + logprobs, group_id=str(i // args.samples),
+        batch.append(Trajectory(prompt + ids, [0] * len(prompt) + [1] * len(ids), [0.0] * len(prompt) + logprobs,
+                                group_id=str(i // args.samples),
                                 reward=reward_of(tokenizer.decode(ids, skip_special_tokens=True))))
     batch.sort(key=lambda t: len(t.token_ids))
     token_ids, mask, old_logprobs = collate(batch, model.device)  # (B, T) each
@@ -168,17 +181,18 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     return {"rollout": rollout, "step": now() - began}, [ids for ids, _ in sampled]
 
 
-# ------------------------------------------------------------------------------------------------------------------- TRL
+# ------------------------------------------------------------------------------------------------------------------ TRL
 def trl(args) -> dict:
-    """TRL 1.16 as it ships, but for what the task fixes: batch shape, 128 tokens exactly, loss grpo, nothing written to disk."""
+    """TRL 1.16 as it ships, but for what the task fixes: batch shape, exactly 128 tokens, loss grpo, nothing saved."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig, PeftModel
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     checking = args.gradients_to is not None
-    config = {"per_device_train_batch_size": args.trl_batch_size, "num_generations": args.samples, "max_completion_length": args.tokens,
-              "gradient_accumulation_steps": args.prompts * args.samples // args.trl_batch_size, "loss_type": "grpo",
+    config = {"per_device_train_batch_size": args.trl_batch_size, "num_generations": args.samples,
+              "max_completion_length": args.tokens, "loss_type": "grpo",
+              "gradient_accumulation_steps": args.prompts * args.samples // args.trl_batch_size,
               "generation_kwargs": {"min_new_tokens": args.tokens}, "max_steps": 1 if checking else 1 + args.repeats,
               "save_strategy": "no", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available(),
               **({"bf16": False, "max_grad_norm": 0.0} if checking else args.trl_config),
@@ -202,7 +216,8 @@ def trl(args) -> dict:
         model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32)
         model, lora = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True), None
     else:
-        model, lora = args.model_path, LoraConfig(r=LORA_R, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+        model, lora = args.model_path, LoraConfig(
+            r=LORA_R, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = GRPOTrainer(
             model=model, peft_config=lora, args=GRPOConfig(output_dir=output_dir, **config), callbacks=[Watch()],
@@ -212,14 +227,16 @@ def trl(args) -> dict:
             given, sample = json.loads((folder / "completions.json").read_text()), {}
             for i, ids in enumerate(given["completions"]):
                 sample.setdefault(tuple(given["prompts"][i // args.samples]), []).append(ids)
-            trainer._generate_single_turn = lambda prompt_ids, *_, **__: ([sample[tuple(ids)].pop(0) for ids in prompt_ids], None)
+            trainer._generate_single_turn = lambda prompt_ids, *_, **__: (
+                [sample[tuple(ids)].pop(0) for ids in prompt_ids], None)
         generate = trainer._generate
 
         def timed(prompts):
             began = now()
             out = generate(prompts)
             steps[-1]["rollout"] = now() - began
-            assert len(out[1]) == args.prompts * args.samples and all(len(ids) == args.tokens for ids in out[1]), "not the size asked for"
+            sizes = [len(ids) for ids in out[1]]
+            assert sizes == [args.tokens] * (args.prompts * args.samples), "not the size asked for"
             return out
 
         trainer._generate = timed
@@ -228,13 +245,14 @@ def trl(args) -> dict:
         assert not any(sample.values()), "TRL did not take every completion"
         return write_gradients(gradients, folder / "trl.safetensors")
     shipped = {name: getattr(trainer.args, name) for name in (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "beta", "num_iterations", "use_liger_kernel")}
-    shipped |= {"autocast": trainer.accelerator.mixed_precision, "optim": trainer.args.optim.value,  # what is, not what was asked for
-                "gradient_checkpointing": trainer.model.is_gradient_checkpointing}
+        "per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "beta", "num_iterations",
+        "use_liger_kernel")}
+    shipped |= {"autocast": trainer.accelerator.mixed_precision, "optim": trainer.args.optim.value,
+                "gradient_checkpointing": trainer.model.is_gradient_checkpointing}  # what is, not what was asked for
     return {**measured(args.worker, steps, trainer.model, args), "config": shipped}
 
 
-# ------------------------------------------------------------------------------------------------------------- gradients
+# ------------------------------------------------------------------------------------------------------------ gradients
 def write_gradients(gradients: dict, path: Path) -> dict:
     from safetensors.torch import save_file
     save_file({name: g.detach().float().cpu().contiguous() for name, g in gradients.items()}, path)
@@ -242,7 +260,7 @@ def write_gradients(gradients: dict, path: Path) -> dict:
 
 
 def compare_gradients(folder: Path) -> dict:
-    """Cosine over all tensors, of the worst tensor, and |TRL's| / |ours|. ValueError where there is nothing to compare."""
+    """Cosine over all tensors, of the worst tensor, and |TRL's| / |ours|. ValueError if there is nothing to compare."""
     import numpy as np
     from safetensors.numpy import load_file
     a, b = load_file(folder / "trl.safetensors"), load_file(folder / "ours.safetensors")
@@ -258,15 +276,17 @@ def compare_gradients(folder: Path) -> dict:
             "gradient_norm_ratio": float(np.sqrt(trl_square / our_square)), "gradient_tensors": len(a)}
 
 
-# ---------------------------------------------------------------------------------------------------------------- parent
+# --------------------------------------------------------------------------------------------------------------- parent
 def run_worker(side: str, args, model_path: str, gradients_to: Path | None = None) -> dict:
     """One process, alone on the machine -> the JSON object it prints last."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--model_path", model_path, "--trl_config", json.dumps(args.trl_config)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--model_path", model_path,
+               "--trl_config", json.dumps(args.trl_config)]
     for name in ("prompts", "samples", "tokens", "rounds", "repeats", "dtype", "batch_size", "trl_batch_size"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--gradient_checkpointing"] * args.gradient_checkpointing
     command += ["--gradients_to", str(gradients_to)] if gradients_to else []
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
+                   "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"bench/vs_trl.py: the worker {side} failed:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -282,18 +302,20 @@ def make_random(folder: str):
     tokenizer = make_tiny()[1]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def machine() -> dict:
     from importlib.metadata import version
     cpu = Path("/proc/cpuinfo")
-    name = next((line.split(":")[1].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")), "") if cpu.exists() else ""
+    facts = cpu.read_text().splitlines() if cpu.exists() else []
+    name = next((line.split(":")[1].strip() for line in facts if line.startswith("model name")), "")
     import torch
-    return {"cpu": name or platform.processor(), "cores": os.cpu_count(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    return {"cpu": name or platform.processor(), "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             **{package: version(package) for package in ("torch", "transformers", "trl", "peft")}}
 
 
@@ -321,32 +343,41 @@ def main(args) -> dict:
         if model_path in ("tiny", "tiny-random"):
             make_random(model_path := os.path.join(folder, "model"))
         if not args.no_gradients:
-            counts = [run_worker(side, args, model_path, Path(folder))["tensors"] for side in ("ours", "trl")]  # ours samples
+            counts = [run_worker(side, args, model_path, Path(folder))["tensors"]
+                      for side in ("ours", "trl")]  # ours samples
             agreement = compare_gradients(Path(folder))
-            print(f"gradients of {counts[0]} LoRA tensors, float32: cosine {agreement['gradient_cosine']:.7f}, worst tensor "
-                  f"{agreement['gradient_cosine_min']:.7f}, |TRL| / |ours| {agreement['gradient_norm_ratio']:.5f}", flush=True)
+            print(f"gradients of {counts[0]} LoRA tensors, float32: cosine {agreement['gradient_cosine']:.7f}, "
+                  f"worst tensor {agreement['gradient_cosine_min']:.7f}, "
+                  f"|TRL| / |ours| {agreement['gradient_norm_ratio']:.5f}", flush=True)
         for i in range(args.rounds):
             for side in turns:
                 if side == "trl_same_dtype" and turns["trl"][0]["weights"] == args.dtype:
                     continue  # what ships has our dtype already: the row would be the same
                 turns[side].append(turn := run_worker(side, args, model_path))
-                print(f"round {i + 1}/{args.rounds} {side:15} steps {', '.join(f'{s:.2f}' for s in turn['step_seconds'])} s, "
+                seconds = ", ".join(f"{s:.2f}" for s in turn["step_seconds"])
+                print(f"round {i + 1}/{args.rounds} {side:15} steps {seconds} s, "
                       f"peak {turn['peak_memory_mb']:,.0f} MB", flush=True)
     rows = {side: medians(t) for side, t in turns.items() if t}
     same = rows.get("trl_same_dtype", rows["trl"])
-    names = {"trl": "TRL + PEFT, --trl_config" if args.trl_config else "TRL + PEFT as shipped", "trl_same_dtype": f"TRL + PEFT, {args.dtype} weights", "ours": "ours"}
-    print(f"\n{'':30} {'weights':>9} {'step s':>9} {'rollout':>9} {'update':>9} {'tokens/s':>9} {'peak MB':>9}   {'TRL / ours':>10} {'ours / TRL':>10}")
+    names = {"trl": "TRL + PEFT, --trl_config" if args.trl_config else "TRL + PEFT as shipped",
+             "trl_same_dtype": f"TRL + PEFT, {args.dtype} weights", "ours": "ours"}
+    print(f"\n{'':30} {'weights':>9} {'step s':>9} {'rollout':>9} {'update':>9} {'tokens/s':>9} {'peak MB':>9}   "
+          f"{'TRL / ours':>10} {'ours / TRL':>10}")
     for side, row in rows.items():
-        ratio = "" if side == "ours" else "   {time_ratio:9.2f}x {memory_ratio:10.2f}".format(**compare(row, rows["ours"]))
-        print(f"{names[side]:30} {row['weights']:>9} {row['step_seconds']:9.2f} {row['rollout_seconds']:9.2f} {row['update_seconds']:9.2f} "
-              f"{row['tokens_per_second']:9.1f} {row['peak_memory_mb']:9,.0f}{ratio}")
+        ratios = compare(row, rows["ours"])
+        ratio = "" if side == "ours" else "   {time_ratio:9.2f}x {memory_ratio:10.2f}".format(**ratios)
+        print(f"{names[side]:30} {row['weights']:>9} {row['step_seconds']:9.2f} {row['rollout_seconds']:9.2f} "
+              f"{row['update_seconds']:9.2f} {row['tokens_per_second']:9.1f} {row['peak_memory_mb']:9,.0f}{ratio}")
     result = {
-        **compare(rows["trl"], rows["ours"]), **agreement, "same_dtype": {"dtype": args.dtype, **compare(same, rows["ours"])}, "rows": rows,
-        "model_path": args.model_path, "prompts": args.prompts, "samples": args.samples, "tokens": args.tokens, "rounds": args.rounds,
-        "repeats": args.repeats, "batch_size": args.batch_size, "gradient_checkpointing": args.gradient_checkpointing,
-        "trl_config": args.trl_config, "machine": machine(), "date": datetime.date.today().isoformat(),
-        "seconds": round(time.time() - began), "command": "python " + shlex.join([os.path.relpath(__file__, ROOT), *sys.argv[1:]])}
-    aims = [(f"at least {FASTER:g}x faster", result["time_ratio"] >= FASTER), (f"at most {SMALLER:g} of the memory", result["memory_ratio"] <= SMALLER)]
+        **compare(rows["trl"], rows["ours"]), **agreement,
+        "same_dtype": {"dtype": args.dtype, **compare(same, rows["ours"])}, "rows": rows,
+        "model_path": args.model_path, "prompts": args.prompts, "samples": args.samples, "tokens": args.tokens,
+        "rounds": args.rounds, "repeats": args.repeats, "batch_size": args.batch_size,
+        "gradient_checkpointing": args.gradient_checkpointing, "trl_config": args.trl_config, "machine": machine(),
+        "date": datetime.date.today().isoformat(), "seconds": round(time.time() - began),
+        "command": "python " + shlex.join([os.path.relpath(__file__, ROOT), *sys.argv[1:]])}
+    aims = [(f"at least {FASTER:g}x faster", result["time_ratio"] >= FASTER),
+            (f"at most {SMALLER:g} of the memory", result["memory_ratio"] <= SMALLER)]
     aims += [(f"gradient cosine at least {AGREE}", agreement["gradient_cosine"] >= AGREE)] if agreement else []
     print("\n" + "; ".join(f"{aim}: {'yes' if met else 'NO'}" for aim, met in aims))
     print(json.dumps(result))

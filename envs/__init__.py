@@ -1,8 +1,8 @@
 """Worlds: the contract, the list of them, and the readers of task files.
 
-A world is the class that TRL's `environment_factory` takes: no constructor arguments; `reset(**task) -> str | None` (the
-first user message); every other public method with type hints and a Google-style docstring is a tool; `get_reward() ->
-float` is the episode's total. All else is optional and invisible to TRL:
+A world is the class that TRL's `environment_factory` takes: no constructor arguments; `reset(**task) -> str | None`
+(the first user message); every other public method with type hints and a Google-style docstring is a tool;
+`get_reward() -> float` is the episode's total. All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it True and the episode ends
@@ -32,11 +32,12 @@ from dataclasses import dataclass, field
 
 from run import UserError
 
-ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard", "gsm8k": "envs.gsm8k:GSM8K"}
+ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard",
+        "gsm8k": "envs.gsm8k:GSM8K"}
 
 
 def load(name: str) -> type:
-    """The class of a world: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. UserError if there is none."""
+    """The class of a world: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. UserError if none."""
     target = ENVS.get(name, name)
     if ":" not in target:
         near = difflib.get_close_matches(name, ENVS, 1)
@@ -48,7 +49,7 @@ def load(name: str) -> type:
             key = f"world:{os.path.abspath(place)}"
             if not (module := sys.modules.get(key)):  # once a process: every call gives the same class
                 spec = importlib.util.spec_from_file_location(key, place)
-                module = sys.modules[key] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+                module = sys.modules[key] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
                 try:
                     spec.loader.exec_module(module)
                 except BaseException:
@@ -141,9 +142,10 @@ def call(env, name: str, arguments: dict, loop=None):
                 return f"error: {name}: {key} must be {want}, not {json.dumps(value)[:60]}", True
         result = method(**fitted)
         if inspect.isawaitable(result):
-            result = asyncio.run_coroutine_threadsafe(_wait(result), loop).result() if loop else asyncio.run(_wait(result))
+            waiting = _wait(result)
+            result = asyncio.run_coroutine_threadsafe(waiting, loop).result() if loop else asyncio.run(waiting)
         return _whole(str(result)), False
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the tool's fault is an observation too: the model sees it
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the tool's fault is an observation too
         try:
             return _whole(f"error: {type(error).__name__}: {error}"[:300]), True
         except Exception:
@@ -212,15 +214,17 @@ def read_rows(path: str) -> list[dict]:
     if not os.path.exists(path):
         folder = os.path.dirname(path) or "."
         near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], 1)
-        raise UserError(f"{path}: no such file" + (f"; nearest: {os.path.join(os.path.dirname(path), near[0])}" if near else ""))
+        nearest = f"; nearest: {os.path.join(os.path.dirname(path), near[0])}" if near else ""
+        raise UserError(f"{path}: no such file{nearest}")
     if os.path.isdir(path):
         raise UserError(f"{path}: is a directory; give a .jsonl file")
     if not path.endswith(".jsonl"):
-        mend = "unpack it first" if path.endswith((".gz", ".zip", ".xz", ".bz2", ".zst")) else "use .jsonl, one JSON object a line"
+        packed = path.endswith((".gz", ".zip", ".xz", ".bz2", ".zst"))
+        mend = "unpack it first" if packed else "use .jsonl, one JSON object a line"
         raise UserError(f"{path}: unknown type; {mend}")
     rows = []
     with open(path, "rb") as f:
-        lines = f.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: U+2028 is legal inside JSON strings
+        lines = f.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: JSON strings may hold U+2028
     for number, line in enumerate(lines, 1):
         try:
             text = line.decode("utf-8").strip(" \t\r")
@@ -233,7 +237,8 @@ def read_rows(path: str) -> list[dict]:
                 raise ValueError("not a JSON object")
             _finite(row)
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
+            raise UserError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; "
+                            "save the file as UTF-8") from None
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
         except RecursionError:
@@ -249,11 +254,11 @@ def read_rows(path: str) -> list[dict]:
 
 def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None = None,
           eval_dataset: str | None = None) -> list[dict]:
-    """Task rows for `split` ("train" | "test"), at most n, in an order fixed by `seed`; train and test never share a row.
+    """Task rows for `split` ("train" | "test"), at most n, ordered by `seed`; train and test never share a row.
 
-    Without `dataset` the world makes them (`_tasks`). With one, rows come from its file: test rows from `eval_dataset`, or,
-    where that is not given, every tenth row by the hash of its content. Each row gets "env": the world's name; of several
-    worlds ("a,b") tasks take turns.
+    Without `dataset` the world makes them (`_tasks`). With one, rows come from its file: test rows from `eval_dataset`,
+    or, where that is not given, every tenth row by the hash of its content. Each row gets "env": the world's name; of
+    several worlds ("a,b") tasks take turns.
     """
     import numpy as np
     if "," in name:
@@ -262,6 +267,8 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
             raise UserError(f"--dataset is for one world, --env names {len(names)}")
         share = None if n is None else -(-n // len(names))
         return [task for row in zip(*(tasks(part, split, share, seed) for part in names)) for task in row][:n]
+    if eval_dataset and not dataset:
+        raise UserError("--eval_dataset goes with --dataset: the tasks to train on")
     cls = load(name)
     if dataset is None or dataset == name:
         if not hasattr(cls, "_tasks"):

@@ -1,8 +1,9 @@
 """Linear equations, solved by actions: "Solve for x: 3x + 7 = 16".
 
 Every action is applied to both sides; the tool answers with the new equation. An action pays only if it leads to an
-equivalent *simpler* equation (fewer steps from x alone than any equation of this episode before it, so that going round in
-circles pays nothing), the stated answer pays only if it is right, and nothing costs: doing nothing must never beat trying.
+equivalent *simpler* equation (fewer steps from x alone than any equation of this episode before it, so that going round
+in circles pays nothing), the stated answer pays only if it is right, and nothing costs: doing nothing must never beat
+trying.
     level 1: x + b = c, ax = c, x/a = c    level 2: ax + b = c, x/a + b = c    level 3: ax + b = cx + d, a(x + b) = c
 `equations` draws levels 1 and 2, `equations_hard` level 3.
 """
@@ -18,7 +19,7 @@ LIMIT = 99  # larger numbers, and denominators over 12, are refused: equations s
 
 
 def parse_term(text: str) -> tuple[Fraction, Fraction]:
-    """One term -> (coefficient of x, constant): "7" -> (0, 7), "-3x" -> (-3, 0), "x/4" -> (1/4, 0). ValueError otherwise."""
+    """One term -> (coefficient of x, constant): "7" -> (0, 7), "-3x" -> (-3, 0), "x/4" -> (1/4, 0); or ValueError."""
     match = TERM.fullmatch(text.replace(" ", ""))
     if not match or not (match[2] or match[3]) or (match[4] and not match[3]):
         raise ValueError(f"{text[:40]!r} is not a term like 7 or 3x")
@@ -46,7 +47,7 @@ class Equations:
     levels = (1, 2, 2, 2)  # what `_tasks` draws from: of these, one-step equations only now and then
 
     def reset(self, equation: str, factor: int = 0, noise: float = 0.0, seed: int = 0, **_) -> str:
-        """`equation` such as "3x + 7 = 16" or "2(x + 3) = 10"; `noise`: share of wrong actions of the scripted expert."""
+        """`equation` such as "3x + 7 = 16" or "2(x + 3) = 10"; `noise`: share of wrong actions of the expert."""
         left, right = equation.split("=")
         bracket = re.fullmatch(r"\s*(-?\d+)\((.*)\)\s*", left)
         self.factor = Fraction(bracket[1]) if bracket else Fraction(1)  # factor * (left) = right
@@ -138,11 +139,12 @@ class Equations:
     def _apply(self, operation, term) -> str:
         if isinstance(term, Fraction) and not term:
             return f"error: both sides times or over 0 is not equivalent. {self._equation()}"
-        if self.factor != 1 and isinstance(term, Fraction):  # a(x + b) = c: multiply or divide the factor, not the bracket
+        if self.factor != 1 and isinstance(term, Fraction):  # a(x + b) = c: times or over, of the factor alone
             sides = self.left, operation(self.right, term)
             factor = operation((self.factor, self.factor), term)[0]
         elif self.factor != 1:  # a term is added outside the bracket, so the bracket is opened first
-            sides = operation((self.left[0] * self.factor, self.left[1] * self.factor), term), operation(self.right, term)
+            opened = self.left[0] * self.factor, self.left[1] * self.factor
+            sides = operation(opened, term), operation(self.right, term)
             factor = Fraction(1)
         else:
             sides, factor = (operation(self.left, term), operation(self.right, term)), Fraction(1)
@@ -165,7 +167,7 @@ class Equations:
         return f"{f'{self.factor}({left})' if self.factor != 1 else left} = {show(*self.right)}"
 
     def _distance(self) -> int:
-        """Actions from here to "x = number" along the shortest way of these: bracket, x right, constant left, factor."""
+        """Actions from here to "x = number", the shortest way of these: bracket, x right, constant left, factor."""
         (a, b), (c, d) = self.left, self.right
         if self.factor != 1:
             return 1 + (b != 0) + (a != 1) + (c != 0)
@@ -191,7 +193,7 @@ class Equations:
         return move("state_answer", str(d)) if a == 1 else move("divide_terms", str(a))
 
     def _expert(self) -> list[dict]:
-        """The next demonstrated call. A share `noise` of the actions is the inverse operation, on rightly copied numbers."""
+        """The next demonstrated call. A share `noise` of the actions is the inverse one, on rightly copied numbers."""
         if self.done:
             return []
         call = self._best_call()

@@ -1,8 +1,8 @@
 r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168) with a calculator.
 
-The model answers with the tool `answer`, or in text by a line `#### 42` or by `\boxed{42}`. Only what the model wrote is
-read, never a tool's output, and one answer holds one value: two different ones, or one that is no plain number, are wrong.
-`num_turns` > 1 gives it further goes after "wrong, try again", as AReaL's MathMultiTurnAgent does.
+The model answers with the tool `answer`, or in text by a line `#### 42` or by `\boxed{42}`. Only what the model wrote
+is read, never a tool's output, and one answer holds one value: two different ones, or one that is no plain number, are
+wrong. `num_turns` > 1 gives it further goes after "wrong, try again", as AReaL's MathMultiTurnAgent does.
 """
 import ast
 import hashlib
@@ -18,7 +18,8 @@ import numpy as np
 from envs import read_rows
 from run import UserError
 
-URL = "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
+URL = ("https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
+       "/grade_school_math/data")
 SHA256 = {"train": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",  # 7,473 rows
           "test": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"}  # 1,319 rows
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -27,7 +28,7 @@ FUNCTIONS = {f.__name__: f for f in (abs, math.ceil, math.floor, max, min, round
 ERRORS = {ZeroDivisionError: "division by zero", OverflowError: "number too large", MemoryError: "nested too deep",
           SyntaxError: f"use numbers, + - * / // % (remainder) ** ( ) and {', '.join(FUNCTIONS)}"}
 CHARACTERS = re.compile(r"[0-9A-Za-z.,+\-*/%() \t]*")
-GLUED = re.compile(r"[0-9.](?![eE][+-]?[0-9])[A-Za-z]")  # 2x, 0xff, 1j; also `1if`, at which Python's parser prints a warning
+GLUED = re.compile(r"[0-9.](?![eE][+-]?[0-9])[A-Za-z]")  # 2x, 0xff, 1j; also `1if`, at which Python's parser warns
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 NUMBER = re.compile(r"([+-]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?(?:\\?%)?\.?")
 BOXED = re.compile(r"\\boxed\{([^{}\n]*)\}")
@@ -86,27 +87,28 @@ def calculator(text: str) -> str:
 
 
 def _number(text: str) -> Decimal | None:
-    """"-$1,234.50", "50%", "42." -> exact value (42.0 == 42); None for all else, such as "nan", "1e9", "1_0", "４２"."""
+    """"-$1,234.50", "50%", "42." -> exact value (42.0 == 42); None for all else: "nan", "1e9", "1_0", "４２"."""
     found = NUMBER.fullmatch(text.strip()) if len(text) <= 100 else None
     return Decimal(found[1] + found[2].replace(",", "") + (found[3] or "")) if found else None
 
 
 def _marked(text: str) -> set:
-    """The values `text` marks as its answer: the rest of each "####" line, each \\boxed{}; None for one that is no number."""
+    """The values `text` marks as its answer: the rest of each "####" line, each \\boxed{}; None for a non-number."""
     boxes = BOXED.findall(text) + [""] * (text.count("\\boxed") - len(BOXED.findall(text)))  # "": nested or unclosed
     lines = [BOXED.sub(r"\1", line) for line in re.findall(r"####([^\n]*)", text)]
     return {_number(value) for value in boxes + lines}
 
 
 class GSM8K:
-    """A word problem whose answer is one number; reward 1 if right. What a row (num_turns) or a subclass (both) may set:
+    """A word problem whose answer is one number; reward 1 if right. A row may set num_turns, a subclass both of these:
 
-    num_turns: answers allowed, 1 (AReaL: 5); calls of `answer` in one turn count one by one. turn_discount: factor on the
-    reward for every wrong answer before the right one, 1.0 (AReaL's turn_level_discount is 1.0 too, but discounts returns).
-    AReaL pays -1 or 1 for every turn and goes on after success; here the episode ends there, as in its MultiTurnWorkflow.
+    num_turns: answers allowed, 1 (AReaL: 5); calls of `answer` in one turn count one by one. turn_discount: factor on
+    the reward for every wrong answer before the right one, 1.0 (AReaL's turn_level_discount is 1.0 too, but discounts
+    returns). AReaL pays -1 or 1 for every turn and goes on after success; here the episode ends there, as in its
+    MultiTurnWorkflow.
     """
-    system_prompt = ("Solve the problem step by step. Compute with the calculator. Give the result, one number, with the "
-                     "answer tool, or in text on a last line: #### number")
+    system_prompt = ("Solve the problem step by step. Compute with the calculator. Give the result, one number, with "
+                     "the answer tool, or in text on a last line: #### number")
     max_turns = 12  # the longest solution has 9 calculations
     num_turns = 1
     turn_discount = 1.0
@@ -116,7 +118,8 @@ class GSM8K:
         solution = self._row({"question": question, "answer": answer, "num_turns": num_turns})["answer"]
         self._gold = _number(solution.rpartition("####")[2])
         marks = re.findall(r"<<([^<>=]+)=([^<>=]+)>>", solution)  # <<48/2=24>>; all of GSM8K's are true
-        true = [left for left, right in marks if calculator(left) == calculator(right) and "error" not in calculator(left)]
+        true = [left for left, right in marks
+                if calculator(left) == calculator(right) and "error" not in calculator(left)]
         self._plan = true[:self.max_turns - 1]
         self._attempts, self._computed, self._wrong = num_turns or self.num_turns, 0, 0
         self.reward, self.done, self._solved, self._reward_parts = 0.0, False, False, {"correct": 0.0}
@@ -177,7 +180,8 @@ class GSM8K:
         if type(answer) in (int, float):
             answer = f"{Decimal(str(answer)):f}"  # 1e22 as digits
         if not isinstance(answer, str) or _number(answer.rpartition("####")[2]) is None:
-            raise ValueError(f'"answer" has no number; give 72, or a solution that ends in #### 72, not {str(answer)[-40:]!r}')
+            raise ValueError('"answer" has no number; '
+                             f'give 72, or a solution that ends in #### 72, not {str(answer)[-40:]!r}')
         if turns is not None and (type(turns) is not int or turns < 1):
             raise ValueError(f"num_turns {turns!r}: use an integer >= 1")
         return {**row, "answer": answer}
@@ -192,7 +196,8 @@ class GSM8K:
 def _cached(split: str) -> str:
     """Path of the official file, downloaded once; UserError with the mend if that fails or its sha256 is another."""
     folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "agentic-rl", "gsm8k")
-    path, url, mend = os.path.join(folder, f"{split}.jsonl"), f"{URL}/{split}.jsonl", f"give --dataset path/to/{split}.jsonl"
+    path, url = os.path.join(folder, f"{split}.jsonl"), f"{URL}/{split}.jsonl"
+    mend = f"give --dataset path/to/{split}.jsonl"
     cached = os.path.exists(path)
     try:
         with open(path, "rb") if cached else urllib.request.urlopen(url, timeout=10) as source:

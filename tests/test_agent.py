@@ -21,7 +21,18 @@ import torch
 import agent
 import envs
 import run
-from agent import Limits, Trajectory, collate, demonstrate, evaluate, pass_at_k, read_trajectories, rollout, summarise, transcript
+from agent import (
+    Limits,
+    Trajectory,
+    collate,
+    demonstrate,
+    evaluate,
+    pass_at_k,
+    read_trajectories,
+    rollout,
+    summarise,
+    transcript,
+)
 from chat import Chat, parse_tool_calls
 from lora import add_lora, lora_linears, make_tiny, merged, token_logprobs
 from run import UserError

@@ -492,8 +492,9 @@ def test_the_same_class_trains_in_trl(tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     import torch
-    from lora import make_tiny
     from trl import chat_template_utils
+
+    from lora import make_tiny
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     model, tokenizer = make_tiny()
     tokenizer.chat_template = chat_template_utils.qwen3_chat_template  # TRL parses calls only of templates that it knows by heart

@@ -133,7 +133,8 @@ def test_top_k_and_top_p_keep_what_transformers_keeps_and_renormalise(cut):
 
 
 def test_a_rows_random_numbers_are_its_seeds():
-    draw = lambda seed: [Row([1], seed=seed).uniform() for _ in range(1)] + [r.uniform() for r in [Row([1], seed=seed)] for _ in range(200)]
+    def draw(seed):
+        return [Row([1], seed=seed).uniform() for _ in range(1)] + [r.uniform() for r in [Row([1], seed=seed)] for _ in range(200)]
     assert draw(5) == draw(5) != draw(6) and len(set(draw(5))) == 200
     big = [Row([1], seed=2**100 + i).uniform() for i in range(2)]
     assert big[0] != big[1] and all(0 <= u < 1 for u in draw(5))
@@ -181,7 +182,8 @@ def play(model, episodes, *, slots, limit=6, stop_ids=(), pause=None, seed=0, ho
 def recomputed(model, played, temperature=1.0):
     """The largest difference between what the sampler noted and what the trainer finds on the stored ids."""
     width = max(len(e.ids) for e in played)
-    pad = lambda x, value: torch.tensor([list(getattr(e, x)) + [value] * (width - len(e.ids)) for e in played])
+    def pad(x, value):
+        return torch.tensor([list(getattr(e, x)) + [value] * (width - len(e.ids)) for e in played])
     with torch.no_grad():
         logprobs, _ = token_logprobs(model, pad("ids", 0), pad("mask", 0), temperature)
     return (logprobs - pad("logprobs", 0.0)).abs()

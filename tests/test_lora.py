@@ -14,7 +14,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
-from lora import UserError, add_lora, freeze_reference, load_model, lora_linears, merged, reference, save_model, token_logprobs
+from lora import (
+    UserError,
+    freeze_reference,
+    load_model,
+    lora_linears,
+    merged,
+    reference,
+    save_model,
+    token_logprobs,
+)
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"
 IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)
