@@ -186,7 +186,7 @@ def cispo(log_ratio, logprobs, advantages, mask, *, clip_max, **_):
 
 
 def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos, tau_neg, **_):
-    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau_pos where A > 0, else tau_neg: a soft gate, arXiv 2511.20347."""
+    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau_pos where A > 0, else tau_neg: a soft gate, arXiv 2511.20347 eq. 5, 6."""
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, {}
 
@@ -220,10 +220,10 @@ LOSSES = {  # loss -> function(logprobs, old_logprobs, advantages, mask, counts,
     "dapo": partial(policy_loss, clipped, token_mean),  # arXiv 2503.14476 eq. 8 (the paper: tokens of the group)
     "dr_grpo": partial(policy_loss, clipped, constant_mean),  # arXiv 2503.20783 section 3.2; with scale="none"
     "cispo": partial(policy_loss, cispo, token_mean),  # arXiv 2506.13585 eq. 4
-    "sapo": partial(policy_loss, sapo, sequence_mean),  # arXiv 2511.20347
+    "sapo": partial(policy_loss, sapo, sequence_mean),  # arXiv 2511.20347 eq. 5
     "gspo": partial(policy_loss, sequence_clipped, sequence_mean),  # arXiv 2507.18071 eq. 5
-    "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261: GSPO x length
-    "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693
+    "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7: GSPO x length
+    "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
 
 

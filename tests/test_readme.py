@@ -45,3 +45,10 @@ def test_what_ci_runs_is_what_the_readme_says():
     ci = (ROOT / ".ci" / "run").read_text()
     assert "pip install -q -r requirements-dev.txt" in ci and ci.rstrip().endswith("pytest -q")
     assert "pip install -r requirements-dev.txt && pytest -q" in README
+
+
+def test_the_template_world_plays():
+    from tiny import make_tiny
+    tasks = agent.envs.tasks("envs/template.py:HigherLower", "test", 3, seed=0)
+    for t in agent.demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):
+        assert t.info["success"] and t.reward == 1.0 and t.reward_parts == {"found": 1.0} and t.stop_reason == "done"
