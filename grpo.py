@@ -186,7 +186,7 @@ def cispo(log_ratio, logprobs, advantages, mask, *, clip_max, **_):
 
 
 def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos, tau_neg, **_):
-    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau_pos where A > 0, else tau_neg: a soft gate, arXiv 2511.20347 eq. 5, 6."""
+    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau_pos for A > 0, else tau_neg: a soft gate, arXiv 2511.20347 eq. 5."""
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, {}
 
