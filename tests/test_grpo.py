@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -16,9 +17,9 @@ from run import UserError
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A tiny model that knows the format and chooses actions badly: half a minute of SFT, shared by the tests below."""
+    """The tiny model after its schooling: it knows the format and chooses actions badly. A minute, for all tests below."""
     folder = tmp_path_factory.mktemp("base")
-    sft.train(sft.Config(output_dir=str(folder), max_samples=1200, max_steps=160, batch_size=16, expert_noise=0.6, eval_tasks=0))
+    sft.train(sft.Config(output_dir=str(folder), eval_tasks=0, **{**grpo.TINY_SFT, "max_steps": 300}))
     return str(folder)
 
 
@@ -100,12 +101,12 @@ def test_groups_outside_the_band_are_dropped_replaced_and_counted(base, tmp_path
 
 def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
     result, lines = run(base, tmp_path, success_rate_lb=0.99, success_rate_ub=0.995, max_resample=1)
-    assert "only 0 of 4 groups" in capfd.readouterr().err and result["steps"] == 1 and lines[0]["groups_dropped"] == 8
+    assert "only 0 of 4 groups" in capfd.readouterr().out and result["steps"] == 1 and lines[0]["groups_dropped"] == 8
 
 
 def test_equal_rewards_are_said_to_be_why_the_loss_is_zero(base, tmp_path, capfd):
     _, (metrics,) = run(base, tmp_path, reward_scaling=0.0)
-    assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0 and "the loss is 0" in capfd.readouterr().err
+    assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0 and "the loss is 0" in capfd.readouterr().out
 
 
 def test_result_and_folder(base, tmp_path):
@@ -117,20 +118,19 @@ def test_result_and_folder(base, tmp_path):
 
 
 def test_it_learns(base, tmp_path):
-    """A dozen steps on the choice of actions: reward per episode rises clearly over the run, and held-out success with it."""
-    result, lines = run(base, tmp_path, tasks_per_step=12, group_size=8, max_steps=14, learning_rate=2e-3, eval_tasks=100)
-    first, last = (sum(line["reward"] for line in part) / 3 for part in (lines[:3], lines[-3:]))
-    assert last > first + 0.5, (first, last)
-    assert result["success_after"] > result["success_before"] + 0.04, result
+    """The newcomer's run, cut short: over 28 steps the share of training tasks solved rises by a tenth at least."""
+    _, lines = run(base, tmp_path, tasks_per_step=8, group_size=8, max_steps=28, learning_rate=2e-3, lr_schedule="constant")
+    first, last = (sum(line["success"] for line in part) / 6 for part in (lines[:6], lines[-6:]))
+    assert last > first + 0.1, [line["success"] for line in lines]
 
 
 @pytest.mark.parametrize("options, words", [
     ({"batch_size": 3, "gradient_accumulation_steps": 2}, "= 16 episodes, but batch_size 3 x gradient_accumulation_steps 2 = 6"),
-    ({"success_rate_lb": 0.8, "success_rate_ub": 0.2}, "0.8 is above"), ({"delta": 1.1}, "must be above 1.2"),
+    ({"success_rate_lb": 0.8, "success_rate_ub": 0.2}, "0.8 is above"), ({"delta": 1.1}, "must be above 1 + clip_eps_high = 1.2"),
     ({"importance_correction": 2.0, "loss": "vespo"}, "vespo"), ({"leave_one_out": True}, "credit episode")])
 def test_clashes_are_refused_with_both_numbers(tmp_path, options, words):
     config = grpo.Config(model_path="x", output_dir=str(tmp_path / "o"), tasks_per_step=4, group_size=4)
-    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+    with pytest.raises(UserError, match=re.escape(words)):
         grpo.train(dataclasses.replace(config, **options))
 
 
