@@ -52,7 +52,7 @@ def main():
         expert_noise=0.7, max_turns=6, batch_size=8, gradient_accumulation_steps=1, max_steps=args.sft_steps,
         eval_tasks=0, **common))}
     rows["grpo"] = grpo.train(grpo.Config(
-        model_path=taught, output_dir=learned, learning_rate=2e-4, tasks_per_step=4, group_size=8, batch_size=8,
+        model_path=taught, output_dir=learned, learning_rate=4e-4, tasks_per_step=4, group_size=8, batch_size=8,
         max_steps=args.grpo_steps, eval_tasks=100, slots=100, **common))
     rows["gsm8k"] = grpo.train(grpo.Config(
         model_path=args.model_path, output_dir=math, env="gsm8k", dataset=args.gsm8k, learning_rate=2e-5,
