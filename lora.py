@@ -187,11 +187,13 @@ def cpu_attention(module, query, key, value, attention_mask, scaling=None, slidi
     """Causal attention as two matmuls, query heads of a KV head stacked as query rows. `load_model` sets it on CPUs.
 
     Forward and backward it takes a half to an eighth of the time of the fused kernel, whose grouped-query backward is
-    slow there. That kernel still serves whatever is masked, cached, or too large to keep (B, H, T, T) weights of.
+    slow there. That kernel still serves whatever needs no gradient (so logits equal the stock model's to the bit), is
+    masked, cached, or too large to keep (B, H, T, T) weights of.
     """
     B, H, T, D = query.shape
-    groups = H // key.shape[1]
-    if attention_mask is not None or key.shape[2] != T or dropout or B * H * T * T * query.element_size() > 2**25:
+    groups, size = H // key.shape[1], B * H * T * T * query.element_size()
+    stock = not torch.is_grad_enabled() or attention_mask is not None or key.shape[2] != T or dropout or size > 2**25
+    if stock:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       sliding_window=sliding_window, **kwargs)
