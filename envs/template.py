@@ -52,6 +52,6 @@ class HigherLower:
 
     @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
-        """Task rows, a function of the arguments; "test" must not be in "train" (here it cannot: there are nine numbers)."""
+        """Task rows, a function of the arguments; no "test" row may be in "train" (nine numbers: here they are)."""
         rng = np.random.default_rng([seed, split == "test"])
         return [{"number": int(number)} for number in rng.integers(1, 10, n or 1000)]
