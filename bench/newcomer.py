@@ -43,7 +43,7 @@ def main(out):
         for label, flags in (("shuffled rewards", ["--shuffle_rewards"]), ("learning rate 0", ["--learning_rate", 0])):
             rows[f"seed {seed}, {label}"] = grpo(
                 os.path.join(out, f"control{seed}"), "--model_path", os.path.join(run, "base"), "--seed", seed,
-                "--learning_rate", 2e-3, "--max_steps", 80 if "shuffled" in label else 5, *flags)
+                "--learning_rate", 2e-3, "--max_steps", 90 if "shuffled" in label else 5, *flags)
             if "shuffled" in label:
                 curves[f"seed {seed}, {label}"] = curve(os.path.join(out, f"control{seed}"))
         print(json.dumps(rows), flush=True)
