@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import queue
 import threading
 import time
@@ -361,12 +362,34 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Li
         env = classes[name]()
         episode = Episode(name, env, chats[name], task, str(i), limits)
         while not episode.trajectory.stop_reason:
-            calls = env._expert()
-            ids = chats[name].turn("", calls)
+            turn = env._expert()
+            ids = chats[name].turn(turn, []) if isinstance(turn, str) else chats[name].turn("", turn)
             if (calls := episode.take_turn(ids, [0.0] * len(ids))) is not None:
                 episode.take_results([(*envs.call(env, c["name"], c["arguments"]), _paid(env)) for c in calls])
         out.append(episode.trajectory)
     return out
+
+
+def cheapest_order(trajectories: list[Trajectory], batch_size: int) -> list[Trajectory]:
+    """Reordered so that passes of `batch_size` take few tokens: by length, or by group where that is less.
+
+    Neighbours in length need less padding; the members of a group share their prompt, which `token_logprobs` forwards
+    once. A function of token counts only.
+    """
+    def cost(order):
+        tokens = 0
+        for part in (order[i:i + batch_size] for i in range(0, len(order), batch_size)):
+            prompts = [t.token_ids[:t.loss_mask.index(1)] if 1 in t.loss_mask else t.token_ids for t in part]
+            shared, width = len(os.path.commonprefix(prompts)), max(len(t.token_ids) for t in part)
+            tokens += shared + len(part) * (width - shared)
+        return tokens
+
+    longest = {}
+    for t in trajectories:
+        longest[t.group_id] = max(longest.get(t.group_id, 0), len(t.token_ids))
+    by_length = sorted(trajectories, key=lambda t: len(t.token_ids))
+    by_group = sorted(trajectories, key=lambda t: (longest[t.group_id], t.group_id, len(t.token_ids)))
+    return min(by_length, by_group, key=cost)
 
 
 def collate(trajectories: list[Trajectory], device="cpu"):

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 import envs
 import sft  # only for the tiny model, where there is none to start from
-from agent import Limits, Trajectory, collate, evaluate, rollout, summarise
+from agent import Limits, Trajectory, cheapest_order, collate, evaluate, rollout, summarise
 from lora import (
     DTYPES,
     fast_float32,
@@ -425,6 +425,9 @@ def train(config: Config) -> dict:
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
                 step=-1, temperature=config.temperature, slots=config.slots) if config.eval_tasks else {}
 
+    def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
+        return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
+
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
                         optimizer_tensors(optimizer, model.named_parameters()))
@@ -444,8 +447,7 @@ def train(config: Config) -> dict:
         run.trajectories(step, trajectories[:config.save_trajectories])
 
         # Rewards: bias and scale, then KL's k1, then shuffling where a control experiment asks for it.
-        order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].token_ids))
-        batch = [trajectories[i] for i in order]  # neighbours in length share a forward pass: less padding
+        batch = cheapest_order(trajectories, config.batch_size)
         token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
         turns = turn_index(sampled_mask)  # (B, T)
         micro = [slice(i, i + config.batch_size) for i in range(0, len(batch), config.batch_size)]
@@ -488,7 +490,8 @@ def train(config: Config) -> dict:
         counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
         old_logprobs = sampled_logprobs
         if config.importance_correction:
-            old_logprobs = logprobs_now()
+            with update_weights():
+                old_logprobs = logprobs_now()
             advantages = advantages * importance_correction(
                 old_logprobs, sampled_logprobs, mask, config.importance_correction)
 
@@ -499,23 +502,25 @@ def train(config: Config) -> dict:
         for update in range(config.updates_per_step):
             sums = Counter()
             torch.manual_seed(mix(config.seed, "dropout", step, update))
-            for part in tqdm(micro, "update", leave=False, delay=2):
-                width = max(len(t.token_ids) for t in batch[part])
-                ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
-                logprobs, entropy = token_logprobs(model, ids, m, config.temperature)  # (b, t)
-                kl = torch.zeros(())
-                if config.kl_coef:
-                    kl = kl_estimate(logprobs, ref_logprobs[part, :width], m, config.kl_estimator)
-                in_loss = config.kl_coef * kl if config.kl_estimator != "k1" else 0.0
-                loss, parts = LOSSES[config.loss](logprobs, old, adv, m, counts, in_loss, **vars(config))
-                entropy = token_mean(entropy, m, counts)
-                (loss - config.entropy_coef * entropy).backward()
-                sums.update({"loss": loss.item(), "entropy": entropy.item(), **{k: v.item() for k, v in parts.items()}})
-                sums["kl"] += token_mean(kl.detach(), m, counts).item()
-                if update == 0:
-                    gap = masked(logprobs.detach() - sampled_logprobs[part, :width], m).abs()
-                    metrics["sampler_gap"] = metrics.get("sampler_gap", 0.0) + token_mean(gap, m, counts).item()
-                    metrics["sampler_gap_max"] = max(metrics.get("sampler_gap_max", 0.0), gap.max().item())
+            with update_weights():
+                for part in tqdm(micro, "update", leave=False, delay=2):
+                    width = max(len(t.token_ids) for t in batch[part])
+                    ids, m, old, adv = (  # (b, t) each
+                        x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))
+                    logprobs, entropy = token_logprobs(model, ids, m, config.temperature)  # (b, t)
+                    kl = torch.zeros(())
+                    if config.kl_coef:
+                        kl = kl_estimate(logprobs, ref_logprobs[part, :width], m, config.kl_estimator)
+                    in_loss = config.kl_coef * kl if config.kl_estimator != "k1" else 0.0
+                    loss, parts = LOSSES[config.loss](logprobs, old, adv, m, counts, in_loss, **vars(config))
+                    entropy = token_mean(entropy, m, counts)
+                    (loss - config.entropy_coef * entropy).backward()
+                    seen = {"loss": loss, "entropy": entropy, "kl": token_mean(kl, m, counts), **parts}
+                    sums.update({name: x.item() for name, x in seen.items()})
+                    if update == 0:
+                        gap = masked(logprobs.detach() - sampled_logprobs[part, :width], m).abs()
+                        metrics["sampler_gap"] = metrics.get("sampler_gap", 0.0) + token_mean(gap, m, counts).item()
+                        metrics["sampler_gap_max"] = max(metrics.get("sampler_gap_max", 0.0), gap.max().item())
             if update == 0:
                 metrics["first_ratio"] = sums["ratio"]
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()

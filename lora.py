@@ -53,14 +53,15 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}")
-    if model.device.type == "cpu" and model.config.get_text_config()._attn_implementation == "sdpa":
+    if model.config.get_text_config()._attn_implementation == "sdpa":
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
-        AttentionInterface.register("cpu_attention", cpu_attention)
-        AttentionMaskInterface.register("cpu_attention", sdpa_mask)  # None where causality is all, windows included
-        model.set_attn_implementation("cpu_attention")
+        AttentionInterface.register("causal_attention", causal_attention)
+        AttentionMaskInterface.register("causal_attention", sdpa_mask)  # None where causality is all, windows included
+        model.set_attn_implementation("causal_attention")
     model.requires_grad_(False)
     _check_logits(model.eval(), source)
+    model.shares_prefix = _shares_prefix(model)
     if adapter:
         load_adapter(model, path, lora_dropout)
         if lora_r not in (0, model.lora_config["r"]):
@@ -159,6 +160,24 @@ def _check_logits(model, source: str):
                         "that lora.head_logits does not know")
 
 
+@torch.no_grad()
+def _shares_prefix(model) -> bool:
+    """Does this architecture give the same hidden states with a shared prefix as without? Asked of the model itself."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if config._attn_implementation != "causal_attention" or kinds:
+        return False
+    probe = torch.arange(12, device=model.device).view(2, 6) % 9  # two rows
+    probe[:, :3] = probe[0, :3]
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2, device=model.device)
+    try:
+        a, b = (hidden[index].float() for hidden, index in (
+            hidden_states(model, probe, mask, share) for share in (False, True)))  # (2, 6, D) each
+    except Exception:  # it takes no positions, or does not hand its attention our words
+        return False
+    return bool((a - b).norm() < (1e-4 if model.dtype == torch.float32 else 0.02) * a.norm())
+
+
 def _first_line(error) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
@@ -183,25 +202,39 @@ def fast_float32() -> bool:
     return True
 
 
-def cpu_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, dropout=0.0, **kwargs):
-    """Causal attention as two matmuls, query heads of a KV head stacked as query rows. `load_model` sets it on CPUs.
+def causal_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, dropout=0.0,
+                     shared_prefix=None, **kwargs):
+    """The attention of every model `load_model` opens: the stock kernel, but for two cases.
 
-    Forward and backward it takes a half to an eighth of the time of the fused kernel, whose grouped-query backward is
-    slow there. That kernel still serves whatever needs no gradient (so logits equal the stock model's to the bit), is
-    masked, cached, or too large to keep (B, H, T, T) weights of.
+    shared_prefix (P, B): the one row is `hidden_states`' [prefix, row 1 .. row B]; each row sees the prefix and itself.
+    On a CPU with gradients it is two matmuls, query heads of a KV head stacked as query rows: forward and backward take
+    a half to an eighth of the time of the fused kernel, whose grouped-query backward is slow there. The stock kernel
+    still serves whatever needs no gradient (so logits equal the stock model's to the bit), is masked, or is too large
+    to keep (B, H, T, S) weights of.
     """
+    if shared_prefix:
+        P, rows = shared_prefix
+        def unpacked(x):  # (1, H, P + B * W, D) -> (B, H, W, D)
+            return x[0, :, P:].unflatten(1, (rows, -1)).transpose(0, 1)
+        keys, values = (torch.cat([x[:, :, :P].expand(rows, -1, -1, -1), unpacked(x)], 2)
+                        for x in (key, value))  # (B, H_kv, P + W, D)
+        head, tail = (causal_attention(module, q, k, v, None, scaling, None, dropout)[0] for q, k, v in (
+            (query[:, :, :P], key[:, :, :P], value[:, :, :P]), (unpacked(query), keys, values)))
+        return torch.cat([head, tail.flatten(0, 1)[None]], 1), None  # (1, P + B * W, H, D)
     B, H, T, D = query.shape
-    groups, size = H // key.shape[1], B * H * T * T * query.element_size()
-    stock = not torch.is_grad_enabled() or attention_mask is not None or key.shape[2] != T or dropout or size > 2**25
-    if stock:
+    S, groups = key.shape[2], H // key.shape[1]
+    if attention_mask is None and S > T:  # the queries are the last T of S positions
+        attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
+    ours = query.device.type == "cpu" and torch.is_grad_enabled() and not dropout
+    if not ours or attention_mask is not None and S == T or B * H * T * S * query.element_size() > 2**25:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       sliding_window=sliding_window, **kwargs)
-    ahead = torch.ones(T, T, dtype=torch.bool, device=query.device).triu(1)  # (T, T): keys a query may not see
-    bias = torch.zeros(T, T, dtype=query.dtype, device=query.device).masked_fill_(ahead, -torch.inf)
-    scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, T)
-    weights = (scores.view(B, H // groups, groups, T, T) + bias).softmax(-1)  # (B, H_kv, groups, T, T)
-    out = weights.view(B, H // groups, groups * T, T) @ value  # (B, H_kv, groups * T, D)
+    ahead = torch.ones(T, S, dtype=torch.bool).triu(1 + S - T)  # (T, S): keys a query may not see
+    bias = torch.zeros(T, S, dtype=query.dtype).masked_fill_(ahead, -torch.inf)
+    scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
+    weights = (scores.view(B, H // groups, groups, T, S) + bias).softmax(-1)  # (B, H_kv, groups, T, S)
+    out = weights.view(B, H // groups, groups * T, S) @ value  # (B, H_kv, groups * T, D)
     return out.view(B, H, T, -1).transpose(1, 2), None
 
 
@@ -236,7 +269,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         nn.init.zeros_(B.weight)
         linear.lora_A, linear.lora_B = A, B
         linear.lora_scale = alpha / (math.sqrt(r) if use_rslora else r)
-        linear.lora_dropout, linear.lora_on = dropout, True
+        linear.lora_dropout, linear.lora_on, linear.lora_merged = dropout, True, False
         linear.lora_hook = linear.register_forward_hook(_lora_hook)
     names = sorted({name.rsplit(".", 1)[-1] for name in linears}) if targets == "all-linear" else targets
     model.lora_config = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names,
@@ -247,9 +280,27 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
 def _lora_hook(linear, inputs, output):
     if not linear.lora_on:
         return output
+    A, B = (part.weight.to(inputs[0].dtype) for part in (linear.lora_A, linear.lora_B))  # float32 masters, cast here
+    if linear.lora_merged:
+        return _MergedLoRA.apply(output, inputs[0], A, B, linear.lora_scale) if torch.is_grad_enabled() else output
     x = F.dropout(inputs[0], linear.lora_dropout, training=linear.training)
-    A, B = linear.lora_A.weight.to(x.dtype), linear.lora_B.weight.to(x.dtype)  # float32 masters, the base's dtype here
     return output + F.linear(F.linear(x, A), B) * linear.lora_scale
+
+
+class _MergedLoRA(torch.autograd.Function):
+    """The identity on output = (W + scale B A) x, which gives A and B the gradients they have in that sum."""
+
+    @staticmethod
+    def forward(ctx, output, x, A, B, scale):
+        ctx.scale = scale
+        ctx.save_for_backward(x, A, B)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, A, B = ctx.saved_tensors
+        x, g = x.flatten(0, -2), grad.flatten(0, -2) * ctx.scale  # (N, in), (N, out)
+        return grad, None, (g @ B).T @ x, g.T @ (x @ A.T), None  # x gets its gradient through the merged weight
 
 
 def lora_linears(model) -> dict:
@@ -258,20 +309,23 @@ def lora_linears(model) -> dict:
 
 @contextmanager
 def merged(model):
-    """W + scale B A as working weights inside the block; the base tensors are put aside: they return bit for bit."""
+    """W + scale B A as working weights inside the block; the base tensors are put aside: they return bit for bit.
+
+    A and B still get their gradients, so rollout and update can be of the very same weights, whatever their dtype. An
+    adapter's dropout is not applied. Leave the block before the optimiser steps.
+    """
     put_aside = {}
     try:
         for linear in lora_linears(model).values():
-            put_aside[linear] = linear.weight.data, linear.lora_on
-            if not linear.lora_on:
-                continue
-            linear.weight.data = (linear.weight.data.float() + linear.lora_scale * (
-                linear.lora_B.weight.data @ linear.lora_A.weight.data)).to(linear.weight.dtype)
-            linear.lora_on = False
+            if linear.lora_on:
+                put_aside[linear] = linear.weight.data
+                linear.weight.data = (linear.weight.data.float() + linear.lora_scale * (
+                    linear.lora_B.weight.data @ linear.lora_A.weight.data)).to(linear.weight.dtype)
+                linear.lora_merged = True
         yield
     finally:
-        for linear, before in put_aside.items():
-            linear.weight.data, linear.lora_on = before
+        for linear, weight in put_aside.items():
+            linear.weight.data, linear.lora_merged = weight, False
 
 
 def merge_adapter(model):
@@ -311,22 +365,47 @@ def reference(model, frozen: dict | None):
 
 
 # --------------------------------------------------------------------------------------------------- log-probabilities
-def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**24):
+def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**22):
     """log pi(token t | tokens before t) and the policy's entropy there, both in nats, float32, differentiable.
 
     token_ids, loss_mask: (B, T), right-padded. Returns logprobs (B, T), entropy (B, T), both 0.0 where the mask is 0.
     The one place in this project that shifts: column t belongs to token t, predicted from column t - 1; column 0 is
     0.0. No attention mask is needed: behind a causal mask right padding is invisible to real tokens.
-    The head runs on masked positions only, a chunk of them at a time, so that no (B, T, V) tensor ever exists.
+    The head runs on masked positions only, a chunk of them at a time, so that no (B, T, V) tensor ever exists; tokens
+    before the first masked column that all rows have in common (system prompt, a group's task) go through once.
     """
-    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
+    hidden, index = hidden_states(model, token_ids, loss_mask)  # (N, D), (B, T)
     where = loss_mask[:, 1:].bool()
     logprobs, entropy = _HeadLogprobs.apply(
-        lambda h: head_logits(model, h), hidden[:, :-1][where], token_ids[:, 1:][where], temperature, chunk_elements,
-        *[p for p in model.get_output_embeddings().parameters() if p.requires_grad])  # (N,) (N,)
+        lambda h: head_logits(model, h), hidden[index[:, :-1][where]], token_ids[:, 1:][where], temperature,
+        chunk_elements, *[p for p in model.get_output_embeddings().parameters() if p.requires_grad])  # (n,) (n,)
     blank = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     at = F.pad(where, (1, 0))  # (B, T)
     return blank.masked_scatter(at, logprobs), blank.masked_scatter(at, entropy)
+
+
+def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
+    """The last hidden states (N, D) and, per token, the row of them that is its own: index (B, T).
+
+    Where all rows begin alike, N = P + B (T - P) instead of B T: one packed row [prefix, row 1 .. row B], positions
+    going on after the prefix in each. share None: where the model can, and a tenth of the tokens is saved.
+    """
+    B, T = token_ids.shape
+    alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
+    P = int(alike.long().cumprod(0).sum()) if share is not False else 0
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or T
+    if share is None and (not getattr(model, "shares_prefix", False) or (B - 1) * P < 0.1 * B * T or window < T):
+        P = 0
+    device, column = token_ids.device, torch.arange(T, device=token_ids.device)
+    row = torch.arange(B, device=device)[:, None]
+    if not P:
+        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
+        return hidden.flatten(0, 1), row * T + column
+    packed = torch.cat([token_ids[0, :P], token_ids[:, P:].flatten()])[None]  # (1, P + B * (T - P))
+    position = torch.cat([column[:P], column[P:].repeat(B)])[None]
+    hidden = model.base_model(input_ids=packed, position_ids=position, use_cache=False,
+                              shared_prefix=(P, B)).last_hidden_state  # (1, P + B * (T - P), D)
+    return hidden[0], torch.where(column < P, column, row * (T - P) + column)
 
 
 def head_logits(model, hidden):
@@ -342,47 +421,59 @@ def head_logits(model, hidden):
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Log-probability and entropy of log_softmax(head(hidden) / temperature), recomputed chunk by chunk in backward.
+    """Log-probability and entropy of log_softmax(head(hidden) / temperature), in chunks over N.
 
-    With p = softmax(z), H = -sum p log p:  d logp_y / dz = onehot(y) - p,  dH / dz = -p (log p + H).
+    With p = softmax(z), H = -sum p log p:  d logp_y / dz = onehot(y) - p,  dH / dz = -p (log p + H). A token's
+    log-probability is one number: forward keeps d logp / d hidden (N, D) while the chunk's softmax is at hand, and
+    backward only scales its rows. Where entropy carries a gradient, or the head trains, backward runs the head again.
     """
 
     @staticmethod
     def forward(ctx, head, hidden, targets, temperature, chunk_elements, *weights):
-        vocab = head(hidden[:1]).shape[-1]
-        rows = max(1, chunk_elements // vocab)
+        rows = max(1, chunk_elements // head(hidden[:1]).shape[-1])
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[1] and not weights else None  # (N, D)
         for i in range(0, len(hidden), rows):
-            logp = F.log_softmax(head(hidden[i:i + rows]).float() / temperature, dim=-1)  # (n, V)
-            logprobs[i:i + rows] = logp.gather(1, targets[i:i + rows, None])[:, 0]
-            entropy[i:i + rows] = -(logp.exp().mul_(logp)).sum(-1)
+            part = slice(i, i + rows)
+            with torch.set_grad_enabled(slope is not None):
+                h = hidden[part].detach().requires_grad_(slope is not None)
+                logits = head(h)  # (n, V)
+            logp = F.log_softmax(_over(logits.detach().float(), temperature), dim=-1)  # (n, V)
+            p, target = logp.exp(), targets[part, None]
+            logprobs[part] = logp.gather(1, target)[:, 0]
+            entropy[part] = -logp.mul_(p).sum(-1)
+            if slope is not None:
+                grad = p.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=p.dtype))
+                slope[part], = torch.autograd.grad(logits, h, _over(grad, temperature).to(logits.dtype))
         ctx.head, ctx.temperature, ctx.rows, ctx.weights = head, temperature, rows, weights
-        ctx.save_for_backward(hidden, targets, entropy)
+        ctx.save_for_backward(hidden, targets, entropy, slope)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, targets, entropy = ctx.saved_tensors
-        needs_entropy = bool(grad_entropy.any())
+        hidden, targets, entropy, slope = ctx.saved_tensors
+        if slope is not None and not grad_entropy.any():
+            return None, (slope * grad_logprobs[:, None]).to(hidden.dtype), None, None, None
         grad_hidden, grad_weights = torch.empty_like(hidden), [torch.zeros_like(w) for w in ctx.weights]
         for i in range(0, len(hidden), ctx.rows):
             part = slice(i, i + ctx.rows)
             with torch.enable_grad():
                 h = hidden[part].detach().requires_grad_()
                 logits = ctx.head(h)  # (n, V)
-            logp = F.log_softmax(logits.detach().float() / ctx.temperature, dim=-1)
+            logp = F.log_softmax(_over(logits.detach().float(), ctx.temperature), dim=-1)  # (n, V)
             p = logp.exp()
-            if needs_entropy:
-                grad = logp.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
-                grad.addcmul_(p, grad_logprobs[part, None], value=-1)
-            else:
-                grad = p.mul_(-grad_logprobs[part, None])
+            grad = logp.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
+            grad.addcmul_(p, grad_logprobs[part, None], value=-1)
             grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad = grad.div_(ctx.temperature).to(logits.dtype)
-            grad_hidden[part], *chunk = torch.autograd.grad(logits, (h, *ctx.weights), grad)
+            grad_hidden[part], *chunk = torch.autograd.grad(
+                logits, (h, *ctx.weights), _over(grad, ctx.temperature).to(logits.dtype))
             for total, new in zip(grad_weights, chunk):
                 total += new
         return None, grad_hidden, None, None, None, *grad_weights
+
+
+def _over(x, temperature):
+    return x if temperature == 1 else x / temperature  # a pass over (n, V) is not free
 
 
 # -------------------------------------------------------------------------------------------------------------- saving

@@ -44,8 +44,15 @@ agent. Use the tools, then give the answer.
 the of and to in is it for on that with as are was be at by this have from or one had not but what all were when we \
 there
 Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers too large. takes must \
-be"""
-TINY_SPLIT = r"""\n\{"name": "|", "arguments": \{"|"\}\}\n|\([a-z]+\)|-?\d{1,2}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"""
+be
+Answer bold careful quick curious strict friendly thorough Meeting day one two three four five none nine ten eleven \
+senior junior founder investor engineer researcher met profile_match common_interests slot_fit follow_up
+profile match: common interests: slot fit: follow up potential: reason xx YES NO"""
+# The JSON of a call and of an answer in few pieces, then numbers of two digits, words, and what lies between.
+TINY_SPLIT = "|".join([
+    r'\n\{"name": "|", "arguments": \{\}\}\n|", "arguments": \{"|"\}\}\n|\([a-z]+\)',
+    r'\n(?=\{"probability": )| ?\{"probability": 0\.|, "reason": "|", "recommendation": "|YES\|NO',
+    r"-?\d{1,2}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"])
 
 
 def make_tiny(seed: int = 0):
@@ -62,9 +69,11 @@ def make_tiny(seed: int = 0):
     backend.decoder = decoders.ByteLevel()
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     markup = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-    call = '\n{"name": "state_answer", "arguments": {"value": "3"}}\n'
+    json = ['\n{"name": "state_answer", "arguments": {"value": "3"}}\n', '\n{"name": "slot_fit", "arguments": {}}\n',
+            ' {"probability": 0.xx, "reason": "word", "recommendation": "YES|NO"}', '{"probability": 0.50', "()"]
+    numbers = [str(n) for n in range(-99, 100)] + [f"0{n}" for n in range(10)]
     texts = [TINY_TEXT.replace("\n", " "), TINY_TEXT.replace(" ", "\n")] * 2   # words with and without a space
-    backend.train_from_iterator(texts + [call] * 8 + [str(n) for n in range(-99, 100)] * 2, trainers.BpeTrainer(
+    backend.train_from_iterator(texts + json * 8 + numbers * 2, trainers.BpeTrainer(
         vocab_size=1024, min_frequency=2, special_tokens=control, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     backend.add_tokens(markup)

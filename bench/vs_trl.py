@@ -46,7 +46,7 @@ def arguments(argv=None):
     parser.add_argument("--repeats", type=int, default=2, help="steps that count in each turn, after one to warm up")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"),
                         help="our frozen weights; also those of TRL's second row")
-    parser.add_argument("--batch_size", type=int, default=8, help="our sequences in one forward of the update")
+    parser.add_argument("--batch_size", type=int, default=4, help="our sequences in one forward of the update")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="ours; TRL's is what ships")
     parser.add_argument("--trl_batch_size", type=int, default=8, help="per_device_train_batch_size; 8 ships")
     parser.add_argument("--trl_config", type=json.loads, default="{}",
@@ -144,7 +144,7 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     """
     import torch
 
-    from agent import Trajectory, collate
+    from agent import Trajectory, cheapest_order, collate
     from generate import generate
     from grpo import LOSSES, Counts, group_advantages
     from lora import merged, token_logprobs
@@ -160,19 +160,20 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
         batch.append(Trajectory(prompt + ids, [0] * len(prompt) + [1] * len(ids), [0.0] * len(prompt) + logprobs,
                                 group_id=str(i // args.samples),
                                 reward=reward_of(tokenizer.decode(ids, skip_special_tokens=True))))
-    batch.sort(key=lambda t: len(t.token_ids))
+    batch = cheapest_order(batch, args.batch_size)
     token_ids, mask, old_logprobs = collate(batch, model.device)  # (B, T) each
     rewards = torch.tensor([t.reward for t in batch], device=model.device)  # (B,)
     advantages = group_advantages(rewards, [t.group_id for t in batch])[:, None] * mask  # (B, T)
     counts = Counts(len(batch), int(mask.sum()), token_ids.shape[1])
     model.train()
-    for i in range(0, len(batch), args.batch_size):
-        part = slice(i, i + args.batch_size)
-        width = max(len(t.token_ids) for t in batch[part])
-        ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
-        logprobs, _ = token_logprobs(model, ids, m)
-        loss, _ = LOSSES["grpo"](logprobs, old, adv, m, counts, clip_eps_low=0.2, clip_eps_high=0.2)
-        loss.backward()
+    with merged(model):
+        for i in range(0, len(batch), args.batch_size):
+            part = slice(i, i + args.batch_size)
+            width = max(len(t.token_ids) for t in batch[part])
+            ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
+            logprobs, _ = token_logprobs(model, ids, m)
+            loss, _ = LOSSES["grpo"](logprobs, old, adv, m, counts, clip_eps_low=0.2, clip_eps_high=0.2)
+            loss.backward()
     if optimizer:
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
         optimizer.step()

@@ -100,9 +100,10 @@ def test_values_and_gradients_equal_full_logits(tiny, lora_r, temperature):
         assert found["model.embed_tokens.weight"][unseen].abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("which", [0, 1], ids=["logprobs", "entropy"])
-def test_each_output_alone_has_the_gradient_of_autograd(tiny, which):
-    model, mask = load(tiny), random_mask(IDS)
+def test_each_output_alone_has_the_gradient_of_autograd(tiny, which, lora_r):
+    model, mask = randomise(load(tiny, lora_r=lora_r)), random_mask(IDS)
     expected = gradients(model, full(model, IDS, mask, 0.9)[which].sum())
     same_gradients(gradients(model, token_logprobs(model, IDS, mask, 0.9)[which].sum()), expected)
 
@@ -143,6 +144,83 @@ def test_right_padding_and_batch_mates_change_nothing(tiny, implementation):
             for a, b in zip(together, alone):
                 assert (a[i, :len(row)] - b[0]).abs().max() < 1e-5
                 assert not a[i, len(row):].any()
+
+
+# ------------------------------------------------------------------------------------------------------- shared prefix
+def alike(rows=3, prefix=9, width=21):
+    """Rows that begin alike, one of them shorter, with tool results in between: ids, mask (rows, width)."""
+    ids = torch.randint(3, 700, (rows, width), generator=torch.Generator().manual_seed(3))
+    ids[:, :prefix] = ids[0, :prefix]
+    mask = random_mask(ids)
+    mask[:, :prefix], mask[:, prefix], mask[-1, -4:] = 0, 1, 0
+    return ids, mask
+
+
+def count_tokens(model, ids, mask):
+    seen = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].numel()))
+    token_logprobs(model, ids, mask)
+    hook.remove()
+    return sum(seen)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
+def test_a_shared_prefix_goes_through_once_and_changes_nothing(tiny, lora_r, checkpointing):
+    model, (ids, mask) = randomise(load(tiny, lora_r=lora_r)), alike()
+    assert model.shares_prefix and count_tokens(model, ids, mask) == 9 + 3 * 12
+    exact = full(model, ids, mask, 0.8)
+    expected = gradients(model, (exact[0] * ids).sum() + exact[1].sum())
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    ours = token_logprobs(model, ids, mask, 0.8)
+    for a, b in zip(ours, exact):
+        assert (a - b).abs().max() < 1e-5
+    same_gradients(gradients(model, (ours[0] * ids).sum() + ours[1].sum()), expected)
+
+
+def test_the_prefix_ends_where_a_row_is_trained_or_differs(tiny):
+    model, (ids, mask) = load(tiny, lora_r=4), alike()
+    ids[1, 6] += 1
+    assert count_tokens(model, ids, mask) == 6 + 3 * 15
+    mask[2, 4] = 1
+    assert count_tokens(model, ids, mask) == 4 + 3 * 17
+    mask[0, 1] = 1
+    assert count_tokens(model, ids, mask) == 3 * 21  # too little to gain
+
+
+@pytest.mark.parametrize("family, shares", [("Llama", True), ("Mistral", True), ("Gemma3", True), ("Phi3", True),
+                                            ("Cohere", True), ("Mamba", False), ("Bloom", False)])
+def test_a_family_that_cannot_share_is_found_out(family, shares):
+    import transformers
+    config = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
+    sizes = {"vocab_size": 700, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+    if family not in ("Mamba", "Bloom"):
+        sizes |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, config)(**sizes)).eval()
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+    AttentionInterface.register("causal_attention", lora.causal_attention)
+    AttentionMaskInterface.register("causal_attention", sdpa_mask)
+    if family != "Mamba":
+        model.set_attn_implementation("causal_attention")
+    assert lora._shares_prefix(model) == shares
+    if shares:
+        model.shares_prefix = True
+        ids, mask = alike()
+        assert count_tokens(model, ids, mask) < ids.numel()
+        assert (token_logprobs(model, ids, mask)[0] - full(model, ids, mask, 1.0)[0]).abs().max() < 1e-4
+
+
+def test_a_window_shorter_than_the_rows_is_not_shared():
+    import transformers
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(
+        vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8)).eval()
+    model.shares_prefix, (ids, mask) = True, alike()
+    assert count_tokens(model, ids, mask) == ids.numel()
 
 
 def test_masked_positions_and_column_0_are_zero(tiny):
@@ -352,6 +430,19 @@ def test_merged_gives_back_what_it_had_taken_when_memory_runs_out(tiny, monkeypa
         pass
     monkeypatch.undo()
     assert len(calls) == 9 and torch.equal(logits_of(model), unmerged)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_merged_weights_give_the_adapter_its_gradient(tiny, checkpointing):
+    model, (ids, mask) = randomise(load(tiny, lora_r=4)), alike()
+    expected = gradients(model, (token_logprobs(model, ids, mask)[0] * ids).sum())
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    with merged(model):
+        found = gradients(model, (token_logprobs(model, ids, mask)[0] * ids).sum())
+    same_gradients(found, expected)
+    assert len(found) == 2 * len(lora_linears(model))
 
 
 def test_merged_is_nothing_without_an_adapter(tiny):
@@ -591,7 +682,7 @@ def unknown_head(tiny, folder):
     """HyperCLOVAX multiplies by what Granite divides by, under the same name."""
     from transformers import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
     shutil.copytree(tiny, folder / "m")
-    HyperCLOVAXForCausalLM(HyperCLOVAXConfig(vocab_size=800, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    HyperCLOVAXForCausalLM(HyperCLOVAXConfig(vocab_size=2000, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                                              num_key_value_heads=2, logits_scaling=3.0)).save_pretrained(folder / "m")
     return folder / "m"
 
