@@ -51,34 +51,34 @@ class RowCache:
     def aim(self, slots, starts, lengths, device):
         """The next forward writes rows `slots` (list, or int n for the first n) at `starts`, `lengths` tokens each."""
         width = max(lengths)
-        self.start, self.span = torch.tensor(starts, device=device), max(s + n for s, n in zip(starts, lengths))
-        position = self.start[:, None] + torch.arange(width, device=device)  # (R, C)
+        needed = max(s + n for s, n in zip(starts, lengths))
+        if needed > self.capacity:
+            self.capacity = -(-max(needed, self.capacity * 5 // 4) // 64) * 64
+            for tensors in (self.keys, self.values):
+                for i, t in enumerate(tensors):
+                    tensors[i] = t if t is None else F.pad(t, (0, 0, 0, self.capacity - t.shape[2]))
+        position = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)  # (R, C)
         real = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]  # (R, C)
         self.take = real.flatten().nonzero()[:, 0]  # (n,) which of the R * C tokens are no padding
         index = torch.arange(slots, device=device) if isinstance(slots, int) else torch.tensor(slots, device=device)
         self.to_slot, self.to_position = index.repeat_interleave(width)[self.take], position.flatten()[self.take]
         self.read = slice(0, slots) if isinstance(slots, int) else index  # a slice is a view, an index is a copy
-        self.masks = {None: torch.arange(self.span, device=device) <= position[:, None, :, None]}  # (R, 1, C, S)
+        self.masks = {None: torch.arange(self.capacity, device=device) <= position[:, None, :, None]}  # (R, 1, C, S)
         self.position = position
-        if self.span > self.capacity:
-            self.capacity = -(-max(self.span, self.capacity * 5 // 4) // 64) * 64
-            for tensors in (self.keys, self.values):
-                for i, t in enumerate(tensors):
-                    tensors[i] = t if t is None else F.pad(t, (0, 0, 0, self.capacity - t.shape[2]))
 
     def update(self, key, value, layer: int, *_, **__):
-        """key, value (R, H_kv, C, D) of the aimed rows -> all keys and values of these rows (R, H_kv, S, D)."""
+        """key, value (R, H_kv, C, D) of the aimed rows -> all of these rows' (R, H_kv, S, D), S the capacity."""
         for tensors, new in ((self.keys, key), (self.values, value)):
             if tensors[layer] is None:
                 tensors[layer] = new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3])
             new = new.transpose(1, 2).flatten(0, 1)  # (R * C, H_kv, D)
             tensors[layer][self.to_slot, :, self.to_position] = new if len(self.take) == len(new) else new[self.take]
-        return self.keys[layer][self.read, :, :self.span], self.values[layer][self.read, :, :self.span]
+        return self.keys[layer][self.read], self.values[layer][self.read]  # whole: a CPU's bf16 bmm copies slices of S
 
     def mask(self, window):
         """(R, 1, C, S) bool: what each query may see; `window`: keys a sliding layer sees, the query's own included."""
         if window not in self.masks:
-            near = torch.arange(self.span, device=self.position.device) > self.position[:, None, :, None] - window
+            near = torch.arange(self.capacity, device=self.position.device) > self.position[:, None, :, None] - window
             self.masks[window] = self.masks[None] & near
         return self.masks[window]
 
@@ -90,7 +90,7 @@ class RowCache:
         return 0  # positions are passed explicitly; nobody may derive them from the cache
 
     def get_mask_sizes(self, query_length, *_):
-        return self.span, 0
+        return self.capacity, 0
 
 
 def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, row_cache=None,
@@ -119,7 +119,7 @@ def sample(logits, uniforms, temperature: float = 1.0, top_k: int = 0, top_p: fl
     temperature 0 takes the most likely token, its log-probability that of temperature 1. top_k and top_p cut the
     distribution (chat, evaluation); training episodes never use them. FloatingPointError on non-finite logits.
     """
-    z = logits.float() / (temperature or 1.0)  # (R, V)
+    z = logits.float() if temperature in (0, 1) else logits.float() / temperature  # (R, V)
     if top_k:
         z = z.masked_fill(z < z.topk(min(top_k, z.shape[1])).values[:, -1:], -torch.inf)
     if top_p < 1:
