@@ -283,8 +283,9 @@ class Config:
     lambda_pos: float = flag(3.0, "vespo", group="loss", above=0)
     k_neg: float = flag(3.0, "vespo", group="loss", above=0)
     lambda_neg: float = flag(2.0, "vespo", group="loss", above=0)
-    kl_coef: float = flag(
-        0.0, "weight of the KL to the policy this run started from; 0 skips its forward pass", group="loss", low=0)
+    kl_coef: float | None = flag(
+        None, "weight of the KL to the policy this run started from; 0 skips its forward pass; default: 0, 0.04 for tiny",
+        group="loss", low=0)
     kl_estimator: str = flag("k3", "k1 goes into the reward, k2 and k3 into the loss", group="loss",
                              choices=("k1", "k2", "k3"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", group="loss")
@@ -395,6 +396,8 @@ def train(config: Config) -> dict:
     check(config)
     if config.learning_rate is None:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
+    if config.kl_coef is None:  # at the tiny model's learning rate noise alone moves it; 0.04 is arXiv 2402.03300's
+        config = replace(config, kl_coef=0.04 if config.model_path == "tiny" else 0.0)
     extra = {"num_turns": config.num_turns} if config.num_turns else {}
     files = config.dataset, config.eval_dataset
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]

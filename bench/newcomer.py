@@ -3,8 +3,8 @@ rate 0.
 
     python bench/newcomer.py            25 minutes on 2 cores; writes bench/results/newcomer.json and newcomer.png
 
-Each seed is `python grpo.py --seed S`, start to finish, timed from outside. The controls start from that run's own base
-model.
+Each seed is `python grpo.py --seed S`, start to finish, alone on the machine, timed from outside. The controls start
+from that run's own base model; their time says nothing, so they run two at a time.
 """
 import datetime
 import json
@@ -14,17 +14,26 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
 
 
-def grpo(folder, *flags):
+def grpo(folder, *flags, **environment):
     command = [sys.executable, os.path.join(ROOT, "grpo.py"), "--output_dir", folder, "--overwrite", *map(str, flags)]
     began = time.time()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                   env={**os.environ, **environment})
     with open(os.path.join(folder, "result.json")) as f:
         return {**json.load(f), "wall_seconds": round(time.time() - began, 1)}
+
+
+def control(out, seed, label, flags):
+    folder = os.path.join(out, f"seed{seed}_{label.replace(' ', '_')}")
+    row = grpo(folder, "--model_path", os.path.join(out, f"seed{seed}", "base"), "--seed", seed, "--learning_rate", 2e-3,
+               "--kl_coef", 0.04, *flags, OMP_NUM_THREADS="1")
+    return {name: value for name, value in row.items() if "seconds" not in name}, curve(folder)
 
 
 def curve(folder, name="success"):
@@ -40,13 +49,15 @@ def main(out):
         rows[f"seed {seed}"] = grpo(run, "--seed", seed)
         shutil.copy(os.path.join(run, "metrics.jsonl"), os.path.join(RESULTS, f"newcomer_seed{seed}.jsonl"))
         curves[f"seed {seed}"] = curve(run)
-        for label, flags in (("shuffled rewards", ["--shuffle_rewards"]), ("learning rate 0", ["--learning_rate", 0])):
-            rows[f"seed {seed}, {label}"] = grpo(
-                os.path.join(out, f"control{seed}"), "--model_path", os.path.join(run, "base"), "--seed", seed,
-                "--learning_rate", 2e-3, "--max_steps", 90 if "shuffled" in label else 5, *flags)
-            if "shuffled" in label:
-                curves[f"seed {seed}, {label}"] = curve(os.path.join(out, f"control{seed}"))
         print(json.dumps(rows), flush=True)
+    kinds = {"shuffled rewards": ["--shuffle_rewards"], "learning rate 0": ["--learning_rate", 0, "--max_steps", 5]}
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {f"seed {seed}, {label}": pool.submit(control, out, seed, label, flags)
+                for label, flags in kinds.items() for seed in SEEDS}
+        for label, job in jobs.items():
+            rows[label], values = job.result()
+            if "shuffled" in label:
+                curves[label] = values
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
