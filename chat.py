@@ -92,15 +92,18 @@ class Chat:
         first["content"] = "\n\n".join([*top, *[self._tools_text] * bool(self._tools_text), first["content"]])
         return self._ids(made)
 
-    def turn(self, content: str, calls: list[dict]) -> list[int]:
-        """An assistant turn as the model would sample it after the generation prompt, its stop token included."""
+    def turn(self, content: str, calls: list[dict], **extra: str) -> list[int]:
+        """An assistant turn as the model would sample it after the generation prompt, its stop token included.
+
+        `extra`: further fields of the message, as far as the template shows them: a thought.
+        """
         if not self.native_tools:
             as_text = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
             content, calls = "\n".join([content] * bool(content) + as_text), []
         if len(calls) > 1 and not self._many:
             raise ValueError(f"the chat template shows one tool call per turn, got {len(calls)}")
-        user = self._message("user", USER)
-        prompt, full = self._ids([user]), self._ids([user, self._message("assistant", content, calls)], False)
+        dummy = [self._message("user", USER), self._message("assistant", content, calls, **self._clean(extra))]
+        prompt, full = self._ids(dummy[:1]), self._ids(dummy, False)
         shared = len(os.path.commonprefix([prompt, full]))
         rest, turn = self._decode(prompt[shared:]), full[shared:]  # rest: what of the prompt the full rendering lacks
         seam = next((k for k in range(1, len(prompt) + 1) if self._decode(turn[:k]).startswith(rest)), 0) if rest else 0
@@ -130,6 +133,47 @@ class Chat:
         dummy = [self._message("user", USER), self._message("assistant", ANSWER), self._message("user", text)]
         return self._suffix(dummy, self._answer_cut, sampled_stop == self.answer_stop_id)
 
+    def conversation(self, messages: list[dict]) -> tuple[list[int], list[int]]:
+        """Ids and loss mask of a recorded conversation, put together turn by turn as an episode is: the same ids.
+
+        The mask is 1 on an assistant message and its stop token, unless it says "loss": 0, and 0 on all else. Calls are
+        `tool_calls` (OpenAI's form or ours) or written in the text; a tool message follows for each. Content is text or
+        a list of text parts. What follows the last assistant message is cut. ValueError: one line.
+        """
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise ValueError("messages must be a list of objects")
+        ids, mask, said, calls, due, need, where = [], [], [], [], [], ("system", "user"), "at the start"
+        last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=-1)
+        for i, m in enumerate(messages[:last + 1]):
+            role = m.get("role")
+            if role not in need:
+                raise ValueError(f"message {i}: need {' or '.join(need)} {where}, got {role}")
+            try:
+                text, made = self._recorded(m)
+                if role == "assistant":
+                    turn = self._thoughtful(text, made) if "</think>" in text else self.turn(text, made)
+                    before = (self.prompt(said) if not ids else self.reply(said[0]["content"], ids[-1]) if not calls
+                              else self.results(calls, [result["content"] for result in said], ids[-1]))
+            except ValueError as error:
+                raise ValueError(f"message {i}: {error}") from None
+            if role == "assistant":
+                ids += before + turn
+                mask += [0] * len(before) + [m.get("loss", 1)] * len(turn)
+                said, calls, due = [], made, [call.get("id") for call in m.get("tool_calls") or []]
+                need, where = (("tool",), "after a tool call") if calls else (("user",), "after an answer")
+                continue
+            answered = {str(name) for name in (*due[len(said):len(said) + 1], m.get("tool_call_id")) if name}
+            if role == "tool" and len(answered) > 1:
+                raise ValueError(f"message {i}: results must stand in the order of their calls, by their tool_call_id")
+            said.append({"role": role, "content": text})
+            if role == "system":
+                need, where = ("user",), "after the system message"
+            elif role == "user" or len(said) == len(calls):
+                need, where = ("assistant",), "after the user" if role == "user" else "after the last result"
+        if not any(mask):
+            raise ValueError('nothing to train: no assistant message' + ' without "loss": 0' * (last >= 0))
+        return ids, mask
+
     def text(self, ids: list[int]) -> str:
         """What the model wrote, its control tokens spelled out, without the stop token."""
         return self._decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
@@ -156,6 +200,40 @@ class Chat:
             made["tool_calls"] = [{"id": f"call{i:05d}", "type": "function", "function": self._clean(call)}
                                   for i, call in enumerate(calls)]
         return made
+
+    def _recorded(self, m):
+        """(text, calls) of a recorded message; calls written in an assistant's text are taken out of it."""
+        text, calls, speaks = m.get("content"), m.get("tool_calls") or [], m["role"] == "assistant"
+        if isinstance(text, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in text):
+            text = "".join(part["text"] for part in text)
+        elif text is None and calls:
+            text = ""
+        if not isinstance(text, str):
+            raise ValueError(f"content must be text or text parts, got {type(text).__name__}")
+        if type(m.get("loss", 1)) is not int or m.get("loss", 1) not in (0, 1) or m.get("loss") and not speaks:
+            raise ValueError(f'"loss": {m["loss"]!r}: need 0 or 1, and 1 only on assistant messages')
+        thought = str(m.get("reasoning_content") or m.get("thinking") or "")
+        text = f"<think>\n{thought.strip()}\n</think>\n\n{text}" if thought else text
+        if not isinstance(calls, list) or calls and not speaks:
+            raise ValueError("tool_calls must be a list, in an assistant message")
+        if calls or not speaks:
+            return text, [_checked(call) for call in calls]
+        content, calls, errors = parse_tool_calls(text)
+        if errors:
+            raise ValueError(errors[0].removeprefix("error: "))
+        return (content, calls) if calls else (text, [])
+
+    def _thoughtful(self, text, calls):
+        """`turn` of a text that begins with a thought, handed over as a thought where the template shows such."""
+        thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
+        native, shown, hidden = (self.turn(answer.strip("\n"), calls, reasoning_content=thought, thinking=thought)
+                                 for thought in (thought.strip("\n"), THOUGHT, ""))
+        if shown != hidden:
+            return native
+        for turn in hidden, self.turn(text, calls):
+            if self.text(turn).lstrip().startswith(text.strip()):
+                return turn
+        raise ValueError("the chat template does not show a thought where the model would write it")
 
     def _called(self, calls, results):
         """A dummy conversation: user, assistant calling, results. A template of one call per turn gets the first."""

@@ -284,7 +284,7 @@ class Config:
     k_neg: float = flag(3.0, "vespo", group="loss", above=0)
     lambda_neg: float = flag(2.0, "vespo", group="loss", above=0)
     kl_coef: float | None = flag(
-        None, "weight of the KL to the policy this run started from; 0 skips its forward pass; default: 0, 0.04 for tiny",
+        None, "weight of KL to the policy this run started from, 0 skips its forward pass; default: 0, 0.04 for tiny",
         group="loss", low=0)
     kl_estimator: str = flag("k3", "k1 goes into the reward, k2 and k3 into the loss", group="loss",
                              choices=("k1", "k2", "k3"))

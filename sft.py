@@ -1,6 +1,6 @@
 """Supervised fine-tuning: imitate demonstrations.
 
-    demonstrations  -> episodes of a world's scripted expert (`demonstrate`), or recorded ones (`--trajectories`)
+    demonstrations  -> episodes of a world's scripted expert (`demonstrate`), or what a file holds (`recorded`)
     sft_loss        -> -log pi(token | tokens before it), a mean over the tokens that the demonstrator wrote
     train           -> AdamW over shuffled epochs; held-out loss and held-out success
 
@@ -9,17 +9,26 @@ out: packing (episodes of like length share a batch instead), label smoothing.
 
     python sft.py                       the tiny model learns the equations world from nothing: a minute on a CPU
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16 --learning_rate 1e-4
+    python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
 """
+import inspect
+import json
 import math
+import re
 import time
+import unicodedata
+import zlib
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 import envs
-from agent import Limits, Trajectory, collate, demonstrate, evaluate, read_trajectories
+from agent import Limits, Trajectory, collate, demonstrate, evaluate
+from chat import Chat
 from lora import DTYPES, fast_float32, load_model, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
@@ -36,11 +45,15 @@ class Config:
     gradient_checkpointing: bool = flag(
         False, "recompute layers in the backward pass: less memory, a third more time", group="model")
 
-    env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="data")
-    dataset: str | None = flag(None, "tasks for the world (.jsonl); default: the world's own", group="data")
-    eval_dataset: str | None = flag(None, "held-out tasks (.jsonl); default: a tenth of --dataset", group="data")
-    trajectories: str | None = flag(
-        None, "recorded episodes (trajectories.jsonl) to imitate in place of the expert", group="data")
+    env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
+                                 "recorded rows the world they are of", group="data")
+    dataset: str | None = flag(
+        None, "rows (.jsonl, .csv) to learn from: messages | prompt, completion | question, answer (GSM8K) | "
+        "input_text, target_probability ... (meetings) | token_ids ...; all other rows, and those that a given --env "
+        "takes for its tasks, are played by the expert", group="data")
+    eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth, by hash", group="data")
+    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; --dataset and "
+                                          "--eval_dataset are then tasks to play at the end", group="data")
     min_reward: float | None = flag(None, "with --trajectories: imitate episodes of at least this reward", group="data")
     max_samples: int = flag(3000, "demonstrations", group="data", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", group="data", low=0, high=1)
@@ -78,27 +91,182 @@ def learning_rate(step: int, config, total: int) -> float:
     return config.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / total))
 
 
-def demonstrations(config: Config, tokenizer, split: str, n: int) -> list[Trajectory]:
-    """Episodes to imitate: the expert's, played on the world's tasks, or recorded ones; too long: dropped aloud."""
-    if config.trajectories:
-        found = read_trajectories(config.trajectories)
-        found = [t for t in found if config.min_reward is None or t.reward >= config.min_reward][:n]
+# ---------------------------------------------------------------------------------------------------------- data
+FIELDS = (("token_ids", "loss_mask"), ("messages",), ("prompt", "completion"), ("question", "answer"),
+          ("input_text", "target_probability"))
+KINDS = "; ".join(map(", ".join, FIELDS))
+
+
+def demonstrations(config: Config, tokenizer, split: str, n: int, vocabulary: int | None = None) -> list[Trajectory]:
+    """At most n episodes to imitate, `split` "train" or "test": recorded, or the expert's; too long: dropped aloud."""
+    if rows := learns_rows(config):
+        found = recorded(config, tokenizer, split, n, vocabulary or len(tokenizer))
     else:
         tasks = envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset)
+        if config.dataset:
+            print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split})")
         tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split, i)}
                  for i, task in enumerate(tasks)]
         found = demonstrate(tokenizer, config.env, tasks, Limits(config.max_turns, max_tokens=config.max_tokens))
-    short = [t for t in found if len(t.token_ids) <= config.max_tokens and sum(t.loss_mask)]
+    short = [t for t in found if len(t.token_ids) <= config.max_tokens]
     if len(short) < len(found):
-        print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens "
-              "or have none to train: dropped")
-    if not short:
+        print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens: dropped")
+    if not short and not (rows and split == "test"):
         floor = f"of reward {config.min_reward} or more " if config.min_reward is not None else ""
-        raise UserError(f"no episodes to imitate: {config.trajectories or config.env} has none "
+        raise UserError(f"no episodes to imitate: {config.trajectories or config.dataset or config.env} has none "
                         f"{floor}within {config.max_tokens} tokens")
     return short
 
 
+def learns_rows(config: Config) -> bool:
+    """Whether a file's rows are learnt from: --trajectories; --dataset, if its first has some FIELDS and is no task."""
+    if config.trajectories or not config.dataset or config.dataset == config.env:
+        return bool(config.trajectories)
+    row = envs.read_rows(config.dataset)[0]
+    line, known = row.pop("_line"), any(row.keys() >= {*fields} for fields in FIELDS)
+    if not config.env and not known and not is_task("equations", row):
+        raise UserError(f"{config.dataset}:{line}: neither a row to learn from ({KINDS}) nor a task of equations; "
+                        f"name the world with --env; has: {', '.join(row)}")
+    return known and not (config.env and is_task(config.env, row))
+
+
+def is_task(env: str, row: dict) -> bool:
+    """Whether a world takes the row for a task: its `_row` does, and all that its `reset` needs is there."""
+    if "," in env:
+        return False
+    cls = envs.load(env)
+    try:
+        row = cls._row(row) if hasattr(cls, "_row") else row
+    except ValueError:
+        return False
+    needed = {key for key, p in inspect.signature(cls.reset).parameters.items()
+              if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    return bool(needed) and needed <= row.keys()
+
+
+def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> list[Trajectory]:
+    """At most n episodes of a file's rows, drawn by the seed; UserError `FILE:LINE: what is wrong`.
+
+    Held out is --eval_dataset, or every tenth row by the hash of its content, of an episode by that of its task. Rows
+    that bring no tools and no system message get those of --env, if it is given.
+    """
+    apart = None if config.trajectories and config.dataset else config.eval_dataset
+    path = apart if split == "test" and apart else config.trajectories or config.dataset
+    world = envs.load(config.env) if config.env and "," not in config.env else None
+    system = getattr(world, "system_prompt", None)
+    chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
+    rows, found, kinds = [], [], Counter()
+    for row in envs.read_rows(path):
+        where = f"{path}:{row.pop('_line')}"
+        try:
+            kind, what = read_row(row)
+            if isinstance(what, Trajectory):
+                check_tokens(what, tokenizer, vocabulary)
+                if config.min_reward is not None and what.reward < config.min_reward:
+                    continue
+                row = [what.info.get("task"), what.token_ids[:what.loss_mask.index(1)]]
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        rows.append((where, kind, what, row, zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0))
+    if not apart:
+        few = all(held for *_, held in rows)  # one or two rows: all are learnt from
+        rows = [r for r in rows if (r[-1] and not few) == (split == "test")]
+    for i in np.random.default_rng(config.seed).permutation(len(rows))[:n]:
+        where, kind, what, row, _ = rows[i]
+        kinds[kind] += 1
+        if not isinstance(what, Trajectory):
+            solved = kind == "written solutions"
+            tools = envs.schemas(envs.load("gsm8k")) if solved else row.get("tools")
+            if tools is None:
+                tools = envs.schemas(world) if world else []
+            try:
+                check_tools(tools)
+                if system and what[0].get("role") != "system":
+                    what = [{"role": "system", "content": system}, *what]
+                ids, mask = chat(json.dumps(tools)).conversation(what)
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from None
+            what = Trajectory(ids, mask, [0.0] * len(ids), group_id=where, stop_reason="done", messages=what,
+                              info={"env": "gsm8k"} if solved else {})
+        found.append(what)
+    print(f"{path}: {' and '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'none'} of {len(rows)} rows "
+          f"{'to learn from' if split == 'train' else 'held out'}")
+    return found
+
+
+def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
+    """What a row to learn from is, and its messages or episode; its fields tell. ValueError: in one line.
+
+    token_ids ...            an episode of trajectories.jsonl: what its policy sampled is learnt
+    messages                 a conversation as it stands, "tools" beside it; "loss": 0 on a message that is not learnt
+    prompt, completion       each text or messages; the completion is learnt
+    question, answer         GSM8K's written solution: each <<48/2=24>> becomes a call, answered by the world itself
+    input_text, target_probability, target_reason, ground_truth_prob     a meeting as text, and the answer as JSON
+    """
+    match row:
+        case {"token_ids": _, "loss_mask": _}:
+            episode = Trajectory.from_json({key: value for key, value in row.items() if key != "step"})
+            if not sum(episode.loss_mask):
+                raise ValueError("nothing to train: loss_mask is 0 throughout")
+            return "episodes", episode
+        case {"messages": [{"role": _}, *_] as messages}:
+            return "conversations", messages
+        case {"messages": _}:
+            raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
+        case {"prompt": prompt, "completion": completion}:
+            prompt, completion = ([{"role": role, "content": part}] if isinstance(part, str) else part
+                                  for role, part in (("user", prompt), ("assistant", completion)))
+            if not all(isinstance(part, list) and part and all(isinstance(m, dict) for m in part)
+                       for part in (prompt, completion)):
+                raise ValueError('"prompt" and "completion" must each be text or a list of messages')
+            return "completions", [{**m, "loss": 0} for m in prompt] + completion
+        case {"question": _, "answer": _}:
+            return "written solutions", written_solution(row)
+        case {"input_text": _, "target_probability": _}:
+            from envs.meetings import answer, read_columns
+            text, probability, reason, _ = read_columns({key: str(value) for key, value in row.items()})
+            return "meetings", [{"role": "user", "content": text},
+                                {"role": "assistant", "content": answer(probability, reason)}]
+    raise ValueError(f"nothing to learn from; need {KINDS}; has: {', '.join(row)}")
+
+
+def written_solution(row: dict) -> list[dict]:
+    """"Half is 48/2 = <<48/2=24>>24." -> "Half is 48/2 =", the call, the world's "24", "24." ..., the answer's call."""
+    env = envs.load("gsm8k")()
+    question = env.reset(**row)
+    messages = [{"role": "system", "content": env.system_prompt}, {"role": "user", "content": question}]
+    text, *rest = re.split(r"<<([^<>=]+)=[^<>=]+>>", str(row["answer"]).rpartition("####")[0])
+    for expression, after in zip(rest[::2], rest[1::2]):
+        if expression in env._plan:  # the true ones
+            call = {"name": "calculator", "arguments": {"expression": expression}}
+            messages.append({"role": "assistant", "content": text.strip(), "tool_calls": [call]})
+            messages.append({"role": "tool", "content": envs.call(env, **call)[0]})
+            text = ""
+        text += after
+    return messages + [{"role": "assistant", "content": text.strip(), "tool_calls": env._expert()}]
+
+
+def check_tokens(episode: Trajectory, tokenizer, vocabulary: int):
+    """ValueError if another model's tokenizer wrote the episode: ids out of range, or the user's words not in them."""
+    if (largest := max(episode.token_ids)) >= vocabulary:
+        raise ValueError(f"token {largest} is not in this model's vocabulary of {vocabulary}: another model's episode")
+    asked, read = (unicodedata.normalize("NFKC", "".join(text.split())) for text in (  # what tokenizers may lose
+        next((str(m.get("content")) for m in episode.messages if m.get("role") == "user"), ""),
+        tokenizer.decode(episode.token_ids)))
+    if asked not in read:
+        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
+
+
+def check_tools(tools):
+    try:
+        named = isinstance(tools, list) and all(isinstance(tool["function"]["name"], str) for tool in tools)
+    except (TypeError, KeyError):
+        named = False
+    if not named:
+        raise ValueError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
+
+
+# ---------------------------------------------------------------------------------------------------------- loop
 def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int,
                   pool: int = 16) -> list[list[Trajectory]]:
     """One pass over the data in random order; within every `pool` steps, episodes of like length share one."""
@@ -114,6 +282,9 @@ def train(config: Config) -> dict:
     started = time.time()
     if config.learning_rate is None:
         config = replace(config, learning_rate=3e-3 if config.model_path == "tiny" else 1e-4 if config.lora_r else 1e-5)
+    rows = learns_rows(config)
+    if not (config.env or rows):
+        config = replace(config, env="equations")
     run = Run(config, "sft")
     fast_float32()
     model, tokenizer = load_model(
@@ -124,8 +295,14 @@ def train(config: Config) -> dict:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    data = demonstrations(config, tokenizer, "train", config.max_samples)
-    held_out = [] if config.trajectories else demonstrations(config, tokenizer, "test", 100)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    data = demonstrations(config, tokenizer, "train", config.max_samples, vocabulary)
+    held_out = demonstrations(config, tokenizer, "test", 100, vocabulary)
+    world, tasks = config.env or recorded_world(data), []
+    if config.eval_tasks and world:
+        playable = config.trajectories or not rows or is_task(world, envs.read_rows(config.dataset)[0])
+        files = (config.dataset, config.eval_dataset) if config.dataset and playable else ()  # else the world's own
+        tasks = envs.tasks(world, "test", config.eval_tasks, config.seed, *files)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(epoch_batches(data, per_step, config.seed, 0))
     total = config.max_steps or config.num_epochs * steps_per_epoch
@@ -166,15 +343,21 @@ def train(config: Config) -> dict:
     result = {"success_before": None, "success_after": None, "steps": total, "seed": config.seed, "held_out_loss": None}
     if held_out:
         result["held_out_loss"] = held_out_loss(model, held_out, config.batch_size)
-    if config.eval_tasks:
-        tasks = envs.tasks(config.env, "test", config.eval_tasks, config.seed, config.dataset, config.eval_dataset)
-        limits = Limits(max_tokens=config.max_tokens)
-        after = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed)
+    if tasks:
+        after = evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed)
         result["success_after"] = after["success"]
-        print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}, "
-              f"success {after['success']:.3f} of {len(tasks)} tasks")
-        print(f"written: {folder}\nnext:    python grpo.py --model_path {config.output_dir} --env {config.env}")
+    if config.eval_tasks:
+        print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}"
+              + (f", success {after['success']:.3f} of {len(tasks)} tasks" if tasks else "; no world, no success")
+              + f"\nwritten: {folder}"
+              + (f"\nnext:    python grpo.py --model_path {config.output_dir} --env {world}" if world else ""))
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+
+
+def recorded_world(data: list[Trajectory]) -> str | None:
+    """The worlds that all of the episodes are of, if we know them: a data file does not choose which code runs."""
+    names = {str(t.info.get("env")) for t in data}
+    return ",".join(sorted(names)) if names <= envs.ENVS.keys() else None
 
 
 @torch.no_grad()

@@ -10,13 +10,15 @@ A world is the class that TRL's `environment_factory` takes: no constructor argu
     _tasks(split, n, seed)      static: task rows for split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, ValueError if it cannot
     _reply(text)                the model answered without a tool: a user message to go on with, or None to end
-    _expert()                   a scripted demonstrator: the next turn's calls [{"name", "arguments"}], [] when finished
+    _expert()                   a scripted demonstrator: the next turn's calls [{"name", "arguments"}] or its text,
+                                [] when finished
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
 
 Several worlds in one run: `--env equations,gsm8k`. Your own: `--env path/to/file.py:ClassName`.
 """
 import asyncio
+import csv
 import difflib
 import importlib
 import importlib.util
@@ -33,7 +35,8 @@ from dataclasses import dataclass, field
 from run import UserError
 
 ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard",
-        "gsm8k": "envs.gsm8k:GSM8K"}
+        "gsm8k": "envs.gsm8k:GSM8K", "meetings": "envs.meetings:Meetings",
+        "meetings_shaped": "envs.meetings:MeetingsShaped"}
 
 
 def load(name: str) -> type:
@@ -210,7 +213,10 @@ def _finite(value, name="value"):
 
 
 def read_rows(path: str) -> list[dict]:
-    """Rows of a .jsonl file, one JSON object a line, read strictly. UserError: `FILE:LINE: what is wrong; mend`."""
+    """Rows of a .jsonl file, one JSON object a line, or of a .csv with a header (values are text), read strictly.
+
+    Each row gets "_line", where it begins. UserError: `FILE:LINE: what is wrong; mend`.
+    """
     if not os.path.exists(path):
         folder = os.path.dirname(path) or "."
         near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], 1)
@@ -218,13 +224,24 @@ def read_rows(path: str) -> list[dict]:
         raise UserError(f"{path}: no such file{nearest}")
     if os.path.isdir(path):
         raise UserError(f"{path}: is a directory; give a .jsonl file")
-    if not path.endswith(".jsonl"):
+    if not path.endswith((".jsonl", ".csv")):
         packed = path.endswith((".gz", ".zip", ".xz", ".bz2", ".zst"))
-        mend = "unpack it first" if packed else "use .jsonl, one JSON object a line"
+        mend = "unpack it first" if packed else "use .jsonl, one JSON object a line, or .csv with a header"
         raise UserError(f"{path}: unknown type; {mend}")
-    rows = []
     with open(path, "rb") as f:
         lines = f.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: JSON strings may hold U+2028
+    rows = _csv_rows(path, lines) if path.endswith(".csv") else _json_rows(path, lines)
+    if not rows:
+        raise UserError(f"{path}: no rows")
+    return rows
+
+
+def _not_utf8(path, number, line, error):
+    return UserError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8")
+
+
+def _json_rows(path, lines):
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
             text = line.decode("utf-8").strip(" \t\r")
@@ -237,8 +254,7 @@ def read_rows(path: str) -> list[dict]:
                 raise ValueError("not a JSON object")
             _finite(row)
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; "
-                            "save the file as UTF-8") from None
+            raise _not_utf8(path, number, line, error) from None
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
         except RecursionError:
@@ -247,8 +263,32 @@ def read_rows(path: str) -> list[dict]:
             long = "4300" in str(error)  # Python's own limit on the digits of an int
             raise UserError(f"{path}:{number}: {'number too long' if long else error}") from None
         rows.append({**row, "_line": number})
-    if not rows:
-        raise UserError(f"{path}: no rows")
+    return rows
+
+
+def _csv_rows(path, lines):
+    rows, header, text = [], None, []
+    for number, line in enumerate(lines, 1):
+        try:
+            text.append(line.decode("utf-8") + "\n")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, number, line, error) from None
+    reader, number = csv.reader(text, strict=True), 1
+    try:
+        for fields in reader:  # a quoted field may hold line breaks
+            if header is None and fields:
+                header = [name.strip() for name in fields]
+                if problem := next((f'column "{name}" twice' if name else "a column without a name"
+                                    for i, name in enumerate(header) if not name or name in header[:i]), None):
+                    raise UserError(f"{path}:{number}: {problem}; the first row must name the columns")
+            elif fields:
+                if len(fields) != len(header):
+                    raise UserError(f"{path}:{number}: {len(fields)} fields, the header has {len(header)}; "
+                                    "quote a field that holds a comma")
+                rows.append({**dict(zip(header, fields)), "_line": number})
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}:{number}: not CSV: {error}") from None
     return rows
 
 
