@@ -1,0 +1,420 @@
+"""reward_weighted.py: weights by hand and by slow loops, its limits (SFT, RAFT), what must not change a step, and that it learns."""
+import inspect
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import grpo
+import reward_weighted as rw
+import sft
+from agent import collate, read_trajectories, rollout
+from envs import tasks
+from lora import load_model, token_logprobs
+from run import UserError, options
+
+WORLD = '''
+import random
+from typing import Literal
+
+class Bandit:
+    """Two choices; "divide" is right and pays 1 each, so the answer is known and the prompt tells nothing."""
+    system_prompt = "Choose."
+    max_turns = 2
+
+    def reset(self, number=0, **_):
+        self.reward, self.done, self.turn, self.rng = 0.0, False, 0, random.Random(number)
+        return f"number {number}"
+
+    def identify_operation(self, operation: Literal["add", "subtract", "multiply", "divide"]) -> str:
+        """Choose.
+
+        Args:
+            operation: the choice
+        """
+        self.reward += operation == "divide"
+        self.turn += 1
+        self.done = self.turn == 2
+        return "yes"
+
+    def get_reward(self):
+        return self.reward
+
+    def _check(self):
+        return self.reward == 2
+
+    def _expert(self):
+        choice = self.rng.choice(["add", "subtract", "multiply", "divide"])
+        return [] if self.done else [{"name": "identify_operation", "arguments": {"operation": choice}}]
+
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{"number": 2 * i + (split == "test")} for i in range(n)]
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a world, a model that knows its format but not its answer, and 40 episodes that it played."""
+    folder = tmp_path_factory.mktemp("bandit")
+    (folder / "bandit.py").write_text(WORLD)
+    env = f"{folder}/bandit.py:Bandit"
+    sft.train(sft.Config(env=env, output_dir=str(folder / "base"), max_samples=400, max_steps=60, batch_size=8, eval_tasks=0))
+    model, tokenizer = load_model(str(folder / "base"), train=False)
+    write(folder / "episodes.jsonl", rollout(model, tokenizer, env, tasks(env, "train", 10, 0), 4))
+    return folder
+
+
+def write(path, episodes):
+    path.write_text("".join(json.dumps(t.to_json()) + "\n" for t in episodes))
+    return str(path)
+
+
+def config(place, out, **given):
+    return rw.Config(**{**dict(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", output_dir=str(out), eval_tasks=0,
+                               learning_rate=1e-3, max_grad_norm=1e9, overwrite=True), **given})
+
+
+def gradients(out, step=1):
+    """After one AdamW step exp_avg is (1 - beta1) x the gradient."""
+    found = load_file(out / "checkpoints" / f"step_{step:06d}" / "optimizer.safetensors")
+    return {k: v for k, v in found.items() if k.endswith("|exp_avg")}
+
+
+def assert_same(a, b, tolerance):
+    scale = max(v.abs().max() for v in a.values())
+    assert scale > 0 and a.keys() == b.keys() and all((a[k] - b[k]).abs().max() <= tolerance * scale for k in a)
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# -------------------------------------------------------------------------------------------------- equations, by hand
+def test_return_to_go_is_what_this_turn_and_the_later_ones_earned():
+    assert rw.returns_to_go([2.0, 0.0, 5.0]) == [7.0, 5.0, 5.0] and rw.returns_to_go([]) == []
+
+
+def test_advantages_by_hand():
+    values, groups = double(1, 3, 10, 20), ["a", "a", "b", "b"]
+    assert rw.advantages(values, groups, [0] * 4, "none").tolist() == [1, 3, 10, 20]
+    assert rw.advantages(values, groups, [0] * 4, "batch").tolist() == [-7.5, -5.5, 1.5, 11.5]
+    assert rw.advantages(values, groups, [0] * 4, "group").tolist() == [-1, 1, -5, 5]
+    scaled = rw.advantages(values, groups, [0] * 4, "group", "batch")
+    assert scaled.tolist() == pytest.approx([x / (math.sqrt(13) + 1e-5) for x in (-1, 1, -5, 5)], abs=1e-12)
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_the_other_episodes():
+    values, turns = double(7, 5, 5, 3, 9), [0, 1, 0, 1, 2]  # two episodes, of 2 and 3 turns
+    assert rw.advantages(values, ["a"] * 5, turns, "group").tolist() == [1, 1, -1, -1, 0]  # nobody else reached turn 2
+    assert rw.advantages(values, ["a", "a", "b", "b", "b"], turns, "batch").tolist() == [1, 1, -1, -1, 0]
+
+
+def test_equal_rewards_give_exactly_zero_and_not_rounding():
+    values = torch.full((7,), 0.1, dtype=torch.float64)
+    assert (rw.advantages(values, ["a"] * 7, [0] * 7, "group", "batch") == 0).all()
+
+
+def test_a_group_of_one_episode_is_refused():
+    with pytest.raises(ValueError, match="one episode"):
+        rw.advantages(double(1, 2, 3), ["a", "a", "b"], [0, 0, 0], "group")
+
+
+def test_exp_weights_by_hand_clip_above_and_beta_is_the_papers():
+    advantage = double(0, math.log(2), -math.log(4), 100)
+    assert rw.exp_weights(advantage, 1.0, 20.0).tolist() == pytest.approx([1, 2, 0.25, 20], abs=1e-12)
+    assert rw.exp_weights(advantage, 0.5, 3.0).tolist() == pytest.approx([1, 3, 1 / 16, 3], abs=1e-12)
+    assert rw.exp_weights(double(800), 1.0).isinf().all() and rw.exp_weights(double(800), 1.0, 20.0) == pytest.approx(20)
+
+
+def test_linear_weights_by_hand_are_clipped_at_zero_and_above():
+    assert rw.linear_weights(double(-3, 0, 2, 30), 20.0).tolist() == [0, 0, 2, 20]
+    assert rw.linear_weights(double(-3, 30)).tolist() == [0, 30]
+
+
+def test_filter_weights_by_hand():
+    values, pools = double(1, 3, 2, 0, 0, 0, 5, 4), list("aaaabbbb")
+    assert rw.filter_weights(values, pools, top_share=0.25).tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
+    assert rw.filter_weights(values, pools, top_share=0.3).tolist() == [0, 1, 1, 0, 0, 0, 1, 1]  # ceil(1.2) = 2 of each
+    assert rw.filter_weights(values, [0] * 8, top_share=0.25).tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert rw.filter_weights(values, pools, min_reward=2).tolist() == [0, 1, 1, 0, 0, 0, 1, 1]
+    assert rw.filter_weights(double(1, 1, 0, 1), [0] * 4, top_share=0.5).tolist() == [1, 1, 0, 1]  # ties stay together
+
+
+def test_effective_sample_size():
+    assert rw.effective_sample_size(double(2, 2, 2)) == pytest.approx(3) and rw.effective_sample_size(double(5, 0)) == 1
+    assert rw.effective_sample_size(double(1, 3)) == pytest.approx(16 / 10)
+    assert rw.effective_sample_size(double(1e300, 1e300)) == pytest.approx(2)
+
+
+def test_token_weights_put_each_turns_weight_on_its_own_tokens():
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0], [0, 1, 0, 1, 0, 1]])
+    assert rw.token_weights([[2.0, 3.0], [4.0], [5.0]], mask).tolist() == [[0, 2, 2, 0, 3, 0], [0, 0, 4, 0, 0, 0], [0, 5, 0, 5, 0, 5]]
+    with pytest.raises(ValueError, match="2 weights, but 3 turns"):
+        rw.token_weights([[1.0, 2.0]], mask[2:])
+
+
+def slow_loss(values, groups, turns_of, masks, logprobs, baseline, beta, max_weight, kind):
+    """Second implementation: episodes, turns and tokens one by one. values: per episode a list, one number per turn."""
+    above = below = 0.0
+    for e, own in enumerate(values):
+        for j, value in enumerate(own):
+            same = [values[k][j] for k in range(len(values)) if len(values[k]) > j and (baseline == "batch" or groups[k] == groups[e])]
+            advantage = value - (sum(same) / len(same) if baseline != "none" else 0.0)
+            w = math.exp(advantage / beta) if kind == "exp" else max(advantage, 0.0)
+            w = min(w, max_weight)
+            turn = -1
+            for t in range(len(masks[e])):
+                turn += masks[e][t] == 1 and (t == 0 or masks[e][t - 1] == 0)
+                if masks[e][t] == 1 and turn == j:
+                    above -= w * logprobs[e][t]
+                    below += w
+    return above / below
+
+
+@pytest.mark.parametrize("kind", ["exp", "linear"])
+@pytest.mark.parametrize("baseline", ["none", "batch", "group"])
+def test_loss_equals_a_slow_loop(kind, baseline):
+    random = torch.Generator().manual_seed(0)
+    def draw(high):
+        return int(torch.randint(1, high, (), generator=random))
+    values, groups, masks = [], [], []
+    for e in range(12):
+        own = [round(float(torch.randn((), generator=random, dtype=torch.float64)), 3) for _ in range(draw(4))]
+        values, groups = values + [own], groups + [e // 3]
+        masks.append([m for _ in own for m in [0] * draw(3) + [1] * draw(4)])
+    width = max(map(len, masks))
+    mask = torch.tensor([m + [0] * (width - len(m)) for m in masks])
+    logprobs = -torch.rand(mask.shape, generator=random, dtype=torch.float64) * mask
+    a = rw.advantages(double(*(v for own in values for v in own)), [g for g, own in zip(groups, values) for _ in own],
+                      [j for own in values for j in range(len(own))], baseline)
+    weights = (rw.exp_weights(a, 0.7, 3.0) if kind == "exp" else rw.linear_weights(a, 3.0)).split([len(own) for own in values])
+    tokens = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, own in enumerate(weights):  # token_weights is float32: its positions, these numbers
+        where = rw.turn_index(mask[row:row + 1])[0]
+        tokens[row] = torch.where(where >= 0, own[where], 0.0)
+        assert torch.allclose(rw.token_weights([own.tolist()], mask[row:row + 1])[0].double(), tokens[row], rtol=1e-6)
+    ours = rw.reward_weighted_loss(logprobs, tokens, tokens.sum()).item()
+    slow = slow_loss(values, groups, None, masks, logprobs.tolist(), baseline, 0.7, 3.0, kind)
+    assert abs(ours - slow) < 1e-12
+
+
+def test_the_scale_of_weights_cancels_and_micro_batches_sum():
+    logprobs, weights = -torch.rand(4, 5, dtype=torch.float64), torch.rand(4, 5, dtype=torch.float64)
+    whole = rw.reward_weighted_loss(logprobs, weights, weights.sum())
+    assert torch.isclose(whole, rw.reward_weighted_loss(logprobs, 7 * weights, 7 * weights.sum()), rtol=1e-12)
+    parts = sum(rw.reward_weighted_loss(logprobs[i:i + 1], weights[i:i + 1], weights.sum()) for i in range(4))
+    assert abs(whole - parts) < 1e-12
+
+
+def test_what_is_repeated_on_purpose_is_the_same_text_as_in_grpo():
+    for name in ("turn_index", "make_base", "print_table"):
+        assert inspect.getsource(getattr(rw, name)) == inspect.getsource(getattr(grpo, name))
+    assert rw.TINY_SFT == grpo.TINY_SFT
+
+
+# ------------------------------------------------------------------------------------------------- its limits: SFT, RAFT
+def test_zero_one_rewards_linear_without_baseline_is_filtered_sft(place):
+    """Value and gradient are sft_loss's on the successful episodes alone, to the last bit."""
+    episodes = read_trajectories(str(place / "episodes.jsonl"))
+    for t in episodes:
+        t.reward = float(t.rewards[0])
+    good = [t for t in episodes if t.reward == 1]
+    assert 0 < len(good) < len(episodes)
+    options = dict(trajectories="x", weighting="linear", baseline="none", weight_per="episode")
+    shares, metrics = rw.weigh(episodes, config(place, "", **options))
+    assert metrics["kept"] == len(good) / len(episodes) and metrics["ess"] == len(good)
+    model, _ = load_model(str(place / "base"))
+
+    def value_and_gradient(loss):
+        model.zero_grad()
+        loss.backward()
+        return loss.item(), [p.grad.clone() for p in model.parameters()]
+    ids, mask, _ = collate(good)
+    value, gradient = value_and_gradient(sft.sft_loss(token_logprobs(model, ids, mask)[0], mask, mask.sum()))
+    kept = [(t, w) for t, w in zip(episodes, shares) if any(w)]
+    ids, mask, _ = collate([t for t, _ in kept])
+    tokens = rw.token_weights([w for _, w in kept], mask)
+    ours = value_and_gradient(rw.reward_weighted_loss(token_logprobs(model, ids, mask)[0], tokens, tokens.sum()))
+    assert ours[0] == value and all(torch.equal(a, b) for a, b in zip(ours[1], gradient))
+
+
+def test_sft_on_ones_own_best_episodes_is_raft(place, tmp_path):
+    """The best of each task's four, ties included, given to sft.py: the same update as --weighting filter here."""
+    episodes = read_trajectories(str(place / "episodes.jsonl"))
+    groups = [episodes[i:i + 4] for i in range(0, 40, 4)]
+    best = [t for group in groups for t in group if t.reward == max(other.reward for other in group)]
+    assert 10 <= len(best) < 40
+    sft.train(sft.Config(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", trajectories=write(tmp_path / "best.jsonl", best),
+                         eval_dataset=str(place / "episodes.jsonl"),
+                         output_dir=str(tmp_path / "sft"), lora_r=8, batch_size=64, max_steps=1, eval_tasks=0, max_grad_norm=1e9))
+    rw.train(config(place, tmp_path / "raft", trajectories=str(place / "episodes.jsonl"), weighting="filter", top_share=0.25,
+                    weight_per="episode", lora_r=8, batch_size=64, max_steps=1))
+    assert_same(gradients(tmp_path / "sft"), gradients(tmp_path / "raft"), 1e-5)
+
+
+def test_a_reward_threshold_is_sfts_min_reward(place, tmp_path):
+    path = str(place / "episodes.jsonl")
+    sft.train(sft.Config(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", trajectories=path, eval_dataset=path, min_reward=1.0,
+                         output_dir=str(tmp_path / "sft"), lora_r=8, batch_size=64, max_steps=1, eval_tasks=0, max_grad_norm=1e9))
+    rw.train(config(place, tmp_path / "rw", trajectories=path, weighting="filter", min_reward=1.0, weight_per="episode", lora_r=8,
+                    batch_size=64, max_steps=1))
+    assert_same(gradients(tmp_path / "sft"), gradients(tmp_path / "rw"), 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- the loop
+@pytest.mark.parametrize("weight_per", ["episode", "turn"])
+def test_micro_batch_size_changes_no_gradient(place, tmp_path, weight_per):
+    for name, size, accumulation in (("one", 40, 1), ("many", 5, 8)):
+        rw.train(config(place, tmp_path / name, trajectories=str(place / "episodes.jsonl"), weight_per=weight_per, max_steps=1,
+                        batch_size=size, gradient_accumulation_steps=accumulation))
+    assert_same(gradients(tmp_path / "one"), gradients(tmp_path / "many"), 1e-6)
+
+
+def test_per_turn_weights_are_each_turns_own(place):
+    """Each turn by what it and later turns earned, against the same turn of the others, by hand."""
+    episodes = read_trajectories(str(place / "episodes.jsonl"))[:4]
+    for t, rewards in zip(episodes, ([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0])):
+        t.rewards, t.group_id = rewards, "g"
+    shares, metrics = rw.weigh(episodes, config(place, "", weighting="linear", baseline="batch"))
+    # to go: [1, 0] [1, 1] [0, 0] [2, 1]; means by turn 1 and 0.5; the largest weight, 1, is the unit
+    assert shares == [[0, 0], [0, 0.5], [0, 0], [1, 0.5]] and metrics["kept"] == 3 / 8 and metrics["ess"] == pytest.approx(4 / 1.5)
+
+
+def test_reward_bias_and_scale_reach_turns_and_episodes_alike(place):
+    episodes = read_trajectories(str(place / "episodes.jsonl"))[:2]
+    for t in episodes:
+        t.rewards = [1.0, 3.0]
+    options = dict(weighting="linear", baseline="none", reward_bias=2.0, reward_scaling=3.0, max_weight=None)
+    shares, metrics = rw.weigh(episodes, config(place, "", **options))
+    assert metrics["weight_max"] == 6 and shares == [[1.0, 1.0]] * 2  # to go: (4 - 2) x 3, (3 - 1) x 3
+    episodes[0].reward, episodes[1].reward = 4.0, 3.0
+    shares, metrics = rw.weigh(episodes, config(place, "", weight_per="episode", **options))
+    assert metrics["weight_max"] == 6 and shares == [[1.0], [0.5]]
+
+
+def test_shuffled_batches_leave_nothing_out_and_are_even():
+    batches = rw.shuffled_batches(list(range(37)), 16, 0, 1)
+    assert sorted(x for b in batches for x in b) == list(range(37)) and sorted(map(len, batches)) == [12, 12, 13]
+    assert batches == rw.shuffled_batches(list(range(37)), 16, 0, 1) != rw.shuffled_batches(list(range(37)), 16, 0, 2)
+
+
+def test_learning_rate_is_a_function_of_the_place_alone(place):
+    c = config(place, "", learning_rate=1.0, warmup_steps=4)
+    assert [rw.learning_rate(s, s / 8, c) for s in (0, 3, 4)] == [0.25, 0.625, 0.5]
+
+
+def test_it_learns_from_its_own_episodes_and_writes_the_folder(place, tmp_path):
+    """From a choice at random to the right one in both turns."""
+    result = rw.train(config(place, tmp_path, num_iterations=4, tasks_per_iteration=8, group_size=4, eval_tasks=32, learning_rate=5e-3,
+                             max_grad_norm=1.0, save_every=4, num_epochs=4))
+    assert result["success_before"] < 0.3 and result["success_after"] > 0.8, result
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(result["steps"])) and all(math.isfinite(v) for line in lines for v in line.values())
+    assert [line["iteration"] for line in lines if "ess" in line] == [0, 1, 2, 3]
+    assert (tmp_path / "checkpoints" / "step_000004" / "adapter_model.safetensors").exists()
+
+
+def test_the_same_command_twice_gives_the_same_bytes(place, tmp_path):
+    for name in "ab":
+        rw.train(config(place, tmp_path / name, num_iterations=2, tasks_per_iteration=4, num_epochs=1, lora_dropout=0.1))
+    for file in ("metrics.jsonl", "trajectories.jsonl", "checkpoints/step_000002/adapter_model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_without_model_or_data_it_makes_both(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(rw, "TINY_SFT", {**rw.TINY_SFT, "max_samples": 16, "max_steps": 1})
+    result = rw.train(rw.Config(output_dir=str(tmp_path), num_iterations=1, tasks_per_iteration=2, group_size=2, max_tokens=160, eval_tasks=2))
+    out = capfd.readouterr().out
+    assert result["steps"] == 2 and "before (SFT, " in out and "after (2 updates" in out and f"agent.py --model_path {tmp_path} --env equations" in out
+    adapter = json.loads((tmp_path / "checkpoints" / "step_000002" / "adapter_config.json").read_text())
+    assert Path(adapter["base_model_name_or_path"]).resolve() == (tmp_path / "base").resolve()
+
+
+def test_it_learns_from_recorded_episodes(place, tmp_path):
+    result = rw.train(config(place, tmp_path, trajectories=str(place / "episodes.jsonl"), learning_rate=5e-3, max_grad_norm=1.0, num_epochs=10,
+                             weighting="linear", baseline="batch", batch_size=8, gradient_accumulation_steps=1, eval_tasks=32))
+    assert result["success_before"] < 0.3 and result["success_after"] > 0.5, result
+
+
+@pytest.mark.parametrize("options", [
+    {"weighting": "linear"}, {"weighting": "filter", "top_share": 0.5}, {"weighting": "filter", "min_reward": 1.0, "weight_per": "episode"},
+    {"baseline": "none", "beta": 0.1}, {"scale_rewards": "batch", "baseline": "batch", "max_weight": None}, {"lora_r": 0, "learning_rate": 1e-5},
+    {"gradient_checkpointing": True, "lora_dropout": 0.1, "merge_lora": False}, {"max_steps": 1}], ids=str)
+def test_every_option_runs_and_logs_finite_numbers(place, tmp_path, options):
+    result = rw.train(config(place, tmp_path, num_iterations=2, tasks_per_iteration=4, group_size=4, num_epochs=1, **options))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert result["steps"] == len(lines) >= 1 and all(math.isfinite(v) for line in lines for v in line.values())
+
+
+def test_the_world_of_recorded_episodes_is_played_if_it_is_one_we_know(place, tmp_path):
+    for name, world, success in (("equations", "equations", True), ("unknown", "/some/where.py:World", False)):
+        path = edited(place, tmp_path, lambda episodes: [t.info.update(env=world) for t in episodes])
+        result = rw.train(config(place, tmp_path / name, env=None, trajectories=path, max_steps=1, eval_tasks=1, max_tokens=160))
+        assert (result["success_after"] is not None) == success
+
+
+def test_max_steps_offline_beats_epochs(place, tmp_path):
+    result = rw.train(config(place, tmp_path, trajectories=str(place / "episodes.jsonl"), max_steps=5, num_epochs=1, batch_size=32))
+    assert result["steps"] == 5
+
+
+# ---------------------------------------------------------------------------------------------------- notes and refusals
+def test_equal_weights_are_said_to_carry_no_signal(place, tmp_path, capfd):
+    rw.train(config(place, tmp_path, trajectories=str(place / "episodes.jsonl"), reward_scaling=0.0, max_steps=1))
+    assert "all weights are equal" in capfd.readouterr().out
+
+
+def test_no_episode_of_positive_weight_is_refused(place, tmp_path, capfd):
+    with pytest.raises(UserError, match="no episode of positive weight; try"):
+        rw.train(config(place, tmp_path, trajectories=str(place / "episodes.jsonl"), weighting="filter", min_reward=3.0))
+    with pytest.raises(UserError, match="no episode of positive weight in 2 iterations"):
+        rw.train(config(place, tmp_path, num_iterations=2, tasks_per_iteration=2, weighting="linear", reward_scaling=0.0))
+    assert capfd.readouterr().out.count("nothing to learn from") == 2
+
+
+def edited(place, tmp_path, edit):
+    episodes = read_trajectories(str(place / "episodes.jsonl"))
+    edit(episodes)
+    return write(tmp_path / "edited.jsonl", episodes)
+
+
+@pytest.mark.parametrize("edit, options, words", [
+    (lambda e: e[0].token_ids.__setitem__(0, 70_000), {}, "token id 70000"),
+    (lambda e: e.__delitem__(slice(1, 4)), {"weight_per": "episode"}, "has one episode"),
+    (lambda e: e[0].rewards.append(0.0), {}, "has 3 rewards, but 2 turns"),
+    (lambda e: e[4].__setattr__("group_id", e[0].group_id), {}, "names two tasks"),
+    (lambda e: [t.token_ids.extend([0] * 600) or t.loss_mask.extend([0] * 600) or t.logprobs.extend([0.0] * 600) for t in e], {}, "no episodes left"),
+    (lambda e: e[0].__setattr__("reward", 900.0), {"max_weight": None, "weight_per": "episode", "baseline": "none"}, "overflows"),
+])
+def test_recorded_episodes_that_cannot_be_learnt_from_are_refused(place, tmp_path, edit, options, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        rw.train(config(place, tmp_path / "o", trajectories=edited(place, tmp_path, edit), **options))
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"weighting": "filter"}, "given: neither"), ({"weighting": "filter", "top_share": 0.5, "min_reward": 1.0}, "given: --top_share and --min_reward"),
+    ({"top_share": 0.5}, "--top_share is for --weighting filter, not exp"), ({"trajectories": "x.jsonl", "num_iterations": 3}, "--num_iterations 3"),
+    ({"group_size": 1}, "--group_size 1 plays one")])
+def test_clashes_are_refused_before_anything_is_loaded(tmp_path, options, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        rw.train(rw.Config(model_path="nowhere", output_dir=str(tmp_path / "o"), **options))
+    assert not (tmp_path / "o").exists()
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
+    program = Path(rw.__file__)
+    done = subprocess.run([sys.executable, program, "--beta", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.strip() == "reward_weighted.py: --beta 0: must be greater than 0"
+
+
+def test_flags_that_grpo_has_too_take_the_same():
+    ours, theirs = ({name: option[:2] for name, option in options(module.Config).items()} for module in (rw, grpo))
+    assert all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys() - {"gradient_accumulation_steps", "env"})

@@ -1,0 +1,447 @@
+"""What sft.py learns from: every kind of row, the same ids as a rollout, and the loss on what the demonstrator wrote."""
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_template import real, small
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import envs
+import sft
+from agent import Episode, Limits, Trajectory, collate, demonstrate
+from chat import Chat, parse_tool_calls
+from lora import token_logprobs
+from run import UserError
+from tiny import make_tiny
+
+GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
+SYSTEM, ASK, ANSWER = ({"role": role, "content": text} for role, text in (
+    ("system", "Be brief."), ("user", "How many?"), ("assistant", "42")))
+TOOL = {"role": "tool", "content": "24"}
+CALL = {"name": "calculator", "arguments": {"expression": "48/2"}}
+CALLING = {"role": "assistant", "content": "Half of it.", "tool_calls": [CALL]}
+NATALIA = {"question": "Natalia sold 48 clips in April and half as many in May. How many in both?",
+           "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\nThat is 48+24 = <<48+24=72>>72 clips.\n#### 72"}
+FAMILIES = ["tiny", "hermes", "chatml", "thinking", "opens", "glm", "gptoss", "gemma4", "llama", "gemma", "real:smollm2",
+            "real:qwen2_5", "real:qwen3", "real:nemotron_3_super", "real:deepseekv3", "real:llama3_1", "real:gemma4_v5"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tiny()[1]
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer):
+    return Chat(tokenizer, envs.schemas(envs.load("gsm8k")))
+
+
+def write(folder, rows, name="rows.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path, tokenizer, split="train", n=10**6, **options):
+    return sft.demonstrations(sft.Config(dataset=path, **options), tokenizer, split, n)
+
+
+def spelled(tokenizer, episode):
+    """What is trained, a piece for every assistant turn."""
+    pieces, last = [], 0
+    for token, trained in zip(episode.token_ids, episode.loss_mask):
+        if trained:
+            pieces += [[]] * (not last)
+            pieces[-1] = pieces[-1] + [token]
+        last = trained
+    return [tokenizer.decode(piece) for piece in pieces]
+
+
+# -------------------------------------------------------------------------------------------------- the lessons
+@pytest.mark.parametrize("case", FAMILIES)
+def test_same_chat_through_sft_and_rollout_gives_the_same_ids(case):
+    """Played by a world through `Episode`, and written down: calls, text beside them, results, a second go."""
+    tokenizer = make_tiny()[1] if case == "tiny" else real(case[5:]) if case.startswith("real:") else small(case)
+    chat, env = Chat(tokenizer, envs.schemas(envs.load("gsm8k"))), envs.load("gsm8k")()
+    episode = Episode("gsm8k", env, chat, {**NATALIA, "num_turns": 2}, "0", Limits(max_tokens=10**5, max_tool_tokens=10**5))
+    written = list(episode.trajectory.messages)
+    for content, calls in (("", [CALL]), ("" if case == "gptoss" else "Again:", [CALL]), ("#### 71", []), ("#### 72", [])):
+        ids, place = chat.turn(content, calls), len(episode.trajectory.messages) + 1
+        if (read := episode.take_turn(ids, [0.0] * len(ids))) is not None:
+            episode.take_results([(*envs.call(env, **call), 0.0) for call in read])
+        written += [{"role": "assistant", "content": content, "tool_calls": calls}, *episode.trajectory.messages[place:]]
+    played = episode.trajectory
+    assert played.stop_reason == "done" and played.info["success"] and played.info["tool_calls"] == 2
+    assert chat.conversation(written) == (played.token_ids, played.loss_mask)
+    if case != "gptoss":  # whose channels are part of the text
+        assert chat.conversation(played.messages) == (played.token_ids, played.loss_mask)
+
+
+def test_openais_form_text_and_ours_give_the_same_ids(chat):
+    as_openai = {"role": "assistant", "content": "Half of it.", "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "48/2"}'}}]}
+    as_text = {"role": "assistant", "content": f"Half of it.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"}
+    as_parts = {"role": "assistant", "content": [{"type": "text", "text": "Half of it."}], "tool_calls": [{"function": CALL}]}
+    wanted = chat.conversation([SYSTEM, ASK, CALLING, TOOL, ANSWER])
+    for turn in (as_openai, as_text, as_parts):
+        assert chat.conversation([SYSTEM, ASK, turn, {**TOOL, "tool_call_id": "a"}, ANSWER, ASK]) == wanted
+
+
+def test_whole_conversation_is_what_the_template_renders(chat, tokenizer):
+    """Where a template does not rewrite history; two calls in a turn, text beside them, a second question."""
+    two = {"role": "assistant", "content": "Both.", "tool_calls": [CALL, CALL]}
+    messages = [SYSTEM, ASK, two, TOOL, TOOL, ANSWER, ASK, ANSWER]
+    rendered = [{**m, "tool_calls": [{"type": "function", "function": c} for c in m["tool_calls"]]} if m is two else m
+                for m in messages]
+    ids, _ = chat.conversation(messages)
+    whole = tokenizer.apply_chat_template(rendered, tools=envs.schemas(envs.load("gsm8k")), return_dict=False)
+    assert whole[:len(ids)] == ids and tokenizer.decode(whole[len(ids):]) == "\n"  # no model samples that newline
+
+
+def test_trained_are_the_assistants_turns_and_loss_0_takes_one_out(chat, tokenizer):
+    messages = [ASK, CALLING, TOOL, {**ANSWER, "loss": 0}, ASK, {"role": "assistant", "content": "43"}, ASK]
+    call = 'Half of it.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "48/2"}}\n</tool_call><|im_end|>'
+    episode = Trajectory(*chat.conversation(messages))
+    assert spelled(tokenizer, episode) == [call, "43<|im_end|>"]
+    assert tokenizer.decode(episode.token_ids).endswith("43<|im_end|>")  # what follows the last answer is cut
+    assert chat.conversation([*messages, TOOL, SYSTEM]) == (episode.token_ids, episode.loss_mask)
+
+
+def bigram_model(chances):
+    """A transformer whose next token depends on the last one alone: p = chances[last, next]."""
+    size = len(chances)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=size, hidden_size=size, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1, head_dim=4,
+        num_key_value_heads=1, tie_word_embeddings=False, rms_norm_eps=1e-12))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(chances.log().T / size ** 0.5)  # the last norm makes the one-hot sqrt(size) long
+    return model
+
+
+def test_a_label_shifted_twice_is_caught():
+    """By hand: -log p(1|0) - log p(2|1) over 2 tokens is (log 2 + log 4) / 2; a second shift would see p(2|0)."""
+    chances = torch.tensor([[1 / 4, 1 / 2, 1 / 4], [1 / 2, 1 / 4, 1 / 4], [1 / 8, 1 / 8, 3 / 4]])
+    ids, mask, _ = collate([Trajectory([0, 1, 2], [0, 1, 1], [0.0] * 3), Trajectory([2, 2], [0, 0], [0.0] * 2)])
+    model = bigram_model(chances)
+    logprobs, _ = token_logprobs(model, ids, mask)
+    by_hand = (torch.tensor(2.0).log() + torch.tensor(4.0).log()) / 2
+    assert torch.allclose(sft.sft_loss(logprobs, mask, 2), by_hand, atol=1e-6)
+    for wrong in (ids.roll(-1, 1), ids.roll(1, 1)):  # labels moved before they are given: token_logprobs moves them too
+        shifted = sft.sft_loss(token_logprobs(model, wrong, mask)[0], mask, 2)
+        assert abs(shifted - by_hand) > 0.1
+
+
+def test_a_mask_off_by_one_is_caught(tokenizer):
+    """Every trained stretch ends with a stop token and follows one generation prompt; moved by one it does neither."""
+    chat = Chat(tokenizer, envs.schemas(envs.load("equations")))
+    opening = chat.prompt([ASK])[-3:]  # <|im_start|>assistant\n
+
+    def right(ids, mask):
+        starts = [i for i in range(1, len(ids)) if mask[i] > mask[i - 1]]
+        ends = [i for i in range(len(ids)) if mask[i] and not [*mask, 0][i + 1]]
+        return bool(starts) and all(ids[i - 3:i] == opening for i in starts) and all(ids[i] in chat.stop_ids for i in ends)
+
+    for t in demonstrate(tokenizer, "equations", envs.tasks("equations", "train", 4, seed=0)):
+        assert right(t.token_ids, t.loss_mask)
+        assert not right(t.token_ids, [0, *t.loss_mask[:-1]]) and not right(t.token_ids, [*t.loss_mask[1:], 0])
+
+
+def test_loss_and_gradient_are_trls(tokenizer, tmp_path):
+    """SFTTrainer, given our ids and our mask: what differs between the two programs is only who makes these."""
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        head_dim=16, num_key_value_heads=1, initializer_range=0.1))
+    demos = demonstrate(tokenizer, "equations", envs.tasks("equations", "train", 6, seed=0))
+    rows = Dataset.from_list([{"input_ids": t.token_ids, "assistant_masks": t.loss_mask} for t in demos])
+    trainer = SFTTrainer(model, train_dataset=rows, processing_class=tokenizer, args=SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=None, gradient_checkpointing=False))
+    theirs = trainer.compute_loss(trainer.model, trainer.data_collator([*trainer.train_dataset]))
+    theirs.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def ours(mask_moved=0):
+        model.zero_grad()
+        ids, mask, _ = collate(demos)
+        mask = mask.roll(mask_moved, 1)
+        loss = sft.sft_loss(token_logprobs(model, ids, mask)[0], mask, mask.sum())
+        loss.backward()
+        return loss.item(), max((p.grad - gradients[name]).abs().max().item() for name, p in model.named_parameters())
+
+    loss, gap = ours()
+    assert abs(loss - theirs.item()) < 1e-6 and gap < 1e-6 < max(g.abs().max() for g in gradients.values())
+    assert ours(1)[1] > 1e-3 and ours(-1)[1] > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------ conversations
+@pytest.mark.parametrize("messages, problem", [
+    ("hi", "messages must be a list of objects"),
+    (["hi"], "messages must be a list of objects"),
+    ([], "nothing to train: no assistant message"),
+    ([SYSTEM, ASK], "nothing to train: no assistant message"),
+    ([ASK, {**ANSWER, "loss": 0}], 'nothing to train: no assistant message without "loss": 0'),
+    ([ANSWER], "message 0: need system or user at the start, got assistant"),
+    ([SYSTEM, ANSWER], "message 1: need user after the system message, got assistant"),
+    ([ASK, SYSTEM, ANSWER], "message 1: need assistant after the user, got system"),
+    ([ASK, ASK, ANSWER], "message 1: need assistant after the user, got user"),
+    ([ASK, ANSWER, ANSWER], "message 2: need user after an answer, got assistant"),
+    ([ASK, ANSWER, TOOL, ANSWER], "message 2: need user after an answer, got tool"),
+    ([ASK, TOOL, ANSWER], "message 1: need assistant after the user, got tool"),
+    ([ASK, CALLING, ASK, ANSWER], "message 2: need tool after a tool call, got user"),
+    ([ASK, CALLING, TOOL, TOOL, ANSWER], "message 3: need assistant after the last result, got tool"),
+    ([ASK, {**CALLING, "tool_calls": [CALL, CALL]}, TOOL, ANSWER], "message 3: need tool after a tool call, got assistant"),
+    ([{"content": "x"}, ANSWER], "message 0: need system or user at the start, got None"),
+    ([{**ASK, "content": None}, ANSWER], "message 0: content must be text or text parts, got NoneType"),
+    ([{**ASK, "content": [{"type": "image"}]}, ANSWER], "message 0: content must be text or text parts, got list"),
+    ([ASK, {"role": "assistant"}], "message 1: content must be text or text parts, got NoneType"),
+    ([{**ASK, "loss": 1}, ANSWER], 'message 0: "loss": 1: need 0 or 1, and 1 only on assistant messages'),
+    ([ASK, {**ANSWER, "loss": 0.5}], 'message 1: "loss": 0.5: need 0 or 1, and 1 only on assistant messages'),
+    ([ASK, {**ANSWER, "loss": True}], 'message 1: "loss": True: need 0 or 1, and 1 only on assistant messages'),
+    ([ASK, {**ANSWER, "tool_calls": "f()"}], "message 1: tool_calls must be a list, in an assistant message"),
+    ([{**ASK, "tool_calls": [CALL]}, ANSWER], "message 0: tool_calls must be a list, in an assistant message"),
+    ([ASK, {**CALLING, "tool_calls": [{"name": "f", "arguments": 3}]}],
+     "message 1: the arguments of f must be an object, got int"),
+    ([ASK, {**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+     "message 1: the tool call is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
+    ([ASK, {**ANSWER, "content": "<tool_call>\n{oops"}],
+     "message 1: the tool call is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
+    ([ASK, {**CALLING, "tool_calls": [{**CALL, "id": "a"}, {**CALL, "id": "b"}]}, {**TOOL, "tool_call_id": "b"}, ANSWER],
+     "message 2: results must stand in the order of their calls, by their tool_call_id"),
+])
+def test_a_conversation_that_no_rollout_makes_is_refused(chat, messages, problem):
+    with pytest.raises(ValueError) as caught:
+        chat.conversation(messages)
+    assert str(caught.value) == problem
+
+
+@pytest.mark.parametrize("case, shown", [
+    ("hermes", "<think>\nHalf.\n</think>\n\nSo:"), ("real:qwen3", "<think>\nHalf.\n</think>\n\nSo:"),
+    ("real:nemotron_3_super", "Half.\n</think>\nSo:"), ("real:qwen3_5_think", "Half.\n</think>\n\nSo:")])
+def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
+    chat = Chat(real(case[5:]) if case.startswith("real:") else small(case), [])
+    for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
+        ids, mask = chat.conversation([ASK, {"role": "assistant", **message}])
+        assert chat.text([i for i, m in zip(ids, mask) if m]) == shown
+
+
+def test_a_thought_that_the_template_drops_is_refused():
+    with pytest.raises(ValueError, match="message 1: the chat template does not show a thought where"):
+        Chat(real("deepseekv3"), []).conversation([ASK, {**ANSWER, "content": "<think>\nHalf.\n</think>\n\nSo:"}])
+
+
+# --------------------------------------------------------------------------------------------------- the readers
+def test_each_kind_of_row_is_told_apart_by_its_fields(tokenizer, tmp_path, capsys):
+    episode = demonstrate(tokenizer, "equations", [{"equation": "x + 3 = 5"}])[0]
+    rows = [{"messages": [ASK, ANSWER]}, {"prompt": "How many?", "completion": "42"},
+            {"prompt": [ASK], "completion": [ANSWER]}, NATALIA, episode.to_json(),
+            {"input_text": "Meet?", "target_probability": 0.8, "target_reason": "slot", "ground_truth_prob": 0.81}]
+    made = [read(write(tmp_path, [row]), tokenizer)[0] for row in rows]
+    assert made[0].token_ids == made[1].token_ids == made[2].token_ids
+    assert spelled(tokenizer, made[0]) == ["42<|im_end|>"]
+    assert len(spelled(tokenizer, made[3])) == 3 and made[4] == episode
+    assert spelled(tokenizer, made[5]) == ['{"probability": 0.80, "reason": "slot", "recommendation": "YES"}<|im_end|>']
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("jsonl: ")[1] for line in said] == [f"1 {kind} of 1 rows to learn from" for kind in (
+        "conversations", "completions", "completions", "written solutions", "episodes", "meetings")]
+
+
+def test_a_written_solution_becomes_calls_that_the_world_answers(tokenizer, tmp_path):
+    episode, = read(write(tmp_path, [NATALIA]), tokenizer)
+    call = '<tool_call>\n{"name": "%s", "arguments": {"%s": "%s"}}\n</tool_call><|im_end|>'
+    assert spelled(tokenizer, episode) == [
+        "In May she sold 48/2 =\n" + call % ("calculator", "expression", "48/2"),
+        "24 clips.\nThat is 48+24 =\n" + call % ("calculator", "expression", "48+24"),
+        "72 clips.\n" + call % ("answer", "value", "72")]
+    text = tokenizer.decode(episode.token_ids)
+    assert text.count("<tool_response>\n24\n</tool_response>") == 1 and "calculator(expression)" in text
+    expert = demonstrate(tokenizer, "gsm8k", [NATALIA])[0]  # the same prompt, and the same calls without the words
+    begin = expert.loss_mask.index(1)
+    assert episode.token_ids[:begin] == expert.token_ids[:begin]
+    assert [parse_tool_calls(t)[1] for t in spelled(tokenizer, episode)] == [
+        parse_tool_calls(t)[1] for t in spelled(tokenizer, expert)]
+
+
+def test_a_false_mark_stays_text_and_a_bare_number_is_just_answered(tokenizer, tmp_path):
+    rows = [{**NATALIA, "answer": "First <<1+1=3>>3.\n#### 3"}, {**NATALIA, "answer": "72"}]
+    call = '<tool_call>\n{"name": "answer", "arguments": {"value": "%s"}}\n</tool_call><|im_end|>'
+    made = [spelled(tokenizer, read(write(tmp_path, [row]), tokenizer)[0]) for row in rows]
+    assert made == [["First 3.\n" + call % 3], [call % 72]]
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="needs shared/data/gsm8k")
+def test_written_solutions_of_the_real_file_end_in_their_answers(tokenizer, tmp_path):
+    with open(GSM8K) as f:
+        rows = [json.loads(line) for line, _ in zip(f, range(60))]
+    answers = {row["question"]: row["answer"].rpartition("#### ")[2].replace(",", "") for row in rows}
+    made = read(write(tmp_path, rows), tokenizer, max_tokens=4000, eval_dataset="unused")
+    assert len(made) == 60 and sum("<tool_response>" in tokenizer.decode(t.token_ids) for t in made) > 55
+    for t in made:
+        assert t.messages[-1]["tool_calls"] == [{"name": "answer", "arguments": {"value": answers[t.messages[1]["content"]]}}]
+        assert "error" not in str(t.messages) and "<<" not in str(t.messages)
+
+
+def test_only_the_completion_is_learnt(tokenizer, tmp_path):
+    row = {"prompt": [SYSTEM, ASK, ANSWER, ASK], "completion": [CALLING, TOOL, {"role": "assistant", "content": "43"}]}
+    turns = spelled(tokenizer, read(write(tmp_path, [row]), tokenizer)[0])
+    assert len(turns) == 2 and turns[1] == "43<|im_end|>"
+
+
+def test_tools_are_the_rows_own_or_the_given_worlds(tokenizer, tmp_path):
+    own = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"query": {}}}}}]
+    path = write(tmp_path, [{"messages": [ASK, ANSWER], "tools": own}, {"messages": [SYSTEM, ASK, ANSWER]}] * 3)
+    texts = {tokenizer.decode(t.token_ids) for t in read(path, tokenizer)}
+    assert {("look(query)" in text, "Be brief." in text, "<tools>" in text) for text in texts} == {
+        (True, False, True), (False, True, False)}
+    world = "add_terms(terms)"
+    for t in read(path, tokenizer, env="equations"):
+        text = tokenizer.decode(t.token_ids)
+        assert ("look(query)" in text) != (world in text) and ("Be brief." in text) == (world in text)
+    path = write(tmp_path, [{"messages": [ASK, ANSWER]}])
+    assert "Solve for x with the tools." in tokenizer.decode(read(path, tokenizer, env="equations")[0].token_ids)
+
+
+def test_rows_that_a_given_world_takes_are_tasks_for_its_expert(tokenizer, tmp_path, capsys):
+    path = write(tmp_path, [NATALIA, {**NATALIA, "question": "And now?"}] * 20)
+    assert read(path, tokenizer, env="gsm8k")[0].rewards[-1] == 1.0  # played: it has rewards
+    assert "tasks for the expert of gsm8k (train)" in capsys.readouterr().out
+    assert read(path, tokenizer)[0].rewards == [] == read(path, tokenizer, env="equations")[0].rewards  # learnt as written
+    assert "written solutions of" in capsys.readouterr().out
+    path = write(tmp_path, [{"equation": f"x + {b} = 9"} for b in range(1, 40)])
+    assert not sft.learns_rows(sft.Config(dataset=path)) and not sft.learns_rows(sft.Config(dataset=path, env="equations"))
+    assert read(path, tokenizer, env="equations")[0].rewards
+
+
+def test_meetings_csv(tokenizer, tmp_path):
+    path = tmp_path / "m.csv"
+    path.write_text("input_text,target_probability,target_reason,ground_truth_prob\n"
+                    '"Founder, senior: meet?",0.25,profile,0.31\n')
+    t, = read(str(path), tokenizer)
+    assert t.messages[0]["content"] == "Founder, senior: meet?"
+    assert json.loads(t.messages[1]["content"]) == {"probability": 0.25, "reason": "profile", "recommendation": "NO"}
+    assert read(str(path), tokenizer, env="meetings")[0].rewards == []  # no meeting of the simulator: nothing to play
+    path.write_text(path.read_text() + "x,high,slot,0.5\n")
+    with pytest.raises(UserError, match=r"""m.csv:3: "target_probability" must be a number, not 'high'"""):
+        read(str(path), tokenizer)
+
+
+TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name": ...}}'
+
+
+@pytest.mark.parametrize("row, problem", [
+    ({"messages": [ASK]}, "nothing to train: no assistant message"),
+    ({"messages": []}, '"messages" must be a list of {"role": ..., "content": ...}'),
+    ({"messages": "hi"}, '"messages" must be a list of {"role": ..., "content": ...}'),
+    ({"messages": [ASK, 3, ANSWER]}, "messages must be a list of objects"),
+    ({"messages": [ASK, ANSWER], "tools": "f"}, TOOLS_FORM),
+    ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, TOOLS_FORM),
+    ({"messages": [ASK, ANSWER], "tools": [{"type": "function", "function": {"name": "a b"}}]},
+     "tool names must be identifiers, got ['a b']"),
+    ({"messages": [ASK, ANSWER, ANSWER]}, "message 2: need user after an answer, got assistant"),
+    ({"prompt": "How many?", "completion": None}, '"prompt" and "completion" must each be text or a list of messages'),
+    ({"prompt": 3, "completion": "42"}, '"prompt" and "completion" must each be text or a list of messages'),
+    ({"prompt": ["How many?"], "completion": "42"}, '"prompt" and "completion" must each be text or a list of messages'),
+    ({"prompt": [ASK], "completion": [{**ANSWER, "loss": 0}]}, 'nothing to train: no assistant message without "loss": 0'),
+    ({"question": "How many?", "answer": "many"},
+     '"answer" has no number; give 72, or a solution that ends in #### 72, not \'many\''),
+    ({"input_text": "Meet?", "target_probability": "0.5"},
+     'no "target_reason" column; has: input_text, target_probability'),
+    ({"token_ids": [1, 2], "loss_mask": [0, 0], "logprobs": [0.0, 0.0]}, "nothing to train: loss_mask is 0 throughout"),
+    ({"token_ids": [1, 2], "loss_mask": [0], "step": 3}, "not a trajectory: token_ids, loss_mask, logprobs have lengths (2, 1, 0)"),
+    ({"token_ids": [1, 10**6], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]},
+     "token 1000000 is not in this model's vocabulary of 933: another model's episode"),
+    ({"token_ids": [5, 6], "loss_mask": [0, 1], "logprobs": [0.0, 0.0], "messages": [ASK]},
+     "the tokens do not spell the episode's messages: another model's episode"),
+    ({"text": "42"}, "nothing to learn from; need token_ids, loss_mask; messages; prompt, completion; question, answer; "
+                     "input_text, target_probability; has: text"),
+])
+def test_a_bad_row_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem):
+    good = {"messages": [ASK, ANSWER]}
+    path = write(tmp_path, [good, row, good])
+    problem = problem.replace("933", str(len(tokenizer)))
+    with pytest.raises(UserError) as caught:
+        [read(path, tokenizer, split, n=100) for split in ("train", "test")]
+    assert str(caught.value) == f"{path}:2: {problem}"
+
+
+def test_a_file_of_neither_rows_nor_tasks_is_refused(tokenizer, tmp_path):
+    path = write(tmp_path, [{"text": "42"}])
+    with pytest.raises(UserError) as caught:
+        read(path, tokenizer)
+    assert str(caught.value) == (
+        f"{path}:1: neither a row to learn from (token_ids, loss_mask; messages; prompt, completion; question, answer; "
+        "input_text, target_probability) nor a task of equations; name the world with --env; has: text")
+    with pytest.raises(UserError, match='rows.jsonl:1: no "equation" field; has: text'):
+        read(path, tokenizer, env="equations")
+
+
+def test_rows_too_long_are_dropped_and_counted(tokenizer, tmp_path, capsys):
+    path = write(tmp_path, [{"prompt": "a" * n, "completion": "b"} for n in (1, 2, 4000)])
+    assert len(read(path, tokenizer, max_tokens=100, eval_dataset=path)) == 2
+    assert "1 of 3 episodes exceed 100 tokens: dropped" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------- held out
+def test_a_tenth_is_held_out_by_hash_and_the_seed_only_draws(tokenizer, tmp_path):
+    path = write(tmp_path, [{"prompt": f"number {n}", "completion": "b"} for n in range(200)])
+    def asked(split, seed=0, n=10**6):
+        return [t.messages[0]["content"] for t in read(path, tokenizer, split, n=n, seed=seed)]
+    train, test = asked("train"), asked("test")
+    assert sorted(train + test) == sorted({f"number {n}" for n in range(200)}) and 8 <= len(test) <= 35
+    assert asked("train", 1) != train and set(asked("train", 1)) == set(train) and asked("train", n=7) == train[:7]
+    other = write(tmp_path, [{"prompt": "x", "completion": "y"}] * 3, "other.jsonl")
+    assert len(read(path, tokenizer, eval_dataset=other)) == 200
+    assert len(read(path, tokenizer, "test", eval_dataset=other)) == 3
+
+
+def test_episodes_are_held_out_by_task_and_chosen_by_reward(tokenizer, tmp_path):
+    tasks = [{"equation": f"x + {b} = 9"} for b in range(1, 31)]
+    played = [replace(t, reward=float(i), token_ids=[*t.token_ids[:-1], i])  # three endings of each
+              for t in demonstrate(tokenizer, "equations", tasks) for i in range(3)]
+    path = write(tmp_path, [{"step": 0, **t.to_json()} for t in played])
+    halves = [sft.demonstrations(sft.Config(trajectories=path), tokenizer, split, 1000) for split in ("train", "test")]
+    names = [{t.info["task"]["equation"] for t in half} for half in halves]
+    assert not names[0] & names[1] and len(names[1]) > 0 and sum(map(len, halves)) == 90
+    best = sft.demonstrations(sft.Config(trajectories=path, min_reward=2), tokenizer, "train", 1000)
+    assert {t.reward for t in best} == {2.0} and len(best) == len(halves[0]) / 3
+
+
+def test_a_few_rows_are_all_learnt_from(tokenizer, tmp_path):
+    rows = [{"prompt": "a", "completion": str(n)} for n in range(60)]
+    only_held_out = [row for row in rows if sft.zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0][:1]
+    path = write(tmp_path, only_held_out)
+    assert len(read(path, tokenizer)) == 1 and read(path, tokenizer, "test") == []
+
+
+# ------------------------------------------------------------------------------------------------------- train
+def test_chat_rows_are_learnt_without_a_world(tmp_path, capsys):
+    path = write(tmp_path, [{"prompt": f"say {n}", "completion": "yes"} for n in range(60)])
+    result = sft.train(sft.Config(dataset=path, output_dir=str(tmp_path / "o"), max_steps=10, batch_size=8, warmup_steps=1))
+    assert result["held_out_loss"] < 1 and result["success_after"] is None
+    assert "no world, no success" in capsys.readouterr().out
+    assert "env: null" in (tmp_path / "o" / "config.yaml").read_text()  # --config repeats it: still rows to learn from
+
+
+def test_episodes_are_tried_in_the_world_they_are_of(tokenizer, tmp_path, capsys):
+    tasks = [{"equation": f"x + {b} = 9"} for b in range(1, 31)]
+    path = write(tmp_path, [t.to_json() for t in demonstrate(tokenizer, "equations", tasks)])
+    result = sft.train(sft.Config(trajectories=path, output_dir=str(tmp_path / "o"), max_steps=1, batch_size=4, eval_tasks=2))
+    assert result["held_out_loss"] > 1 and result["success_after"] is not None
+    assert "--env equations" in capsys.readouterr().out
+    stranger = Trajectory(info={"env": "/tmp/evil.py:World"})
+    assert sft.recorded_world([stranger]) is None  # a data file does not choose which code runs
+
+
+def test_rows_to_learn_from_with_two_worlds_are_tried_in_both(tmp_path):
+    path = write(tmp_path, [{"prompt": f"say {n}", "completion": "yes"} for n in range(60)])
+    result = sft.train(sft.Config(dataset=path, env="equations,equations_hard", output_dir=str(tmp_path / "o"), max_steps=1,
+                                  batch_size=2, eval_tasks=2))
+    assert result["success_after"] == 0 and result["held_out_loss"]
