@@ -7,6 +7,7 @@ own format.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
+import ctypes
 import json
 import math
 import os
@@ -326,6 +327,15 @@ def merged(model):
     finally:
         for linear, weight in put_aside.items():
             linear.weight.data, linear.lora_merged = weight, False
+        give_back_memory()
+
+
+def give_back_memory():
+    """Freed memory returns to the system. glibc would keep it, and rollout and update each add their own peak."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        pass  # not glibc
 
 
 def merge_adapter(model):
