@@ -30,8 +30,8 @@ def main():
     parser.add_argument("--model_path", default=".real/smollm2")
     parser.add_argument("--gsm8k", default="../shared/data/gsm8k/train.jsonl")
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "real_model"))
-    parser.add_argument("--sft_steps", type=int, default=40)
-    parser.add_argument("--grpo_steps", type=int, default=30)
+    parser.add_argument("--sft_steps", type=int, default=60, help="0: go on from OUT/sft, which an earlier call made")
+    parser.add_argument("--grpo_steps", type=int, default=20)
     parser.add_argument("--gsm8k_steps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -47,7 +47,7 @@ def main():
         f.write(TINY_TEMPLATE)
     common = {"dtype": "bfloat16", "seed": args.seed, "overwrite": True}
     taught, learned, math = (os.path.join(args.out, name) for name in ("sft", "grpo", "gsm8k"))
-    rows = {"sft": sft.train(sft.Config(
+    rows = {"sft": {} if not args.sft_steps else sft.train(sft.Config(
         model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, warmup_steps=5, max_samples=400,
         expert_noise=0.7, max_turns=6, batch_size=8, gradient_accumulation_steps=1, max_steps=args.sft_steps,
         eval_tasks=0, **common))}
@@ -57,7 +57,7 @@ def main():
     rows["gsm8k"] = grpo.train(grpo.Config(
         model_path=args.model_path, output_dir=math, env="gsm8k", dataset=args.gsm8k, learning_rate=2e-5,
         tasks_per_step=4, group_size=4, batch_size=4, max_new_tokens=128, max_tokens=900, max_turns=3, num_turns=2,
-        max_steps=args.gsm8k_steps, eval_tasks=8, **common))
+        max_steps=args.gsm8k_steps, eval_tasks=0, **common))
     os.makedirs(RESULTS, exist_ok=True)
     for name, folder in (("grpo", learned), ("gsm8k", math)):
         shutil.copy(os.path.join(folder, "metrics.jsonl"), os.path.join(RESULTS, f"real_model_{name}.jsonl"))

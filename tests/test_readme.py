@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 import agent
+import dpo
 import grpo
+import reward_weighted
 import run
 import sft
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^python (grpo|sft|agent)\.py *(.*?)(?: +#.*)?$", README, re.M)
+PROGRAMS = {"grpo": grpo, "sft": sft, "agent": agent, "reward_weighted": reward_weighted, "dpo": dpo}
+COMMANDS = re.findall(rf"^python ({'|'.join(PROGRAMS)})\.py *(.*?)(?: +#.*)?$", README, re.M)
 
 
 @pytest.mark.parametrize("program, rest", COMMANDS)
@@ -21,7 +24,7 @@ def test_command_parses(program, rest):
     if "--config" in words:  # the file it names is written by the command before it
         at = words.index("--config")
         del words[at:at + 2]
-    run.parse({"grpo": grpo, "sft": sft, "agent": agent}[program].Config, words)
+    run.parse(PROGRAMS[program].Config, words)
 
 
 def test_there_are_commands():
@@ -31,7 +34,7 @@ def test_there_are_commands():
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(--\w+)", README))))
 def test_flag_exists(name):
     known = {"config", "help"}
-    for module in (grpo, sft, agent):
+    for module in PROGRAMS.values():
         known |= set(run.options(module.Config))
     assert name[2:].split("/")[0] in known
 
