@@ -187,8 +187,8 @@ def fast_float32() -> bool:
     """Let oneDNN run float32 matmuls with bf16 instructions if that stays float32-accurate on this CPU -> True if on.
 
     With AVX512-BF16 the split product is twice as fast with an error of 4e-7; with AMX the same switch really rounds.
-    Before the first matmul it also bounds oneDNN's cache of compiled shapes: 1,024 of them, the default, hold over 1 GB,
-    and batches of ever new lengths fill it.
+    Before the first matmul it also bounds oneDNN's cache of compiled shapes: its 1,024, which batches of ever new
+    lengths fill, hold over 1 GB.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     try:

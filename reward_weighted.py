@@ -387,7 +387,8 @@ def train(config: Config) -> dict:
             run.log(step, {"iteration": iteration, **metrics}, {"rollout_seconds": rollout_seconds})
         for place, batch in enumerate(tqdm(batches, "updates", leave=bool(data), delay=2)):
             began, loss = time.time(), 0.0
-            own, batch, micro = {id(t): w for t, w in batch}, cheapest_order([t for t, _ in batch], config.batch_size), []
+            own, micro = {id(t): w for t, w in batch}, []
+            batch = cheapest_order([t for t, _ in batch], config.batch_size)
             for part in (batch[i:i + config.batch_size] for i in range(0, len(batch), config.batch_size)):
                 token_ids, loss_mask, _ = collate(part, model.device)  # (b, t) each
                 micro.append((token_ids, loss_mask, token_weights([own[id(t)] for t in part], loss_mask)))

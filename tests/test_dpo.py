@@ -169,7 +169,7 @@ def recorded(tiny, tmp_path_factory):
 
 def run(start, folder, recorded=None, **options):
     defaults = dict(model_path=start, output_dir=str(folder), max_steps=1, eval_tasks=0, batch_size=8, overwrite=True,
-                    learning_rate=1e-3, trajectories=recorded and recorded[0])
+                    learning_rate=1e-3, trajectories=recorded and recorded[0], sft_coef=0.0, pairs="all")
     result = dpo.train(dpo.Config(**{**defaults, **options}))
     metrics = Path(folder) / "metrics.jsonl"
     return result, [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -193,7 +193,7 @@ def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
     ref = torch.stack([v.detach() for v in values]) + torch.tensor([0.4, -0.9])  # policy and reference differ
     r_chosen, r_rejected = beta * (torch.stack(values).detach() - ref)
     factor = -beta * torch.sigmoid(r_rejected - r_chosen)
-    loss, _ = dpo.forward(model, [pair], ref[None], dpo.count([pair]), [("sigmoid", 1.0)], dpo.Config(beta=beta))
+    loss, _ = dpo.forward(model, [pair], ref[None], dpo.count([pair]), [("sigmoid", 1.0)], dpo.Config(beta=beta, sft_coef=0.0))
     ours = torch.autograd.grad(loss, weights)
     scale = max(g.abs().max() for g in ours)
     assert all((a - factor * (c - r)).abs().max() < 1e-5 * scale for a, c, r in zip(ours, *grads))
@@ -356,7 +356,7 @@ def test_it_learns_and_held_out_pairs_are_of_other_tasks(start, recorded, tmp_pa
 
 
 @pytest.mark.parametrize("options", [
-    *({"loss": name, "label_smoothing": 0.1 * (name in ("exo_pair", "robust"))} for name in LOSSES),
+    {"loss": ",".join(LOSSES), "label_smoothing": 0.1, "discopop_tau": 1.0},
     {"loss": "sigmoid, sft", "loss_weights": "1.0, 0.2"}, {"length_norm": True}, {"sft_coef": 0.1},
     {"gradient_checkpointing": True, "lora_dropout": 0.1}, {"num_epochs": 2, "max_steps": None, "save_every": 1},
     {"batch_size": 64}, {"temperature": 0.7}, {"max_samples": 5}, {"eval_share": 0.0}], ids=str)

@@ -25,7 +25,7 @@ CALLING = {"role": "assistant", "content": "Half of it.", "tool_calls": [CALL]}
 NATALIA = {"question": "Natalia sold 48 clips in April and half as many in May. How many in both?",
            "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\nThat is 48+24 = <<48+24=72>>72 clips.\n#### 72"}
 FAMILIES = ["tiny", "hermes", "chatml", "thinking", "opens", "glm", "gptoss", "gemma4", "llama", "gemma", "real:smollm2",
-            "real:qwen2_5", "real:qwen3", "real:nemotron_3_super", "real:deepseekv3", "real:llama3_1", "real:gemma4_v5"]
+            "real:qwen2_5", "real:qwen3", "real:nemotron_3_super"]
 
 
 @pytest.fixture(scope="module")
