@@ -21,12 +21,16 @@ SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
 
 
 def grpo(folder, *flags, **environment):
+    """One run -> its result; one that an earlier call of this script finished is read, not run again."""
     command = [sys.executable, os.path.join(ROOT, "grpo.py"), "--output_dir", folder, "--overwrite", *map(str, flags)]
-    began = time.time()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                   env={**os.environ, **environment})
-    with open(os.path.join(folder, "result.json")) as f:
-        return {**json.load(f), "wall_seconds": round(time.time() - began, 1)}
+    began, kept = time.time(), os.path.join(folder, "newcomer.json")
+    if not os.path.exists(kept):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                       env={**os.environ, **environment})
+        with open(os.path.join(folder, "result.json")) as f, open(kept, "w") as out:
+            json.dump({**json.load(f), "wall_seconds": round(time.time() - began, 1), **environment}, out)
+    with open(kept) as f:
+        return json.load(f)
 
 
 def control(out, seed, label, flags):

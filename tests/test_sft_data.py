@@ -445,3 +445,10 @@ def test_rows_to_learn_from_with_two_worlds_are_tried_in_both(tmp_path):
     result = sft.train(sft.Config(dataset=path, env="equations,equations_hard", output_dir=str(tmp_path / "o"), max_steps=1,
                                   batch_size=2, eval_tasks=2))
     assert result["success_after"] == 0 and result["held_out_loss"]
+
+
+def test_held_out_solutions_are_the_worlds_held_out_tasks(tokenizer, tmp_path):
+    path = write(tmp_path, [{**NATALIA, "question": f"{NATALIA['question']} {n}"} for n in range(60)])
+    held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test")}
+    assert held_out == {task["question"] for task in envs.tasks("gsm8k", "test", None, 0, path)} and held_out
+    assert sft.is_task("gsm8k", NATALIA) and sft.recorded_world(read(path, tokenizer)) == "gsm8k"
