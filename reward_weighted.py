@@ -8,11 +8,11 @@
     reward_weighted_loss        -> -sum w log pi(token | tokens before it) / sum w, over all tokens of one update
     train                       -> collect, weigh, num_epochs passes of minibatch AdamW, and again (--num_iterations)
 
-No ratio and no clip: it is `sft_loss` on chosen data, so episodes may come from anywhere, and what failed is not
+No importance ratio: it is `sft_loss` on chosen data, so episodes may come from anywhere, and what failed is not
 unlearnt, only outweighed. Left out: AWR's value network (group means stand in for it) and its buffer of older episodes.
 
-    python reward_weighted.py           the tiny model, equations, from nothing: MINUTES on 2 CPU cores
-    python reward_weighted.py --weighting filter --top_share 0.25                  RAFT: each task's best quarter
+    python reward_weighted.py           the tiny model, equations, from nothing: under 5 minutes on a CPU core
+    python reward_weighted.py --weight_per episode --weighting filter --top_share 0.25      RAFT: a task's best 2 of 8
     python reward_weighted.py --model_path runs/grpo/base --trajectories runs/grpo/trajectories.jsonl       offline
 
 Legend: B sequences, T tokens, N weighted things: episodes, or turns. Column t of a (B, T) tensor belongs to token t.
