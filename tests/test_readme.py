@@ -15,7 +15,7 @@ import sft
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PROGRAMS = {"grpo": grpo, "sft": sft, "agent": agent, "reward_weighted": reward_weighted, "dpo": dpo}
-COMMANDS = re.findall(rf"^python ({'|'.join(PROGRAMS)})\.py *(.*?)(?: +#.*)?$", README, re.M)
+COMMANDS = re.findall(rf"^python ({'|'.join(PROGRAMS)})\.py *([^#\n]*?) *(?:#.*)?$", README, re.M)
 
 
 @pytest.mark.parametrize("program, rest", COMMANDS)
