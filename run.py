@@ -340,11 +340,16 @@ class Run:
         return path
 
     def finish(self, result):
-        """Write result.json and return the result; it holds every key of RESULT, None where there is no such number."""
+        """Write result.json and report.html, return the result: every key of RESULT, None where there is no number."""
         missing = [key for key in RESULT if key not in result]
         assert not missing, f"result lacks {missing}"
         if self.writes:
             replace_file(self.folder / "result.json", to_json(result, indent=1))
+            from view import write_html  # view imports run
+            try:
+                write_html(self.folder, quiet=True)
+            except (UserError, OSError) as error:               # a page must not fail a run
+                print(f"report.html: {error}", file=sys.stderr)
         return finite(result)
 
 

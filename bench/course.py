@@ -24,8 +24,8 @@ def course(out: str, seed: int) -> list[str]:
     return [f"envs/meetings.py --rows 3000 --output {csv} --seed {seed}",
             f"sft.py --env meetings --dataset {csv} --expert_noise 0.18 --batch_size 16 --max_steps 400 "
             f"--eval_tasks 0 --output_dir {sft} --seed {seed} --overwrite",
-            f"agent.py --model_path {sft} --env meetings --dataset {csv} --num_tasks 128 --group_size 8 --output {traces} "
-            f"--seed {seed}",
+            f"agent.py --model_path {sft} --env meetings --dataset {csv} --num_tasks 128 --group_size 8 "
+            f"--output {traces} --seed {seed}",
             f"dpo.py --model_path {sft} --trajectories {traces} --env meetings --learning_rate 1e-3 --num_epochs 2 "
             f"--eval_tasks 1000 --output_dir {dpo} --seed {seed} --overwrite",
             f"view.py report {sft} {traces} {dpo} --output {os.path.join(out, 'report.md')}"]
