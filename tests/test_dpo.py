@@ -373,7 +373,7 @@ def test_from_a_world_alone_it_plays_pairs_trains_and_tells(start, tmp_path, cap
         "    def get_reward(self):\n        return float(self.luck)\n"
         "    @staticmethod\n    def _tasks(split, n, seed):\n        return [{'n': i + 500 * (split == 'test')} for i in range(n)]\n")
     monkeypatch.chdir(tmp_path)
-    result, lines = run(start, tmp_path / "o", env="w.py:Luck", num_tasks=6, group_size=4, eval_tasks=4, max_new_tokens=4, eval_every=1)
+    result, lines = run(start, tmp_path / "o", env="w.py:Luck", num_tasks=6, group_size=4, eval_tasks=4, max_new_tokens=4, eval_every=1, eval_share=0.4)
     out = capsys.readouterr().out
     assert result["success_before"] is not None and result["success_after"] is not None and len(lines) == 1
     assert "eval/success" in lines[0] and "eval/pairs/loss" in lines[0] and "after DPO (1 steps" in out and "next:    python agent.py --model_path" in out and "--env w.py:Luck" in out
