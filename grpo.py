@@ -284,7 +284,7 @@ class Config:
     k_neg: float = flag(3.0, "vespo", group="loss", above=0)
     lambda_neg: float = flag(2.0, "vespo", group="loss", above=0)
     kl_coef: float | None = flag(
-        None, "weight of KL to the policy this run started from, 0 skips its forward pass; default: 0, 0.04 for tiny",
+        None, "weight of KL to the policy this run started from, 0 skips its forward pass; default: 0, 0.3 for tiny",
         group="loss", low=0)
     kl_estimator: str = flag("k3", "k1 goes into the reward, k2 and k3 into the loss", group="loss",
                              choices=("k1", "k2", "k3"))
@@ -396,8 +396,8 @@ def train(config: Config) -> dict:
     check(config)
     if config.learning_rate is None:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
-    if config.kl_coef is None:  # at the tiny model's learning rate noise alone moves it; 0.04 is arXiv 2402.03300's
-        config = replace(config, kl_coef=0.04 if config.model_path == "tiny" else 0.0)
+    if config.kl_coef is None:  # at the tiny model's learning rate noise alone would carry it off: --shuffle_rewards
+        config = replace(config, kl_coef=0.3 if config.model_path == "tiny" else 0.0)
     extra = {"num_turns": config.num_turns} if config.num_turns else {}
     files = config.dataset, config.eval_dataset
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
@@ -412,8 +412,8 @@ def train(config: Config) -> dict:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     frozen = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(  # 0.95: gradients grow with B, which starts at 0; 0.999 remembers small ones
+        weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
     total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
