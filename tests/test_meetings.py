@@ -17,7 +17,19 @@ import envs
 from agent import demonstrate
 from chat import Chat, parse_tool_calls
 from envs import meetings
-from envs.meetings import COLUMNS, PERSONAS, PRIOR, REASONS, TOOLS, Meetings, MeetingsShaped, accuracy, answer, belief, simulate
+from envs.meetings import (
+    COLUMNS,
+    PERSONAS,
+    PRIOR,
+    REASONS,
+    TOOLS,
+    Meetings,
+    MeetingsShaped,
+    accuracy,
+    answer,
+    belief,
+    simulate,
+)
 from run import UserError
 
 ROOT = Path(envs.__file__).parent.parent
