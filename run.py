@@ -515,6 +515,7 @@ class Run:
         If not, the update is to be skipped: it would spoil the weights for good. The step's episodes go into
         bad_step_N.json; Stop at the third in a row.
         """
+        self.check()
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.bad, self.updated = 0, True
             return True

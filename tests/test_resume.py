@@ -7,73 +7,55 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dpo
 import grpo
 import reward_weighted
 import run
 import sft
-from agent import read_trajectories, rollout
+from agent import Limits, demonstrate, read_trajectories, rollout
 from envs import tasks
-from lora import load_model
+from lora import load_model, save_model
 from run import Run, UserError
+from tiny import make_tiny
 
 ROOT = Path(run.__file__).parent
-WORLD = '''
-class Bandit:
-    """Two choices; "divide" is right and pays 1 each."""
-    system_prompt = "Choose."
-    max_turns = 2
-
-    def reset(self, number=0, **_):
-        self.reward, self.done, self.turn, self.number = 0.0, False, 0, number
-        return f"number {number}"
-
-    def identify_operation(self, operation: str) -> str:
-        """Choose.
-
-        Args:
-            operation: the choice
-        """
-        self.reward += operation == "divide"
-        self.turn += 1
-        self.done = self.turn == 2
-        return "yes"
-
-    def get_reward(self):
-        return self.reward
-
-    def _expert(self):
-        choice = ["add", "subtract", "multiply", "divide"][(self.number // 2 + self.turn) % 4]
-        return [] if self.done else [{"name": "identify_operation", "arguments": {"operation": choice}}]
-
-    @staticmethod
-    def _tasks(split, n, seed):
-        return [{"number": 2 * i + (split == "test")} for i in range(n)]
-'''
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A world, a model that knows its format, an adapter on it, and episodes that it played."""
-    folder = tmp_path_factory.mktemp("bandit")
-    (folder / "bandit.py").write_text(WORLD)
-    env = f"{folder}/bandit.py:Bandit"
-    sft.train(sft.Config(env=env, output_dir=str(folder / "base"), max_samples=200, max_steps=40, batch_size=8,
-                         eval_tasks=0))
-    sft.train(sft.Config(env=env, model_path=str(folder / "base"), output_dir=str(folder / "adapter"), max_samples=8,
-                         max_steps=2, batch_size=4, eval_tasks=0, lora_r=2, learning_rate=1e-2))
-    model, tokenizer = load_model(str(folder / "base"), train=False)
-    episodes = rollout(model, tokenizer, env, tasks(env, "train", 8, 0), 4)
-    (folder / "episodes.jsonl").write_text("".join(json.dumps(t.to_json()) + "\n" for t in episodes))
+    """The tiny model with the weights it was born with, an adapter on it, and recorded episodes."""
+    folder = tmp_path_factory.mktemp("place")
+    model, tokenizer = make_tiny()
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    model, tokenizer = load_model(str(folder / "base"), lora_r=2)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    save_model(model, folder / "adapter")
+    noisy = [{**task, "noise": 0.7, "seed": seed} for task in tasks("equations", "train", 6, 0) for seed in range(3)]
+    episodes = demonstrate(tokenizer, "equations", noisy, Limits(max_turns=2))
+    for i, t in enumerate(episodes):
+        t.group_id = str(i // 3)
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(t.to_json()) + "\n" for t in rewarded(episodes)))
     return folder
 
 
+def rewarded(episodes):
+    """Such a model earns nothing: here it is paid by what its tokens happen to be."""
+    for i, t in enumerate(episodes):
+        t.rewards = [(sum(t.token_ids) + j) % 4 / 2 for j in range(len(t.rewards))]
+        t.reward = sum(t.rewards)
+    return episodes
+
+
 def config(module, place, out, **options):
-    common = dict(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", output_dir=str(out), save_every=1,
-                  learning_rate=1e-2, warmup_steps=2, eval_tasks=2)
+    common = dict(model_path=str(place / "base"), env="equations", output_dir=str(out), save_every=1,
+                  learning_rate=1e-3, warmup_steps=2, eval_tasks=0 if module is sft else 2)
     if module is not sft:
-        common |= dict(group_size=3, max_tokens=160, max_new_tokens=24)
+        common |= dict(group_size=3, max_tokens=200, max_new_tokens=6)
     return module.Config(**{**common, **options})
 
 
@@ -111,7 +93,7 @@ def bytes_of(folder):
 
 def assert_equal(a, b):
     a, b = bytes_of(a), bytes_of(b)
-    assert a.keys() == b.keys() and len(a) > 4
+    assert a.keys() == b.keys() and len(a) >= 4
     assert [name for name in a if a[name] != b[name]] == []
 
 
@@ -136,6 +118,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_path, monkeypatch, name):
     module, options = CASES[name]
+    if hasattr(module, "rollout"):
+        monkeypatch.setattr(module, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
     options = {k: str(place / v) if v in ("adapter", "episodes.jsonl") else v for k, v in options.items()}
     module.train(config(module, place, tmp_path / "whole", **options))
     again = config(module, place, tmp_path / "killed", **options)
@@ -156,6 +140,7 @@ def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_pat
 
 
 def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(place, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(grpo, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
     monkeypatch.setattr(grpo, "TINY_SFT", {**grpo.TINY_SFT, "max_samples": 16, "max_steps": 2})
     options = dict(model_path="tiny", env="equations", lora_r=2, tasks_per_step=2, max_steps=2, compare_sft=False)
     grpo.train(config(grpo, place, tmp_path / "whole", **options))
@@ -167,11 +152,10 @@ def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(pla
     again.resume = "newest"
     with pytest.raises(Killed):
         train(grpo, again, monkeypatch, 0)
-    before = (tmp_path / "killed" / "base" / "model.safetensors").stat()
+    before = (tmp_path / "killed" / "base" / "model.safetensors").stat().st_mtime_ns
     result = grpo.train(again)
-    assert (tmp_path / "killed" / "base" / "model.safetensors").stat() == before
-    a, b = bytes_of(tmp_path / "whole"), bytes_of(tmp_path / "killed")
-    assert {k: v for k, v in a.items()} == b
+    assert (tmp_path / "killed" / "base" / "model.safetensors").stat().st_mtime_ns == before  # not made again
+    assert_equal(tmp_path / "whole", tmp_path / "killed")
     out = capfd.readouterr().out
     assert out.count("no step is saved, begins again") == 2 and re.search(r"before \(SFT, \d+ s\)", out)
     assert grpo.train(again) == result and "finished after 2 steps" in capfd.readouterr().out
@@ -196,7 +180,7 @@ def stopped(place, tmp_path_factory):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"learning_rate": 0.5}, "but --learning_rate is 0.5 and was 0.01; the same command: python"),
+    ({"learning_rate": 0.5}, "but --learning_rate is 0.5 and was 0.001; the same command: python"),
     ({"max_steps": 2}, "--max_steps is 2 and was 3"), ({"max_steps": None}, "--max_steps is None and was 3"),
     ({"seed": 1, "batch_size": 2}, "--batch_size is 2 and was 4, --seed is 1 and was 0")])
 def test_another_config_is_refused_by_name_and_changes_nothing(stopped, tmp_path, change, words):
