@@ -292,12 +292,14 @@ def _chats(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, di
 
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *, limits: Limits = Limits(),
             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0,
-            first_task: int = 0, slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4) -> list[Trajectory]:
+            first_task: int = 0, slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4,
+            check=lambda: None) -> list[Trajectory]:
     """`group_size` episodes of every task, a task's episodes together -> list of len(tasks) * group_size Trajectories.
 
     What is sampled is a function of (seed, step, first_task + index of the task, sample). Tools run in threads while
     other rows decode; a row that called one comes back at the next multiple of `tool_steps` decode steps, and decoding
-    waits there if it must: so who shares a batch depends on token counts, never on the clock.
+    waits there if it must: so who shares a batch depends on token counts, never on the clock. check is called before
+    every decode step, and may raise.
     RuntimeError: a reward function that raises, a non-finite reward or logit, too many hanging tools.
     """
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
@@ -323,6 +325,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
     try:
         while engine.busy or paused:
+            check()
             for row in engine.step() if engine.busy else ():
                 episode = episodes[row]
                 calls = episode.take_turn(row.turn, row.logprobs)

@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import permutations
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,9 +37,9 @@ from tqdm import tqdm
 
 import envs
 import sft  # only for the tiny model, where there is none to start from
-from agent import Limits, Trajectory, collate, evaluate, rollout
+from agent import Limits, Trajectory, collate, evaluate, read_trajectories, rollout
 from chat import Chat
-from lora import DTYPES, fast_float32, load_model, merge, merged, save_model, token_logprobs
+from lora import DTYPES, fast_float32, load_model, load_weights, merge, merged, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, nearest, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling.
@@ -223,6 +224,8 @@ class Config:
 
     output_dir: str = flag("runs/dpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played before, after and every eval_every steps", group="run", low=0)
@@ -377,12 +380,16 @@ def make_base(config: Config) -> tuple[str, float]:
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     base = os.path.join(config.output_dir, "base")
+    made = Path(base, "made.json")  # written last: with it the folder is whole
+    if made.exists():
+        return base, json.loads(made.read_text())["seconds"]
+    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           **TINY_SFT)
+                           overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
     merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
+    replace_file(made, to_json({"seconds": seconds}))
     return base, seconds
 
 
@@ -429,6 +436,8 @@ def train(config: Config) -> dict:
     if config.env and config.eval_tasks:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
     run = Run(config, "dpo")
+    if run.finished:
+        return run.finished
     fast_float32()
     source, base_seconds = config.model_path, 0.0
     if config.model_path == "tiny":
@@ -452,9 +461,12 @@ def train(config: Config) -> dict:
             raise UserError(f"{path}:{line}: token id {max(t.token_ids)}, but the model knows {vocabulary} tokens: "
                             "recorded with another model's tokenizer")
     if tasks:
-        with merged(model):
-            fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
-        run.trajectories(0, fresh)
+        if run.checkpoint:
+            fresh = read_trajectories(run.folder / "trajectories.jsonl")
+        else:
+            with merged(model):
+                fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
+            run.trajectories(0, fresh)
         episodes = [(("", 0, i), t) for i, t in enumerate(fresh)]
         print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, "
               f"{sum(t.info['success'] for t in fresh) / len(fresh):.3f} solved")
@@ -491,10 +503,14 @@ def train(config: Config) -> dict:
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+                        optimizer_tensors(optimizer, model.named_parameters()),
+                        {"before": before, "seconds": time.time() - training_began})
 
-    before, training_began = held_out_eval(), time.time()
-    bar = tqdm(range(total), "dpo", disable=not total)
+    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    before = saved["before"] if saved else held_out_eval()
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    run.begin(save)
+    bar = tqdm(range(start, total), "dpo", initial=start, total=total, disable=not total)
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
@@ -506,14 +522,14 @@ def train(config: Config) -> dict:
             group["lr"] = learning_rate(step, config, total)
         torch.manual_seed(mix(config.seed, "dropout", step))
         for k in range(0, len(order), config.batch_size):
+            run.check()
             part = order[k:k + config.batch_size]
             loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
             loss.backward()
             metrics.update({name: x.item() for name, x in parts.items()})
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; lower --learning_rate or --beta")
-        optimizer.step()
+        if run.may_update(step, [t for i in order for t in pairs[i]], metrics["loss"], grad_norm):
+            optimizer.step()
         optimizer.zero_grad()
         model.eval()
         metrics.update(grad_norm=grad_norm, learning_rate=learning_rate(step, config, total),
@@ -523,11 +539,10 @@ def train(config: Config) -> dict:
             metrics.update({f"eval/{k}": v for k, v in held_out_eval().items()})
         run.log(step, metrics, {"seconds": seconds, "peak_memory_mb": peak_memory_mb()})
         bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['accuracy']:.2f}")
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
-            save(step + 1)
+        run.end(step + 1, metrics.get("eval/success"))
 
     training_seconds = time.time() - training_began
-    folder, after = save(total), held_out_eval()
+    folder, after = run.last(total), held_out_eval()
     result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total,
               "seed": config.seed, "pairs": len(learn)}
     if test:

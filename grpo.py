@@ -17,6 +17,7 @@ Legend: B sequences, T tokens, V vocabulary, G group_size. Every (B, T) tensor's
 mask is 1 exactly where the policy sampled the token.
 """
 
+import json
 import math
 import os
 import time
@@ -24,6 +25,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -39,13 +41,14 @@ from lora import (
     fast_float32,
     freeze_reference,
     load_model,
+    load_weights,
     merge,
     merged,
     reference,
     save_model,
     token_logprobs,
 )
-from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
+from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling.
 TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}
@@ -308,6 +311,8 @@ class Config:
 
     output_dir: str = flag("runs/grpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     save_trajectories: int = flag(16, "episodes of each step kept in trajectories.jsonl; 0: none", group="run", low=0)
@@ -347,16 +352,20 @@ def make_base(config: Config) -> tuple[str, float]:
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     base = os.path.join(config.output_dir, "base")
+    made = Path(base, "made.json")  # written last: with it the folder is whole
+    if made.exists():
+        return base, json.loads(made.read_text())["seconds"]
+    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           **TINY_SFT)
+                           overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
     merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
+    replace_file(made, to_json({"seconds": seconds}))
     return base, seconds
 
 
-def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> tuple[list[Trajectory], int]:
+def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar, check) -> tuple[list[Trajectory], int]:
     """The step's episodes, groups whole -> (episodes, groups dropped by the success-rate band).
 
     The k-th candidate task of a step is a function of (seed, step, k); of those in the band the lowest k are kept.
@@ -373,7 +382,7 @@ def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> 
             episodes = rollout(
                 model, tokenizer, config.env, fresh, config.group_size, limits=limits, temperature=config.temperature,
                 seed=config.seed, step=step, first_task=k, slots=config.slots, tool_timeout=config.tool_timeout,
-                tool_steps=config.tool_steps)
+                tool_steps=config.tool_steps, check=check)
         k += missing
         groups = [episodes[i:i + config.group_size] for i in range(0, len(episodes), config.group_size)]
         for group in groups:
@@ -403,6 +412,8 @@ def train(config: Config) -> dict:
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
                        for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
     run = Run(config, "grpo")
+    if run.finished:
+        return run.finished
     fast_float32()
     source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
     model, tokenizer = load_model(
@@ -433,16 +444,21 @@ def train(config: Config) -> dict:
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+                        optimizer_tensors(optimizer, model.named_parameters()),
+                        {"before": before, "seconds": time.time() - training_began})
 
-    before, training_began = held_out_eval(), time.time()
-    bar = tqdm(range(total), "grpo", disable=not total)
+    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    before = saved["before"] if saved else held_out_eval()
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    run.begin(save)
+    bar = tqdm(range(start, total), "grpo", initial=start, total=total, disable=not total)
     for step in bar:
         began = time.time()
-        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar)
+        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar, run.check)
         rollout_seconds = time.time() - began
         if not trajectories:
             run.log(step, {"groups_dropped": dropped}, {"rollout_seconds": rollout_seconds})
+            run.end(step + 1)
             continue
         for t in trajectories:
             t.reward = (t.reward - config.reward_bias) * config.reward_scaling
@@ -507,6 +523,7 @@ def train(config: Config) -> dict:
             torch.manual_seed(mix(config.seed, "dropout", step, update))
             with update_weights():
                 for part in tqdm(micro, "update", leave=False, delay=2):
+                    run.check()
                     width = max(len(t.token_ids) for t in batch[part])
                     ids, m, old, adv = (  # (b, t) each
                         x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))
@@ -527,10 +544,8 @@ def train(config: Config) -> dict:
             if update == 0:
                 metrics["first_ratio"] = sums["ratio"]
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-            if not math.isfinite(grad_norm):
-                raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; "
-                                   "lower --learning_rate, or look at this step's rewards")
-            optimizer.step()
+            if run.may_update(step, batch, sums["loss"], grad_norm):
+                optimizer.step()
             optimizer.zero_grad()
         model.eval()
         metrics.update(sums, grad_norm=grad_norm, learning_rate=learning_rate(step, config, total),
@@ -546,11 +561,10 @@ def train(config: Config) -> dict:
             "rollout_tokens_per_second": metrics["sampled_tokens"] * len(batch) / rollout_seconds,
             "update_tokens_per_second": metrics["tokens"] * len(batch) / update_seconds})
         bar.set_postfix(success=f"{metrics['success']:.2f}", reward=f"{metrics['reward']:.2f}")
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
-            save(step + 1)
+        run.end(step + 1, metrics.get("eval/success"))
 
     training_seconds = time.time() - training_began
-    folder, after = save(total), held_out_eval()
+    folder, after = run.last(total), held_out_eval()
     rows = [(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
             (f"after GRPO ({total} steps, {training_seconds:.0f} s)", after)]
     result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total,
@@ -559,8 +573,8 @@ def train(config: Config) -> dict:
         print("control: SFT alone, on the same demonstrations, for the time that GRPO took")
         alone = os.path.join(source, "sft_alone")
         sft.train(sft.Config(
-            model_path=source, output_dir=alone, learning_rate=1e-3, env=config.env, seed=config.seed, eval_tasks=0,
-            max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
+            model_path=source, output_dir=alone, overwrite=True, learning_rate=1e-3, env=config.env, seed=config.seed,
+            eval_tasks=0, max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
         model, _ = load_model(alone, train=False)
         sft_alone = held_out_eval()
         rows.append((f"SFT alone ({training_seconds:.0f} s)", sft_alone))

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from chat import Chat
-from lora import DTYPES, fast_float32, load_model, save_model, token_logprobs
+from lora import DTYPES, fast_float32, load_model, load_weights, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
 
@@ -75,6 +75,8 @@ class Config:
 
     output_dir: str = flag("runs/sft", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played at the end, at temperature 1; 0: none", group="run", low=0)
@@ -286,6 +288,8 @@ def train(config: Config) -> dict:
     if not (config.env or rows):
         config = replace(config, env="equations")
     run = Run(config, "sft")
+    if run.finished:
+        return run.finished
     fast_float32()
     model, tokenizer = load_model(
         config.model_path, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
@@ -309,9 +313,13 @@ def train(config: Config) -> dict:
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+                        optimizer_tensors(optimizer, model.named_parameters()),
+                        {"seconds": time.time() - training_began})
 
-    training_began, bar = time.time(), tqdm(range(total), "sft")
+    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    run.begin(save)
+    bar = tqdm(range(start, total), "sft", initial=start, total=total)
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
@@ -320,6 +328,7 @@ def train(config: Config) -> dict:
         model.train()
         torch.manual_seed(mix(config.seed, "dropout", step))
         for i in range(0, len(batch), config.batch_size):
+            run.check()
             token_ids, loss_mask, _ = collate(batch[i:i + config.batch_size], model.device)  # (B, T) each
             logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)
             part = sft_loss(logprobs, loss_mask, num_tokens)
@@ -328,7 +337,8 @@ def train(config: Config) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        optimizer.step()
+        if run.may_update(step, batch, loss, grad_norm):
+            optimizer.step()
         optimizer.zero_grad()
         model.eval()
         run.log(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
@@ -337,9 +347,8 @@ def train(config: Config) -> dict:
         if config.max_seconds and time.time() - training_began > config.max_seconds:
             total = step + 1
             break
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
-            save(step + 1)
-    folder = save(total)
+        run.end(step + 1)
+    folder = run.last(total)
     result = {"success_before": None, "success_after": None, "steps": total, "seed": config.seed, "held_out_loss": None}
     if held_out:
         result["held_out_loss"] = held_out_loss(model, held_out, config.batch_size)
