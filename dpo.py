@@ -359,37 +359,37 @@ def chats(tokenizer, env: str | None, generation_config):
 
 
 @torch.no_grad()
-def reference_sums(model, pairs, config: Config):
+def reference_sums(model, pairs, config: Config, ranks):
     """log pi_ref of the chosen and the rejected episode of every pair, summed over sampled tokens: (N, 2).
 
     Before the first update the policy is the policy this run started from: fresh adapter, old adapter, or all weights.
     """
     episodes = sorted({id(t): t for pair in pairs for t in pair}.values(), key=lambda t: len(t.token_ids))
     found = {}
-    for i in tqdm(range(0, len(episodes), 2 * config.batch_size), "reference", leave=False, delay=2):
-        part = episodes[i:i + 2 * config.batch_size]
-        token_ids, mask, _ = collate(part, model.device)  # (b, T) each
+    for part in tqdm(ranks.micro_batches(len(episodes), 2 * config.batch_size), "reference", leave=False, delay=2):
+        token_ids, mask, _ = collate(episodes[part], model.device)  # (b, T) each
         sums = token_logprobs(model, token_ids, mask, config.temperature)[0].sum(1)  # (b,)
-        found.update(zip(map(id, part), sums.tolist()))
+        found.update(zip(range(part.start, part.stop), sums.tolist()))
+    found = {id(episodes[i]): value for own in ranks.gather(found) for i, value in own.items()}
     return torch.tensor([[found[id(t)] for t in pair] for pair in pairs], device=model.device)
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config) -> tuple[str, float]:
+def make_base(config: Config, run: Run) -> tuple[str, float]:
     """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
     base = os.path.join(config.output_dir, "base")
     made = Path(base, "made.json")  # written last: with it the folder is whole
-    if made.exists():
-        return base, json.loads(made.read_text())["seconds"]
+    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
+        return base, seconds
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
                            overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
-    merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
-    replace_file(made, to_json({"seconds": seconds}))
+    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
     return base, seconds
 
 
@@ -441,7 +441,7 @@ def train(config: Config) -> dict:
     fast_float32()
     source, base_seconds = config.model_path, 0.0
     if config.model_path == "tiny":
-        source, base_seconds = make_base(replace(config, env=config.env or "equations"))
+        source, base_seconds = make_base(replace(config, env=config.env or "equations"), run)
     model, tokenizer = load_model(
         source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
         lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
@@ -452,7 +452,7 @@ def train(config: Config) -> dict:
         weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     playing = {"limits": Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                                 config.max_tool_tokens), "temperature": config.temperature, "seed": config.seed,
-               "slots": config.slots, "tool_timeout": config.tool_timeout}
+               "slots": config.slots, "tool_timeout": config.tool_timeout, "run": run}
 
     # Pairs
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -466,6 +466,10 @@ def train(config: Config) -> dict:
         else:
             with merged(model):
                 fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
+            if not run.may_learn(0, fresh):
+                fresh = [t for t in fresh if math.isfinite(t.reward)]
+                if not fresh:
+                    raise UserError("no episode has a finite reward; look at bad_step_0.json in the run's folder")
             run.trajectories(0, fresh)
         episodes = [(("", 0, i), t) for i, t in enumerate(fresh)]
         print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, "
@@ -485,9 +489,9 @@ def train(config: Config) -> dict:
     prompts = list(dict.fromkeys(prompt_of(chosen) for chosen, _ in pairs))
     kept_out = {prompts[i] for i in rng.permutation(len(prompts))[:round(config.eval_share * (len(prompts) - 1))]}
     if episodes:
-        replace_file(run.folder / "preference_pairs.json", to_json(
-            [readable(*pair, held_out=prompt_of(pair[0]) in kept_out) for pair in pairs], indent=1))
-    ref_sums = reference_sums(model, pairs, config)  # (N, 2)
+        run.ranks.first(lambda: replace_file(run.folder / "preference_pairs.json", to_json(
+            [readable(*pair, held_out=prompt_of(pair[0]) in kept_out) for pair in pairs], indent=1)))
+    ref_sums = reference_sums(model, pairs, config, run.ranks)  # (N, 2)
     test = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) in kept_out]
     test, test_sums = [pairs[i] for i in test], ref_sums[test]
     learn = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) not in kept_out]
@@ -520,13 +524,15 @@ def train(config: Config) -> dict:
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
-        torch.manual_seed(mix(config.seed, "dropout", step))
-        for k in range(0, len(order), config.batch_size):
+        for part in run.ranks.micro_batches(len(order), config.batch_size):
             run.check()
-            part = order[k:k + config.batch_size]
+            torch.manual_seed(mix(config.seed, "dropout", step, part.start))
+            part = order[part]
             loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
             loss.backward()
             metrics.update({name: x.item() for name, x in parts.items()})
+        run.ranks.add_gradients(weights)
+        metrics = run.ranks.total(metrics)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
         if run.may_update(step, [t for i in order for t in pairs[i]], metrics["loss"], grad_norm):
             optimizer.step()

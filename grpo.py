@@ -347,25 +347,25 @@ def learning_rate(step: int, config: Config, total: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config) -> tuple[str, float]:
+def make_base(config: Config, run: Run) -> tuple[str, float]:
     """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
     base = os.path.join(config.output_dir, "base")
     made = Path(base, "made.json")  # written last: with it the folder is whole
-    if made.exists():
-        return base, json.loads(made.read_text())["seconds"]
+    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
+        return base, seconds
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
                            overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
-    merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
-    replace_file(made, to_json({"seconds": seconds}))
+    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
     return base, seconds
 
 
-def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar, check) -> tuple[list[Trajectory], int]:
+def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar, run) -> tuple[list[Trajectory], int]:
     """The step's episodes, groups whole -> (episodes, groups dropped by the success-rate band).
 
     The k-th candidate task of a step is a function of (seed, step, k); of those in the band the lowest k are kept.
@@ -382,12 +382,12 @@ def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar, che
             episodes = rollout(
                 model, tokenizer, config.env, fresh, config.group_size, limits=limits, temperature=config.temperature,
                 seed=config.seed, step=step, first_task=k, slots=config.slots, tool_timeout=config.tool_timeout,
-                tool_steps=config.tool_steps, check=check)
+                tool_steps=config.tool_steps, run=run)
         k += missing
         groups = [episodes[i:i + config.group_size] for i in range(0, len(episodes), config.group_size)]
         for group in groups:
             rate = sum(t.info["success"] for t in group) / len(group)
-            if config.success_rate_lb <= rate <= config.success_rate_ub:
+            if config.success_rate_lb <= rate <= config.success_rate_ub or any(math.isnan(t.reward) for t in group):
                 kept.append(group)
             else:
                 dropped += 1
@@ -415,7 +415,7 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     fast_float32()
-    source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
+    source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
     model, tokenizer = load_model(
         source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
         lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
@@ -437,7 +437,7 @@ def train(config: Config) -> dict:
         with merged(model) if config.merge_lora else nullcontext():
             return evaluate(
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots) if config.eval_tasks else {}
+                step=-1, temperature=config.temperature, slots=config.slots, run=run) if config.eval_tasks else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
@@ -454,9 +454,9 @@ def train(config: Config) -> dict:
     bar = tqdm(range(start, total), "grpo", initial=start, total=total, disable=not total)
     for step in bar:
         began = time.time()
-        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar, run.check)
+        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar, run)
         rollout_seconds = time.time() - began
-        if not trajectories:
+        if not trajectories or not run.may_learn(step, trajectories):
             run.log(step, {"groups_dropped": dropped}, {"rollout_seconds": rollout_seconds})
             run.end(step + 1)
             continue
@@ -469,7 +469,7 @@ def train(config: Config) -> dict:
         batch = cheapest_order(trajectories, config.batch_size)
         token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
         turns = turn_index(sampled_mask)  # (B, T)
-        micro = [slice(i, i + config.batch_size) for i in range(0, len(batch), config.batch_size)]
+        micro = run.ranks.micro_batches(len(batch), config.batch_size)
 
         @torch.no_grad()
         def logprobs_now():
@@ -478,7 +478,7 @@ def train(config: Config) -> dict:
                 width = max(len(t.token_ids) for t in batch[part])
                 ids, m = token_ids[part, :width], sampled_mask[part, :width]
                 out[part, :width] = token_logprobs(model, ids, m, config.temperature)[0]
-            return out  # (B, T)
+            return run.ranks.add(out)  # (B, T)
 
         ref_logprobs = None
         if config.kl_coef:
@@ -519,11 +519,11 @@ def train(config: Config) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         for update in range(config.updates_per_step):
-            sums = Counter()
-            torch.manual_seed(mix(config.seed, "dropout", step, update))
+            sums, gap_max = Counter(), 0.0
             with update_weights():
                 for part in tqdm(micro, "update", leave=False, delay=2):
                     run.check()
+                    torch.manual_seed(mix(config.seed, "dropout", step, update, part.start))
                     width = max(len(t.token_ids) for t in batch[part])
                     ids, m, old, adv = (  # (b, t) each
                         x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))
@@ -539,10 +539,13 @@ def train(config: Config) -> dict:
                     sums.update({name: x.item() for name, x in seen.items()})
                     if update == 0:
                         gap = masked(logprobs.detach() - sampled_logprobs[part, :width], m).abs()
-                        metrics["sampler_gap"] = metrics.get("sampler_gap", 0.0) + token_mean(gap, m, counts).item()
-                        metrics["sampler_gap_max"] = max(metrics.get("sampler_gap_max", 0.0), gap.max().item())
+                        sums["sampler_gap"] += token_mean(gap, m, counts).item()
+                        gap_max = max(gap_max, gap.max().item())
+            run.ranks.add_gradients(weights)
+            sums = run.ranks.total(sums)
             if update == 0:
-                metrics["first_ratio"] = sums["ratio"]
+                metrics.update(first_ratio=sums["ratio"], sampler_gap=sums.pop("sampler_gap"),
+                               sampler_gap_max=max(run.ranks.gather(gap_max)))
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
             if run.may_update(step, batch, sums["loss"], grad_norm):
                 optimizer.step()

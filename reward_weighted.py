@@ -227,21 +227,21 @@ def learning_rate(step: int, done: float, config: Config) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config) -> tuple[str, float]:
+def make_base(config: Config, run: Run) -> tuple[str, float]:
     """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
     base = os.path.join(config.output_dir, "base")
     made = Path(base, "made.json")  # written last: with it the folder is whole
-    if made.exists():
-        return base, json.loads(made.read_text())["seconds"]
+    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
+        return base, seconds
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
                            overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
-    merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
-    replace_file(made, to_json({"seconds": seconds}))
+    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
     return base, seconds
 
 
@@ -269,7 +269,7 @@ def recorded(config: Config) -> list[Trajectory]:
     return episodes
 
 
-def collect(model, tokenizer, config: Config, tasks, iteration: int, limits, check) -> list[Trajectory]:
+def collect(model, tokenizer, config: Config, tasks, iteration: int, limits, run) -> list[Trajectory]:
     """The iteration's episodes; its tasks are a function of (seed, iteration)."""
     epoch, place = divmod(iteration * config.tasks_per_iteration, len(tasks))
     order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
@@ -278,7 +278,7 @@ def collect(model, tokenizer, config: Config, tasks, iteration: int, limits, che
         return rollout(
             model, tokenizer, config.env, chosen, config.group_size, limits=limits, temperature=config.temperature,
             seed=config.seed, step=iteration, slots=config.slots, tool_timeout=config.tool_timeout,
-            tool_steps=config.tool_steps, check=check)
+            tool_steps=config.tool_steps, run=run)
 
 
 def weigh(episodes: list[Trajectory], config: Config) -> tuple[list[list[float]], dict]:
@@ -337,7 +337,7 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     fast_float32()
-    source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
+    source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
     model, tokenizer = load_model(
         source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
         lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
@@ -359,7 +359,7 @@ def train(config: Config) -> dict:
         with merged(model) if config.merge_lora else nullcontext():
             return evaluate(
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots) if held_out else {}
+                step=-1, temperature=config.temperature, slots=config.slots, run=run) if held_out else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
@@ -385,8 +385,12 @@ def train(config: Config) -> dict:
         if done and not data:
             episodes = read_trajectories(run.checkpoint / "episodes.jsonl")
         else:
-            episodes = data or collect(model, tokenizer, config, tasks, iteration, limits, run.check)
+            episodes = data or collect(model, tokenizer, config, tasks, iteration, limits, run)
         rollout_seconds = time.time() - began
+        if not run.may_learn(step, episodes):
+            iteration += 1
+            run.end(step)
+            continue
         shares, metrics = weigh(episodes, config)
         metrics["episodes"] = len(episodes)
         if not data:
@@ -408,7 +412,6 @@ def train(config: Config) -> dict:
             batches = batches[:config.max_steps - step + done]
         if not kept:
             bar.write(f"note: iteration {iteration}: no episode of positive weight, nothing to learn from")
-            run.log(step, {"iteration": iteration, **metrics}, {"rollout_seconds": rollout_seconds})
             iteration += 1
             run.end(step)
         metrics = {} if done else metrics  # an iteration's own numbers stand in its first line only
@@ -416,19 +419,22 @@ def train(config: Config) -> dict:
             began, loss = time.time(), 0.0
             own, micro = {id(t): w for t, w in batch}, []
             batch = cheapest_order([t for t, _ in batch], config.batch_size)
-            for part in (batch[i:i + config.batch_size] for i in range(0, len(batch), config.batch_size)):
-                token_ids, loss_mask, _ = collate(part, model.device)  # (b, t) each
-                micro.append((token_ids, loss_mask, token_weights([own[id(t)] for t in part], loss_mask)))
-            weight_sum = sum(w.sum() for _, _, w in micro)
+            for part in run.ranks.micro_batches(len(batch), config.batch_size):
+                token_ids, loss_mask, _ = collate(batch[part], model.device)  # (b, t) each
+                w = token_weights([own[id(t)] for t in batch[part]], loss_mask)  # (b, t)
+                micro.append((part.start, token_ids, loss_mask, w))
+            weight_sum = run.ranks.add(sum((w.sum() for *_, w in micro), torch.zeros((), device=model.device)))
             model.train()
-            torch.manual_seed(mix(config.seed, "dropout", step))
             with update_weights():
-                for token_ids, loss_mask, w in micro:
+                for first, token_ids, loss_mask, w in micro:
                     run.check()
+                    torch.manual_seed(mix(config.seed, "dropout", step, first))
                     logprobs, _ = token_logprobs(model, token_ids, loss_mask, config.temperature)  # (b, t)
                     part = reward_weighted_loss(logprobs, w, weight_sum)
                     part.backward()
                     loss += part.item()
+            run.ranks.add_gradients(weights)
+            loss = sum(run.ranks.gather(loss))
             lr = learning_rate(step, (iteration + done / len(batches)) / iterations, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr

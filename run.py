@@ -138,6 +138,7 @@ class Run:
             self.ranks.leave = self._leave
         self.ranks.runs += 1
         self.finished, self.checkpoint, self.state = self.ranks.first(lambda: self._open(values)) or (None, None, None)
+        self.ranks.runs -= self.finished is not None
 
     @property
     def command(self):
@@ -396,7 +397,7 @@ class Run:
             replace_file(path, to_json({"step": step, "why": why, "episodes": [
                 {"group_id": t.group_id, "reward": str(t.reward), "tokens": len(t.token_ids), "token_ids": t.token_ids,
                  "task": t.info.get("task"), "stop_reason": t.stop_reason} for t in episodes]}, indent=1))
-        print(f"step {step}: {why}: no update; its episodes are in {path}")
+        print(f"step {step}: {why}: skipped; its episodes are in {path}")
         if self.bad == 3:
             raise Stop(f"step {step}: {why}: the third update in a row that is not finite; lower --learning_rate, or "
                        f"look at the rewards in {path}; another run can start from this one's checkpoints: "

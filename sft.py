@@ -326,14 +326,16 @@ def train(config: Config) -> dict:
         batch = epoch_batches(data, per_step, config.seed, epoch)[place]
         num_tokens, loss = sum(sum(t.loss_mask) for t in batch), 0.0
         model.train()
-        torch.manual_seed(mix(config.seed, "dropout", step))
-        for i in range(0, len(batch), config.batch_size):
+        for part in run.ranks.micro_batches(len(batch), config.batch_size):
             run.check()
-            token_ids, loss_mask, _ = collate(batch[i:i + config.batch_size], model.device)  # (B, T) each
+            torch.manual_seed(mix(config.seed, "dropout", step, part.start))
+            token_ids, loss_mask, _ = collate(batch[part], model.device)  # (B, T) each
             logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)
             part = sft_loss(logprobs, loss_mask, num_tokens)
             part.backward()
             loss += part.item()
+        run.ranks.add_gradients(weights)
+        loss = sum(run.ranks.gather(loss))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
@@ -344,7 +346,7 @@ def train(config: Config) -> dict:
         run.log(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
                        "tokens": num_tokens}, {"seconds": time.time() - began})
         bar.set_postfix(loss=f"{loss:.3f}")
-        if config.max_seconds and time.time() - training_began > config.max_seconds:
+        if config.max_seconds and run.ranks.first(lambda: time.time() - training_began > config.max_seconds):
             total = step + 1
             break
         run.end(step + 1)
@@ -353,7 +355,8 @@ def train(config: Config) -> dict:
     if held_out:
         result["held_out_loss"] = held_out_loss(model, held_out, config.batch_size)
     if tasks:
-        after = evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed)
+        after = evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed,
+                         run=run)
         result["success_after"] = after["success"]
     if config.eval_tasks:
         print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}"
