@@ -462,7 +462,7 @@ def train(config: Config) -> dict:
                             "recorded with another model's tokenizer")
     if tasks:
         if run.checkpoint:
-            fresh = read_trajectories(run.folder / "trajectories.jsonl")
+            fresh = read_trajectories(str(run.folder / "trajectories.jsonl"))
         else:
             with merged(model):
                 fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)

@@ -383,7 +383,7 @@ def train(config: Config) -> dict:
     for iteration in bar:
         began = time.time()
         if done and not data:
-            episodes = read_trajectories(run.checkpoint / "episodes.jsonl")
+            episodes = read_trajectories(str(run.checkpoint / "episodes.jsonl"))
         else:
             episodes = data or collect(model, tokenizer, config, tasks, iteration, limits, run)
         rollout_seconds = time.time() - began

@@ -39,6 +39,7 @@ def place(tmp_path_factory):
     episodes = demonstrate(tokenizer, "equations", noisy, Limits(max_turns=2))
     for i, t in enumerate(episodes):
         t.group_id = str(i // 3)
+        del t.info["task"]["seed"]
     (folder / "episodes.jsonl").write_text("".join(json.dumps(t.to_json()) + "\n" for t in rewarded(episodes)))
     return folder
 
@@ -249,7 +250,7 @@ def test_one_checkpoint_and_that_damaged(stopped, tmp_path):
         with pytest.raises(UserError, match="not a whole checkpoint"):
             run.read_state(folder)
     (folder.parent / "step_000001").rename(tmp_path / "gone")
-    with pytest.raises(UserError, match="not a whole checkpoint .* there is no earlier one: --overwrite starts anew"):
+    with pytest.raises(UserError, match="not a whole checkpoint .* there is no other one to go on from: --overwrite starts anew"):
         sft.train(again)
     again.resume = "previous"
     with pytest.raises(UserError, match="no previous checkpoint"):

@@ -370,13 +370,6 @@ def test_result(tmp_path):
     assert book.finish(result) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
 
 
-def test_only_rank_zero_writes(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    book = started(tmp_path / "a")
-    book.log(0, {}, {})
-    assert book.save(3, None) == tmp_path / "a/checkpoints/step_000003" and not (tmp_path / "a").exists()
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 def small_model():
