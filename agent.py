@@ -121,7 +121,10 @@ class ToolPool:
         while (job := self.jobs.get()) is not None:
             for call in job["calls"]:
                 job["began"] = time.monotonic()
-                text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
+                try:
+                    text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
+                except BaseException as fault:  # KeyboardInterrupt raised by the tool: signals come to the main thread
+                    text, error = f"error: {type(fault).__name__}", True
                 if job["abandoned"]:
                     return  # a new thread has taken this one's place
                 job["results"].append((text, error, _paid(job["env"])))

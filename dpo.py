@@ -420,7 +420,7 @@ def train(config: Config) -> dict:
     if config.learning_rate is None:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
     episodes = read_episodes(config.trajectories) if config.trajectories else []
-    rows = envs.read_rows(config.dataset) if (config.dataset or "").endswith(".jsonl") else []
+    rows = envs.read_rows(config.dataset) if (config.dataset or "").endswith((".jsonl", ".parquet")) else []
     if rows and not any(row.keys() & {"chosen", "rejected"} for row in rows):
         if not (config.env or episodes):
             raise UserError(f'{config.dataset}:{rows[0].pop("_line")}: no "chosen" field; has: {", ".join(rows[0])} '

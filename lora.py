@@ -153,6 +153,10 @@ def _check_logits(model, source: str):
     with torch.no_grad():
         own = model(input_ids=probe, use_cache=False).logits.float()
         ours = head_logits(model, model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and not torch.isfinite(p.detach().sum(dtype=torch.float32)):  # or a sum too large
+            if bad := int((~torch.isfinite(p)).sum()):
+                raise UserError(f"{source}: {name}: {bad} values are not finite; the file is damaged")
     if not torch.isfinite(own).all():
         raise UserError(f"{source}: its weights give logits that are not finite; "
                         "the file is damaged, or needs --dtype float32")
@@ -534,6 +538,8 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
     add_lora(model, config["r"], config["lora_alpha"], dropout or config.get("lora_dropout", 0.0),
              config["target_modules"], config.get("use_rslora", False))
     load_weights(model, folder)
+    if not any(linear.lora_B.weight.any() for linear in lora_linears(model).values()):
+        print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero", file=sys.stderr)
     model.lora_fresh = False
 
 

@@ -157,7 +157,7 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
     world = envs.load(config.env) if config.env and "," not in config.env else None
     system = getattr(world, "system_prompt", None)
     chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
-    rows, found, kinds = [], [], Counter()
+    rows, found, kinds, spelled = [], [], Counter(), Counter()
     for row in envs.read_rows(path):
         where = f"{path}:{row.pop('_line')}"
         try:
@@ -177,7 +177,8 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
         where, kind, what, row, _ = rows[i]
         kinds[kind] += 1
         if not isinstance(what, Trajectory):
-            solved = kind == "written solutions"
+            solved, text = kind == "written solutions", json.dumps(what, ensure_ascii=False)
+            spelled.update({token for token in tokenizer.all_special_tokens if token in text})
             tools = envs.schemas(envs.load("gsm8k")) if solved else row.get("tools")
             if tools is None:
                 tools = envs.schemas(world) if world else []
@@ -193,6 +194,8 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
         found.append(what)
     print(f"{path}: {' and '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'none'} of {len(rows)} rows "
           f"{'to learn from' if split == 'train' else 'held out'}")
+    for token, count in spelled.items():  # text stays text: it ends no turn
+        print(f"{count} rows contain {token} as text")
     return found
 
 
@@ -216,6 +219,9 @@ def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
         case {"messages": _}:
             raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
         case {"prompt": prompt, "completion": completion}:
+            for name, part, lost in (("prompt", prompt, "answer"), ("completion", completion, "train on")):
+                if isinstance(part, (str, list)) and not (part.strip() if isinstance(part, str) else part):
+                    raise ValueError(f'"{name}" is empty: nothing to {lost}')
             prompt, completion = ([{"role": role, "content": part}] if isinstance(part, str) else part
                                   for role, part in (("user", prompt), ("assistant", completion)))
             if not all(isinstance(part, list) and part and all(isinstance(m, dict) for m in part)
