@@ -65,8 +65,9 @@ class Ranks:
 
     def micro_batches(self, n: int, batch_size: int) -> list[slice]:
         """This rank's of the micro-batches of n sequences; smaller than batch_size where a rank would have none."""
-        size = max(1, min(batch_size, -(-n // self.world)))
-        return [slice(i, i + size) for i in range(0, n, size)][self.rank::self.world]
+        if -(-n // batch_size) < (count := min(n, self.world)):
+            return [slice(n * i // count, n * (i + 1) // count) for i in range(count)][self.rank:self.rank + 1]
+        return [slice(i, i + batch_size) for i in range(0, n, batch_size)][self.rank::self.world]
 
     def gather(self, part) -> list:
         """Every rank's part, in the order of ranks, on every rank."""

@@ -189,7 +189,7 @@ class Run:
                     raise UserError(f"--{name} {value} lies in the folder to overwrite; give another --output_dir")
             for path in [*(self.folder / name for name in held), *self.folder.glob("bad_step_*.json")]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        elif held and not values.get("resume"):
+        elif held and not values.get("resume") and not (held == ["config.yaml"] and self._written_by()):  # nothing done
             what = self._written_by()
             if not what or (self.folder / "result.json").exists():
                 raise UserError(f"{self.folder}: already holds {f'a {what} run' if what else held[0]}; give another "

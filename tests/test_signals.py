@@ -197,12 +197,99 @@ def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
     assert not list(tmp_path.glob("bad*"))
 
 
-@pytest.mark.parametrize("module", [grpo, reward_weighted, dpo])
-def test_a_reward_that_is_not_finite_is_our_fault_and_stops(place, tmp_path, module):  # noqa: F811
-    (tmp_path / "w.py").write_text('class W:\n    def reset(self, **_):\n        return "x"\n'
-                                   '    def look(self) -> str:\n        """Look."""\n        return "y"\n'
-                                   '    def get_reward(self):\n        return float("nan")\n'
-                                   '    @staticmethod\n    def _tasks(split, n, seed):\n        return [{}] * n\n')
-    with pytest.raises(RuntimeError, match=r"get_reward\(\) .* is nan.*not finite"):
-        module.train(config(module, place, tmp_path / "o", env=f"{tmp_path}/w.py:W", eval_tasks=0))
-    assert not (tmp_path / "o" / "metrics.jsonl").exists()
+WORLD = '''
+class W:
+    """Pays as its task says."""
+    def reset(self, pay=1.0, **_):
+        self.pay = pay
+        return "x"
+    def look(self) -> str:
+        """Look."""
+        return "y"
+    def get_reward(self):
+        W.n = getattr(W, "n", 0) + 1
+        return float(self.pay) * (W.n % 3)
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{"pay": ["PAY", 1.0][i % 2]} for i in range(n)]
+'''
+
+
+@pytest.mark.parametrize("pay", ["nan", "inf"])
+@pytest.mark.parametrize("module", [grpo, reward_weighted])
+def test_rewards_that_are_not_finite_skip_their_step_and_the_third_in_a_row_stops(place, tmp_path, module, pay):  # noqa: F811
+    (tmp_path / "w.py").write_text(WORLD.replace("PAY", pay).replace("i % 2", "0"))
+    steps = dict(max_steps=5, tasks_per_step=2) if module is grpo else dict(num_iterations=5, tasks_per_iteration=2)
+    with pytest.raises(Stop, match=r"get_reward\(\) .*is (nan|inf).*not finite: the third update in a row") as caught:
+        module.train(config(module, place, tmp_path / "o", env=f"{tmp_path}/w.py:W", lora_r=2, **{**steps, "eval_tasks": 0}))
+    assert caught.value.code == 3
+    bad = [json.loads(path.read_text()) for path in sorted((tmp_path / "o").glob("bad_step_*.json"))]
+    assert len(bad) == (3 if module is grpo else 1) and all("nan" in [t["reward"] for t in step["episodes"]] for step in bad)
+    for path in run.checkpoints(tmp_path / "o"):
+        tensors = load_file(path / "adapter_model.safetensors")
+        assert not any(v.any() for k, v in tensors.items() if "lora_B" in k) and all(v.isfinite().all() for v in tensors.values())
+    assert not (tmp_path / "o" / "trajectories.jsonl").exists()  # no trainer may read them
+
+
+def test_dpo_leaves_out_episodes_whose_reward_is_not_finite(place, tmp_path, capfd):  # noqa: F811
+    (tmp_path / "w.py").write_text(WORLD.replace("PAY", "nan"))
+    options = dict(env=f"{tmp_path}/w.py:W", lora_r=2, num_tasks=4, max_steps=1, eval_tasks=0)
+    dpo.train(config(dpo, place, tmp_path / "o", **options))
+    assert "not finite: skipped; its episodes are in" in capfd.readouterr().out and (tmp_path / "o" / "bad_step_0.json").exists()
+    assert len(json.loads((tmp_path / "o" / "preference_pairs.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("name", ["grpo, LoRA", "reward_weighted, LoRA"])
+def test_logits_that_are_not_finite_skip_the_step(place, tmp_path, monkeypatch, capfd, name):  # noqa: F811
+    """The head gives NaN throughout the second rollout: the first and the third step are learnt from."""
+    module, options = options_of(name, place)
+    played, count = rollout, [0]
+
+    def spoilt(model, *args, **how):
+        count[0] += 1
+        if count[0] != 2:
+            return rewarded(played(model, *args, **how))
+        hook = model.get_output_embeddings().register_forward_hook(lambda *_: _[2] * torch.nan)
+        try:
+            return played(model, *args, **how)
+        finally:
+            hook.remove()
+    monkeypatch.setattr(module, "rollout", spoilt)
+    module.train(config(module, place, tmp_path, **{**options, "num_iterations": 3, "max_steps": None if module is reward_weighted else 3}
+                        if module is reward_weighted else options))
+    assert "the model's logits are not finite while decoding" in capfd.readouterr().out
+    bad, = tmp_path.glob("bad_step_*.json")
+    assert json.loads(bad.read_text())["episodes"][0]["reward"] == "nan"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows}) and sum("loss" in row for row in rows) >= 2
+
+
+# ------------------------------------------------------------------------------------------------------------- alarms
+HEALTHY = {"success": 0.5, "entropy": 0.07, "approx_kl": 0.0, "kl": 0.01, "sampled_tokens": 36.0, "actions": 3.6, "groups_one_reward": 0.1}
+
+
+@pytest.mark.parametrize("late, kinds", [
+    ({}, []), ({"entropy": 0.017, "success": 0.98, "groups_one_reward": 0.85, "actions": 2.8, "sampled_tokens": 29.0}, []),  # a run that learnt
+    ({"entropy": 0.01}, ["entropy"]), ({"entropy": 3.0}, ["noise"]), ({"approx_kl": 0.3}, ["approx_kl"]), ({"kl": 2.0}, ["kl"]),
+    ({"sampled_tokens": 80.0}, ["length"]), ({"sampled_tokens": 9.0}, ["length"]), ({"sampled_tokens": 80.0, "success": 0.9}, []),
+    ({"actions": 0.2}, ["tools"]), ({"groups_one_reward": 0.95}, ["dead"]), ({"groups_one_reward": 1.0, "success": 0.0}, ["dead"]),
+    ({"entropy": None, "kl": float("nan"), "actions": None}, [])], ids=str)
+def test_alarms(late, kinds):
+    found = run.alarms([HEALTHY] * 5, [{**HEALTHY, **late}] * 5)
+    assert list(found) == kinds
+    for line in found.values():
+        assert "\n" not in line and "people " in line and len(line) < 250
+        flags = set(re.findall(r"--(\w+)", line))
+        assert flags <= set(run.options(grpo.Config)), flags
+
+
+def test_alarms_need_no_name_of_a_metric():
+    assert run.alarms([{}] * 5, [{}] * 5) == run.alarms([{"loss": 1.0}] * 5, [{"loss": 1.0}] * 5) == {}
+
+
+def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):
+    book = Run(grpo.Config(output_dir=str(tmp_path)), "grpo")
+    for step in range(20):
+        book.log(step, {**HEALTHY, "entropy": 0.07 if step < 6 else 0.001, "actions": 3.0 if step < 10 else 0.0}, {})
+    alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
+    assert [re.sub(" fell.*", "", line) for line in alarms] == ["ALARM, step 9: entropy", "ALARM, step 13: tool calls an episode"]
