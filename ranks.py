@@ -118,7 +118,8 @@ class Ranks:
 
     def check_alike(self, weights):
         """UserError if ranks start from different weights: other files, or another version, on another machine."""
-        if self.world > 1 and len(set(self.gather(sum(p.detach().double().abs().sum().item() for p in weights)))) > 1:
+        own = self.world > 1 and f"{sum(p.detach().double().abs().sum().item() for p in weights):.9g}"
+        if len(set(self.gather(own))) > 1:
             raise UserError("the ranks start from different weights; give all machines the same files and versions")
 
     # ----------------------------------------------------------------------------------------------------- who is gone

@@ -1,11 +1,12 @@
 """SIGKILL at random moments, half of them aimed at saving: is a checkpoint ever torn, is more than an interval lost?
 
-    python bench/kills.py [200] [sft | grpo]          a JSON object as its last line; exit status 1 if anything is lost
+    python bench/kills.py [200] [sft | grpo]    -> bench/results/kills_sft.json; exit status 1 if anything is lost
 
 A tiny run that saves after every second step is killed, resumed, killed ... until it ends; then the next run begins.
 After each kill all checkpoints are verified, and the newest may lack two of the logged steps at most. Every run that
 ends must have the bits of one that was never killed. Runs are forked from this process, which has imported everything.
 """
+import datetime
 import json
 import os
 import random
@@ -124,7 +125,12 @@ def main(kills, kind):
         count["final_bits_differ"] += 1
     count["runs_ended"] += 1
     shutil.rmtree(place)
-    print(json.dumps({**count, "algorithm": kind, "seconds": round(time.time() - began)}))
+    result = {"command": f"python bench/kills.py {kills} {kind}", "date": datetime.date.today().isoformat(), "seed": 0,
+              "machine": f"{os.cpu_count()} cores, no GPU", "algorithm": kind, "save_every": SAVE_EVERY, **count,
+              "seconds": round(time.time() - began)}
+    print(json.dumps(result))
+    if kills >= 200:
+        (ROOT / "bench" / "results" / f"kills_{kind}.json").write_text(json.dumps(result, indent=1) + "\n")
     lost = ("unreadable", "lost_more_than_an_interval", "failed", "final_bits_differ")
     return int(any(count[name] for name in lost))
 

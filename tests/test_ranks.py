@@ -62,15 +62,14 @@ def both(place, tmp_path_factory):  # noqa: F811
     return folder / "one", folder / "two"
 
 
-@pytest.mark.parametrize("name", ["sft", "reward_weighted", "dpo", "grpo", "plays"])
+@pytest.mark.parametrize("name", ["sft", "reward_weighted", "dpo", "grpo"])
 def test_two_processes_have_the_gradient_of_one(both, name):
-    """After one step AdamW's first moment is a tenth of the gradient; dropout's masks are the same, too."""
+    """After one step AdamW's first moment is a tenth of the gradient; dropout's masks are the same, too. 1e-6 of the gradient."""
     a, b = (load_file(folder / name / "checkpoints" / "step_000001" / "optimizer.safetensors")
             for folder in both)
     a, b = ({k: v for k, v in s.items() if k.endswith("|exp_avg")} for s in (a, b))
-    scale = max(v.abs().max() for v in a.values())
-    assert a.keys() == b.keys() and scale > 0
-    assert max((a[k] - b[k]).abs().max() for k in a) < 1e-6 * max(scale, 1)
+    assert a.keys() == b.keys() and max(v.abs().max() for v in a.values()) > 0.001
+    assert max((a[k] - b[k]).abs().max() for k in a) < 1e-7
     one, two = ([json.loads(line) for line in (folder / name / "metrics.jsonl").open()][:1] for folder in both)
     assert [list(row) for row in one] == [list(row) for row in two]
     for x, y in zip(one, two):

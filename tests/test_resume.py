@@ -162,6 +162,22 @@ def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(pla
     assert grpo.train(again) == result and "finished after 2 steps" in capfd.readouterr().out
 
 
+def test_every_checkpoint_of_a_model_made_here_carries_its_base(place, tmp_path):
+    """Random weights that nobody else has: whichever checkpoint is kept, or copied elsewhere, can be loaded."""
+    sft.train(config(sft, place, tmp_path / "run", model_path="tiny", lora_r=2, max_steps=3, max_samples=8, batch_size=4))
+    for path in run.checkpoints(tmp_path / "run"):
+        path.rename(tmp_path / path.name)
+        assert (tmp_path / path.name / "base" / "model.safetensors").exists()
+        load_model(str(tmp_path / path.name), train=False)
+
+
+@pytest.mark.parametrize("odd", ["umask 077", "ulimit -n 64", "export TMPDIR=/nowhere", "export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii"])
+def test_odd_surroundings(place, tmp_path, odd):
+    words = f"--model_path {place}/base --env equations --max_samples 8 --max_steps 1 --eval_tasks 2 --output_dir {tmp_path}/r"
+    done = subprocess.run(["sh", "-c", f"{odd}; {sys.executable} {ROOT}/sft.py {words}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and run.read_state(run.newest_checkpoint(tmp_path / "r"))["step"] == 1, done.stderr[-2000:]
+
+
 # ------------------------------------------------------------------------------------------------------- the notebook
 def toy(place, out, **options):
     return config(sft, place, out, max_samples=8, max_steps=3, batch_size=4, eval_tasks=0, **options)
