@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 import grpo  # noqa: E402
 import sft  # noqa: E402
@@ -77,6 +79,7 @@ def bits(folder):
 def main(kills, kind):
     torch.set_num_threads(1)
     random.seed(0)
+    tqdm.set_lock(threading.RLock())  # its own is shared by forks: a killed child would keep it for ever
     place = Path(tempfile.mkdtemp(prefix="kills"))
     model, tokenizer = make_tiny()
     model.save_pretrained(place / "base"), tokenizer.save_pretrained(place / "base")
@@ -93,6 +96,7 @@ def main(kills, kind):
         lines, pid, aimed = size(folder), start(module, config), count["kills"] % 2
         saving = folder / "checkpoints"
         code = wait_for(pid, lambda: size(folder) != lines, 600)  # in its loop
+        count["failed"] += code is None and size(folder) == lines  # it hangs
         if code is None and aimed:
             code = wait_for(pid, lambda: any(saving.glob(".tmp-*")), 60)
             time.sleep(random.uniform(0, 0.03))
@@ -110,6 +114,7 @@ def main(kills, kind):
                 except UserError as error:
                     count["unreadable"] += 1
                     print(error)
+            print(f"\r{count['kills']} of {kills}", end="", flush=True)
             whole_lines = (folder / "metrics.jsonl").read_bytes().count(b"\n")
             count["lost_more_than_an_interval"] += whole_lines - newest > SAVE_EVERY
             continue
@@ -128,7 +133,7 @@ def main(kills, kind):
     result = {"command": f"python bench/kills.py {kills} {kind}", "date": datetime.date.today().isoformat(), "seed": 0,
               "machine": f"{os.cpu_count()} cores, no GPU", "algorithm": kind, "save_every": SAVE_EVERY, **count,
               "seconds": round(time.time() - began)}
-    print(json.dumps(result))
+    print("\n" + json.dumps(result))
     if kills >= 200:
         (ROOT / "bench" / "results" / f"kills_{kind}.json").write_text(json.dumps(result, indent=1) + "\n")
     lost = ("unreadable", "lost_more_than_an_interval", "failed", "final_bits_differ")
