@@ -25,6 +25,7 @@ import math
 import os
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import NamedTuple
@@ -475,7 +476,8 @@ def train(config: Config) -> dict:
     if episodes:
         replace_file(run.folder / "preference_pairs.json", to_json(
             [readable(*pair, held_out=prompt_of(pair[0]) in kept_out) for pair in pairs], indent=1))
-    ref_sums = reference_sums(model, pairs, config)  # (N, 2)
+    with merged(model):
+        ref_sums = reference_sums(model, pairs, config)  # (N, 2)
     test = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) in kept_out]
     test, test_sums = [pairs[i] for i in test], ref_sums[test]
     learn = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) not in kept_out]
@@ -487,7 +489,8 @@ def train(config: Config) -> dict:
     def held_out_eval():
         with merged(model):
             found = evaluate(model, tokenizer, config.env, held_out, step=-1, **playing) if held_out else {}
-        return found | {f"pairs/{k}": v for k, v in held_out_pairs(model, test, test_sums, losses, config).items()}
+            pairs_found = held_out_pairs(model, test, test_sums, losses, config)
+        return found | {f"pairs/{k}": v for k, v in pairs_found.items()}
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
@@ -505,11 +508,12 @@ def train(config: Config) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         torch.manual_seed(mix(config.seed, "dropout", step))
-        for k in range(0, len(order), config.batch_size):
-            part = order[k:k + config.batch_size]
-            loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
-            loss.backward()
-            metrics.update({name: x.item() for name, x in parts.items()})
+        with nullcontext() if config.lora_dropout else merged(model):  # dropout of the adapter's input needs it apart
+            for k in range(0, len(order), config.batch_size):
+                part = order[k:k + config.batch_size]
+                loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
+                loss.backward()
+                metrics.update({name: x.item() for name, x in parts.items()})
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; lower --learning_rate or --beta")

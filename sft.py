@@ -29,7 +29,7 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from chat import Chat
-from lora import DTYPES, fast_float32, load_model, save_model, token_logprobs
+from lora import DTYPES, fast_float32, load_model, merged, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
 
@@ -77,7 +77,9 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
-    eval_tasks: int = flag(200, "held-out tasks played at the end, at temperature 1; 0: none", group="run", low=0)
+    eval_tasks: int = flag(200, "held-out tasks played, at temperature 1, after (and before, if the model is not tiny)",
+                           group="run", low=0)
+    eval_every: int = flag(0, "steps between evaluations; 0: before and after only", group="run", low=0)
 
 
 def sft_loss(logprobs, loss_mask, num_tokens):
@@ -307,10 +309,18 @@ def train(config: Config) -> dict:
     steps_per_epoch = len(epoch_batches(data, per_step, config.seed, 0))
     total = config.max_steps or config.num_epochs * steps_per_epoch
 
+    def held_out_success():
+        if not tasks:
+            return None
+        with merged(model):
+            limits = Limits(max_tokens=config.max_tokens)
+            return evaluate(model, tokenizer, world, tasks, limits=limits, seed=config.seed)["success"]
+
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
                         optimizer_tensors(optimizer, model.named_parameters()))
 
+    before = held_out_success() if config.model_path != "tiny" else None  # fresh weights solve nothing
     training_began, bar = time.time(), tqdm(range(total), "sft")
     for step in bar:
         began = time.time()
@@ -331,8 +341,12 @@ def train(config: Config) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
-        run.log(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
-                       "tokens": num_tokens}, {"seconds": time.time() - began})
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
+                   "tokens": num_tokens}
+        seconds = time.time() - began
+        if config.eval_every and (step + 1) % config.eval_every == 0 and tasks:
+            metrics["eval/success"] = held_out_success()
+        run.log(step, metrics, {"seconds": seconds})
         bar.set_postfix(loss=f"{loss:.3f}")
         if config.max_seconds and time.time() - training_began > config.max_seconds:
             total = step + 1
@@ -340,15 +354,14 @@ def train(config: Config) -> dict:
         if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
             save(step + 1)
     folder = save(total)
-    result = {"success_before": None, "success_after": None, "steps": total, "seed": config.seed, "held_out_loss": None}
+    after = held_out_success()
+    result = {"success_before": before, "success_after": after, "steps": total, "seed": config.seed,
+              "held_out_loss": None}
     if held_out:
         result["held_out_loss"] = held_out_loss(model, held_out, config.batch_size)
-    if tasks:
-        after = evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed)
-        result["success_after"] = after["success"]
     if config.eval_tasks:
         print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}"
-              + (f", success {after['success']:.3f} of {len(tasks)} tasks" if tasks else "; no world, no success")
+              + (f", success {after:.3f} of {len(tasks)} tasks" if tasks else "; no world, no success")
               + f"\nwritten: {folder}"
               + (f"\nnext:    python grpo.py --model_path {config.output_dir} --env {world}" if world else ""))
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
