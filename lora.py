@@ -153,6 +153,10 @@ def _check_logits(model, source: str):
     with torch.no_grad():
         own = model(input_ids=probe, use_cache=False).logits.float()
         ours = head_logits(model, model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and not torch.isfinite(p.detach().sum(dtype=torch.float32)):  # or a sum too large
+            if bad := int((~torch.isfinite(p)).sum()):
+                raise UserError(f"{source}: {name}: {bad} values are not finite; the file is damaged")
     if not torch.isfinite(own).all():
         raise UserError(f"{source}: its weights give logits that are not finite; "
                         "the file is damaged, or needs --dtype float32")
@@ -507,15 +511,16 @@ def save_model(model, folder: str):
     tensors = {f"base_model.model.{name}.{part}.weight": getattr(linear, part).weight.detach().cpu().contiguous()
                for name, linear in lora_linears(model).items() for part in ("lora_A", "lora_B")}
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
-    if model.base_path == "tiny":  # random weights that nobody else has: they go along
-        model.base_path = os.path.join(folder, "base")
+    base = model.base_path
+    if base == "tiny":  # random weights that nobody else has: they go along with every adapter
+        base = os.path.join(folder, "base")
         plain = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-        model.save_pretrained(model.base_path, state_dict=plain)
-        make_tiny()[1].save_pretrained(model.base_path)
-    local = os.path.isdir(model.base_path)
+        model.save_pretrained(base, state_dict=plain)
+        make_tiny()[1].save_pretrained(base)
+    local = os.path.isdir(base)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
               "fan_in_fan_out": False, "modules_to_save": None,
-              "base_model_name_or_path": os.path.abspath(model.base_path) if local else model.base_path,
+              "base_model_name_or_path": os.path.abspath(base) if local else base,
               **model.lora_config}
     with open(os.path.join(folder, "adapter_config.json"), "w") as f:
         json.dump(config, f, indent=2)
@@ -523,7 +528,6 @@ def save_model(model, folder: str):
 
 def load_adapter(model, folder: str, dropout: float = 0.0):
     """Put PEFT's adapter files on a plain model. UserError names what of PEFT is not understood here."""
-    from safetensors.torch import load_file
     config = _adapter_config(folder)
     odd = [key for key, value in config.items() if value and key not in UNDERSTOOD]
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
@@ -533,6 +537,20 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
                         f"this one has {', '.join(odd) or 'another peft_type or bias'}")
     add_lora(model, config["r"], config["lora_alpha"], dropout or config.get("lora_dropout", 0.0),
              config["target_modules"], config.get("use_rslora", False))
+    load_weights(model, folder)
+    if not any(linear.lora_B.weight.any() for linear in lora_linears(model).values()):
+        print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero", file=sys.stderr)
+    model.lora_fresh = False
+
+
+def load_weights(model, folder: str):
+    """What trains in `model`, as `save_model` wrote it from a model of the same making, bit for bit."""
+    from safetensors.torch import load_file
+    if not model.lora_config:
+        saved = dict(_read_model(str(folder), torch.float32)[0].named_parameters())
+        for name, p in model.named_parameters():
+            p.data.copy_(saved[name])
+        return
     try:
         tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
     except Exception as error:
@@ -547,7 +565,6 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
             weight.data.copy_(tensor)
     if tensors:
         raise UserError(f"{folder}: {next(iter(tensors))} has no place in this model")
-    model.lora_fresh = False
 
 
 def merge(source: str, folder: str):

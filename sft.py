@@ -29,7 +29,7 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from chat import Chat
-from lora import DTYPES, fast_float32, load_model, merged, save_model, token_logprobs
+from lora import DTYPES, fast_float32, load_model, load_weights, merged, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
 
@@ -75,6 +75,8 @@ class Config:
 
     output_dir: str = flag("runs/sft", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played, at temperature 1, after (and before, if the model is not tiny)",
@@ -157,7 +159,7 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
     world = envs.load(config.env) if config.env and "," not in config.env else None
     system = getattr(world, "system_prompt", None)
     chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
-    rows, found, kinds = [], [], Counter()
+    rows, found, kinds, spelled = [], [], Counter(), Counter()
     for row in envs.read_rows(path):
         where = f"{path}:{row.pop('_line')}"
         try:
@@ -177,7 +179,8 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
         where, kind, what, row, _ = rows[i]
         kinds[kind] += 1
         if not isinstance(what, Trajectory):
-            solved = kind == "written solutions"
+            solved, text = kind == "written solutions", json.dumps(what, ensure_ascii=False)
+            spelled.update({token for token in tokenizer.all_special_tokens if token in text})
             tools = envs.schemas(envs.load("gsm8k")) if solved else row.get("tools")
             if tools is None:
                 tools = envs.schemas(world) if world else []
@@ -193,6 +196,8 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
         found.append(what)
     print(f"{path}: {' and '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'none'} of {len(rows)} rows "
           f"{'to learn from' if split == 'train' else 'held out'}")
+    for token, count in spelled.items():  # text stays text: it ends no turn
+        print(f"{count} rows contain {token} as text")
     return found
 
 
@@ -216,6 +221,9 @@ def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
         case {"messages": _}:
             raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
         case {"prompt": prompt, "completion": completion}:
+            for name, part, lost in (("prompt", prompt, "answer"), ("completion", completion, "train on")):
+                if isinstance(part, (str, list)) and not (part.strip() if isinstance(part, str) else part):
+                    raise ValueError(f'"{name}" is empty: nothing to {lost}')
             prompt, completion = ([{"role": role, "content": part}] if isinstance(part, str) else part
                                   for role, part in (("user", prompt), ("assistant", completion)))
             if not all(isinstance(part, list) and part and all(isinstance(m, dict) for m in part)
@@ -288,6 +296,8 @@ def train(config: Config) -> dict:
     if not (config.env or rows):
         config = replace(config, env="equations")
     run = Run(config, "sft")
+    if run.finished:
+        return run.finished
     fast_float32()
     model, tokenizer = load_model(
         config.model_path, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
@@ -314,31 +324,39 @@ def train(config: Config) -> dict:
             return None
         with merged(model):
             limits = Limits(max_tokens=config.max_tokens)
-            return evaluate(model, tokenizer, world, tasks, limits=limits, seed=config.seed)["success"]
+            return evaluate(model, tokenizer, world, tasks, limits=limits, seed=config.seed, run=run)["success"]
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+                        optimizer_tensors(optimizer, model.named_parameters()),
+                        {"before": before, "seconds": time.time() - training_began})
 
-    before = held_out_success() if config.model_path != "tiny" else None  # fresh weights solve nothing
-    training_began, bar = time.time(), tqdm(range(total), "sft")
+    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    before = saved["before"] if saved else held_out_success() if config.model_path != "tiny" else None
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    run.begin(save)
+    bar = tqdm(range(start, total), "sft", initial=start, total=total)
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
         batch = epoch_batches(data, per_step, config.seed, epoch)[place]
         num_tokens, loss = sum(sum(t.loss_mask) for t in batch), 0.0
         model.train()
-        torch.manual_seed(mix(config.seed, "dropout", step))
-        for i in range(0, len(batch), config.batch_size):
-            token_ids, loss_mask, _ = collate(batch[i:i + config.batch_size], model.device)  # (B, T) each
+        for part in run.ranks.micro_batches(len(batch), config.batch_size):
+            run.check()
+            torch.manual_seed(mix(config.seed, "dropout", step, part.start))
+            token_ids, loss_mask, _ = collate(batch[part], model.device)  # (B, T) each
             logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)
             part = sft_loss(logprobs, loss_mask, num_tokens)
             part.backward()
             loss += part.item()
+        run.ranks.add_gradients(weights)
+        loss = sum(run.ranks.gather(loss))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        optimizer.step()
+        if run.may_update(step, batch, loss, grad_norm):
+            optimizer.step()
         optimizer.zero_grad()
         model.eval()
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
@@ -348,13 +366,11 @@ def train(config: Config) -> dict:
             metrics["eval/success"] = held_out_success()
         run.log(step, metrics, {"seconds": seconds})
         bar.set_postfix(loss=f"{loss:.3f}")
-        if config.max_seconds and time.time() - training_began > config.max_seconds:
+        if config.max_seconds and run.ranks.first(lambda: time.time() - training_began > config.max_seconds):
             total = step + 1
             break
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
-            save(step + 1)
-    folder = save(total)
-    after = held_out_success()
+        run.end(step + 1, metrics.get("eval/success"))
+    folder, after = run.last(total), held_out_success()
     result = {"success_before": before, "success_after": after, "steps": total, "seed": config.seed,
               "held_out_loss": None}
     if held_out:

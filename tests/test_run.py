@@ -270,8 +270,15 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     folder = tmp_path / "a"
     started(folder).log(0, {"loss": 1.0}, {})
     (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(no step is saved\); --resume goes"):
+        started(folder)
+    started(folder, resume=True).save(4, weights)
+    with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(4 steps are saved\); --resume goes"):
+        started(folder)
+    (folder / "result.json").write_text("{}")
     with pytest.raises(UserError, match="a: already holds a grpo run; give another --output_dir, or --overwrite to"):
         started(folder)
+    (folder / "metrics.jsonl").write_text("")
     assert (folder / "metrics.jsonl").exists()
     started(folder, overwrite=True)
     assert not (folder / "metrics.jsonl").exists() and (folder / "notes.txt").read_text() == "mine"
@@ -338,17 +345,21 @@ def test_lines_are_strict_json(tmp_path):
     assert rows == [{"step": 1, "logprobs": [None, -1.5], "messages": [{"content": odd}]}, {"step": 1, "reward": 1.0}]
 
 
-def test_rewind_drops_later_steps_and_cut_lines(tmp_path):
+def test_resume_drops_later_steps_and_cut_lines(tmp_path):
     book = started(tmp_path)
-    for step in range(1, 5):
+    for step in range(4):
         book.log(step, {"loss": step}, {})
+        if step == 1:
+            book.save(2, weights)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
     book = started(tmp_path, resume=True)
-    book.rewind(2)
-    book.log(3, {"loss": 9}, {})
-    assert [row["loss"] for row in strict(tmp_path / "metrics.jsonl")] == [1, 2, 9]
+    book.log(2, {"loss": 9}, {})
+    assert [row["loss"] for row in strict(tmp_path / "metrics.jsonl")] == [0, 1, 9]
     assert len(strict(tmp_path / "timing.jsonl")) == 3
+    (tmp_path / "checkpoints" / "step_000002").rename(tmp_path / "gone")
+    started(tmp_path, resume=True)
+    assert not (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_result(tmp_path):
@@ -357,14 +368,6 @@ def test_result(tmp_path):
         book.finish({"seed": 1})
     result = dict(success_before=None, success_after=0.5, seconds=float("nan"), peak_memory_mb=1, steps=2, seed=0)
     assert book.finish(result) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
-
-
-def test_only_rank_zero_writes(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    book = started(tmp_path / "a")
-    book.log(0, {}, {})
-    book.rewind(0)
-    assert book.save(3, None) == tmp_path / "a/checkpoints/step_000003" and not (tmp_path / "a").exists()
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
