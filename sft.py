@@ -11,10 +11,8 @@ out: packing (episodes of like length share a batch instead), label smoothing.
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16 --learning_rate 1e-4
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
 """
-import inspect
 import json
 import math
-import re
 import time
 import unicodedata
 import zlib
@@ -29,6 +27,7 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from chat import Chat
+from envs import gsm8k, meetings
 from lora import DTYPES, fast_float32, load_model, load_weights, merged, save_model, token_logprobs
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
@@ -128,24 +127,10 @@ def learns_rows(config: Config) -> bool:
         return bool(config.trajectories)
     row = envs.read_rows(config.dataset)[0]
     line, known = row.pop("_line"), any(row.keys() >= {*fields} for fields in FIELDS)
-    if not config.env and not known and not is_task("equations", row):
+    if not config.env and not known and not envs.is_task("equations", row):
         raise UserError(f"{config.dataset}:{line}: neither a row to learn from ({KINDS}) nor a task of equations; "
                         f"name the world with --env; has: {', '.join(row)}")
-    return known and not (config.env and is_task(config.env, row))
-
-
-def is_task(env: str, row: dict) -> bool:
-    """Whether a world takes the row for a task: its `_row` does, and all that its `reset` needs is there."""
-    if "," in env:
-        return False
-    cls = envs.load(env)
-    try:
-        row = cls._row(row) if hasattr(cls, "_row") else row
-    except ValueError:
-        return False
-    needed = {key for key, p in inspect.signature(cls.reset).parameters.items()
-              if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    return bool(needed) and needed <= row.keys()
+    return known and not (config.env and envs.is_task(config.env, row))
 
 
 def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> list[Trajectory]:
@@ -231,29 +216,12 @@ def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
                 raise ValueError('"prompt" and "completion" must each be text or a list of messages')
             return "completions", [{**m, "loss": 0} for m in prompt] + completion
         case {"question": _, "answer": _}:
-            return "written solutions", written_solution(row)
+            return "written solutions", gsm8k.written_solution(row)
         case {"input_text": _, "target_probability": _}:
-            from envs.meetings import answer, read_columns
-            text, probability, reason, _ = read_columns({key: str(value) for key, value in row.items()})
+            text, probability, reason, _ = meetings.read_columns({key: str(value) for key, value in row.items()})
             return "meetings", [{"role": "user", "content": text},
-                                {"role": "assistant", "content": answer(probability, reason)}]
+                                {"role": "assistant", "content": meetings.answer(probability, reason)}]
     raise ValueError(f"nothing to learn from; need {KINDS}; has: {', '.join(row)}")
-
-
-def written_solution(row: dict) -> list[dict]:
-    """"Half is 48/2 = <<48/2=24>>24." -> "Half is 48/2 =", the call, the world's "24", "24." ..., the answer's call."""
-    env = envs.load("gsm8k")()
-    question = env.reset(**row)
-    messages = [{"role": "system", "content": env.system_prompt}, {"role": "user", "content": question}]
-    text, *rest = re.split(r"<<([^<>=]+)=[^<>=]+>>", str(row["answer"]).rpartition("####")[0])
-    for expression, after in zip(rest[::2], rest[1::2]):
-        if expression in env._plan:  # the true ones
-            call = {"name": "calculator", "arguments": {"expression": expression}}
-            messages.append({"role": "assistant", "content": text.strip(), "tool_calls": [call]})
-            messages.append({"role": "tool", "content": envs.call(env, **call)[0]})
-            text = ""
-        text += after
-    return messages + [{"role": "assistant", "content": text.strip(), "tool_calls": env._expert()}]
 
 
 def check_tokens(episode: Trajectory, tokenizer, vocabulary: int):
@@ -312,7 +280,7 @@ def train(config: Config) -> dict:
     held_out = demonstrations(config, tokenizer, "test", 100, vocabulary)
     world, tasks = config.env or recorded_world(data), []
     if config.eval_tasks and world:
-        playable = config.trajectories or not rows or is_task(world, envs.read_rows(config.dataset)[0])
+        playable = config.trajectories or not rows or envs.is_task(world, envs.read_rows(config.dataset)[0])
         files = (config.dataset, config.eval_dataset) if config.dataset and playable else ()  # else the world's own
         tasks = envs.tasks(world, "test", config.eval_tasks, config.seed, *files)
     per_step = config.batch_size * config.gradient_accumulation_steps
