@@ -371,7 +371,7 @@ def test_paths_that_are_no_task_file(tmp_path):
     write(tmp_path, GOOD, "train.jsonl"), write(tmp_path, "a,b", "train.txt"), write(tmp_path, b"x", "train.jsonl.gz")
     folder = str(tmp_path)
     for name, says in [("trian.jsonl", f"no such file; nearest: {folder}/train.jsonl"), ("zzz", "no such file"), ("no/where.jsonl", "no such file"), ("", "is a directory; give a .jsonl, .csv or .parquet file"),
-                       ("train.txt", "unknown type; use .jsonl, one JSON object a line, or .csv with a header"), ("train.jsonl.gz", "unknown type; unpack it first")]:
+                       ("train.txt", "unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"), ("train.jsonl.gz", "unknown type; unpack it first")]:
         path = f"{folder}/{name}".rstrip("/")
         with pytest.raises(UserError) as error:
             envs.read_rows(path)
