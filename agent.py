@@ -118,17 +118,21 @@ class ToolPool:
         threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self):
-        while (job := self.jobs.get()) is not None:
-            for call in job["calls"]:
-                job["began"] = time.monotonic()
-                try:
-                    text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
-                except BaseException as fault:  # KeyboardInterrupt raised by the tool: signals come to the main thread
-                    text, error = f"error: {type(fault).__name__}", True
-                if job["abandoned"]:
-                    return  # a new thread has taken this one's place
-                job["results"].append((text, error, _paid(job["env"])))
-            job["done"].set()
+        while (job := self.jobs.get()) is not None and self._run(job):
+            del job  # a thread that waits holds no result of 10 MB
+
+    def _run(self, job) -> bool:
+        for call in job["calls"]:
+            job["began"] = time.monotonic()
+            try:
+                text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
+            except BaseException as fault:  # KeyboardInterrupt raised by the tool: signals come to the main thread
+                text, error = f"error: {type(fault).__name__}", True
+            if job["abandoned"]:
+                return False  # a new thread has taken this one's place
+            job["results"].append((text, error, _paid(job["env"])))
+        job["done"].set()
+        return True
 
     def close(self):
         for _ in range(self.threads):

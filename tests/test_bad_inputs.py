@@ -175,7 +175,7 @@ def test_probabilities(told, place, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("module, words, line", [
     (sft, ["--lerning_rate", "1"], "unknown option --lerning_rate; did you mean --learning_rate?"),  # 40
     (sft, ["--learning_rate", "1e-4x"], "--learning_rate 1e-4x: not a number"),  # 41
-    (sft, ["--learning_rate", "-1"], "--learning_rate -1: must be at least 0"),
+    (sft, ["--learning_rate", "-1"], "--learning_rate -1: must be greater than 0"),
     (dpo, ["--learning_rate", "nan"], "--learning_rate nan: not a number"),
     (reward_weighted, ["--batch_size", "0"], "--batch_size 0: must be at least 1"),
     (grpo, ["--num_samples", "1"], "--num_samples 1: must be at least 2"),

@@ -76,14 +76,14 @@ class Engine:
     """The model's part, without a model: each row says turns of ten calls."""
 
     def __init__(self, model, *, slots, **_):
-        self.slots, self.clock, self.ready, self.rows = slots, 0, [], 0
+        self.slots, self.clock, self.ready = slots, 0, []
 
     @property
     def busy(self):
         return bool(self.ready)
 
     def add(self, rows):
-        self.ready += [(row, random.Random(self.rows + i), 10) for i, row in enumerate(rows)]
+        self.ready += [(row, random.Random(COUNT.total() + i), 10) for i, row in enumerate(rows)]
         self.of = {row: entry for entry in self.ready for row in entry[:1]}
 
     def step(self):
@@ -112,6 +112,10 @@ def children():
     return [c for t in Path("/proc/self/task").iterdir() for c in (t / "children").read_text().split()]
 
 
+def threads_alive():
+    return sum(type(t).__name__ != "TMonitor" for t in threading.enumerate())  # tqdm's own stays
+
+
 def resident_mb():
     gc.collect()
     give_back_memory()
@@ -122,7 +126,7 @@ def resident_mb():
 def test_ten_thousand_hostile_calls(monkeypatch):
     monkeypatch.setitem(envs.ENVS, "hostile", f"{__name__}:Hostile")
     monkeypatch.setattr(agent, "Engine", Engine)
-    limits, threads, sizes, COUNT[""] = Limits(99, 10**6, 10**7, 10**6, 10**7), threading.active_count(), [], 0
+    limits, threads, sizes = Limits(99, 10**6, 10**7, 10**6, 10**7), threads_alive(), []
     COUNT.clear()
     for part in range(12):  # the first two warm up
         for t in rollout(MODEL, TOKENIZER, "hostile", [{}] * 10, limits=limits, step=part, tool_timeout=60):
@@ -133,11 +137,11 @@ def test_ten_thousand_hostile_calls(monkeypatch):
             shown = [m["content"] for m in t.messages if m["role"] == "tool"]
             assert len(shown) >= 90 and max(map(len, shown)) < 4100
             del t
+        until = time.monotonic() + 30
+        while threads_alive() > threads and time.monotonic() < until:
+            time.sleep(0.05)
+        assert threads_alive() <= threads
         sizes.append(resident_mb())
     assert sum(COUNT.values()) >= 10_000 and min(COUNT.values()) > 400, COUNT
     assert sizes[-1] - sizes[1] < 10, sizes
     assert not children()
-    until = time.monotonic() + 5
-    while threading.active_count() > threads and time.monotonic() < until:
-        time.sleep(0.05)
-    assert threading.active_count() <= threads
