@@ -16,6 +16,7 @@ On a GPU a fourth: decode steps run over tensors that stay in place, `WINDOW` of
 A row that ends inside a window, or waits for a tool, is frozen there: it is computed along and changes nothing. So one
 step is a CUDA graph, one for each bucket of rows and of context.
 """
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -230,6 +231,8 @@ class Engine:
             self.drawn = zeros(2 * WINDOW + 1, slots, dtype=torch.float64)  # ids, log-probs, how often not finite
             self.stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=self.device)
             self.now, self.graphs = zeros(1), {}  # now: which step of the window
+            # Hooks before a layer (layers streamed from the host) are Python: a replayed graph would leave them out.
+            self.refused = any(m._forward_pre_hooks for m in model.base_model.modules())  # no graphs of this model
         self.fused = self._fuse() if fused else None
 
     def _fuse(self) -> Fused | None:
@@ -246,20 +249,24 @@ class Engine:
 
     @torch.inference_mode()
     def _agrees(self, fused) -> bool:
-        """Does it give the stock modules' logits? Two ragged rows, a prompt and then a token each."""
-        logits = []
+        """Does it give the stock modules' logits? Four ragged rows, a prompt and then a token each; most must agree.
+
+        In bf16 single rows may differ widely (control tokens, the first ones of a vocabulary, make huge activations).
+        """
+        logits, vocab = [], self.config.vocab_size
         for body in (None, fused):
-            engine = Engine(self.model, slots=2, fused=False, static=False)
-            engine.fused, rows = body, [Row(range(6)), Row(range(2, 5))]
+            engine = Engine(self.model, slots=4, fused=False, static=False)
+            engine.fused, rows = body, [Row(range(vocab // 4, vocab, vocab // n)) for n in range(4, 8)]
             for slot, row in enumerate(rows):
                 row.slot = slot
             with engine._attention():
-                prompt = engine._forward(rows)  # (2, V)
+                prompt = engine._forward(rows)  # (4, V)
                 for row in rows:
-                    row.pending = [7]
-                logits.append(torch.stack([prompt, engine._forward(rows)]).float())  # (2, 2, V)
+                    row.pending = [vocab // 2]
+                logits.append(torch.stack([prompt, engine._forward(rows)]).float())  # (2, 4, V)
         stock, ours = logits
-        return bool((ours - stock).norm() < (1e-4 if self.model.dtype == torch.float32 else 0.02) * stock.norm())
+        error = ((ours - stock).norm(dim=-1) / stock.norm(dim=-1)).median()
+        return bool(error < (1e-4 if self.model.dtype == torch.float32 else 0.05))
 
     @property
     def busy(self) -> bool:
@@ -422,14 +429,25 @@ class Engine:
     def _replay(self, rows: int, span: int, steps: int):
         """`steps` static steps. A bucket's first window runs step by step, which warms it up; then it is a graph."""
         graph = self.graphs.get((rows, span))
-        if graph is False and self.device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            pool = next((g.pool() for g in self.graphs.values() if g), None)  # one for all: no two run at once
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # tools run in threads
-                self._static_step(rows, span)
+        if graph is False:
+            graph = self._capture(rows, span)
         self.graphs[rows, span] = graph or False
         for _ in range(steps):
             graph.replay() if graph else self._static_step(rows, span)
+
+    def _capture(self, rows: int, span: int):
+        """The static step as a CUDA graph; None without a GPU, or where the model does what no graph can hold."""
+        if self.device.type != "cuda" or self.refused:
+            return None
+        graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g in self.graphs.values() if g), None)
+        try:  # one pool for all graphs: no two run at once. Tools run in threads: theirs is not our capture's business
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._static_step(rows, span)
+        except RuntimeError as error:
+            print(f"note: decoding without CUDA graphs: {str(error).splitlines()[0]}", file=sys.stderr)
+            self.refused = True
+            return None
+        return graph
 
     def _static_step(self, rows: int, span: int):
         """One decode step of the first rows, from `window` and into it: nothing here looks at a value."""
