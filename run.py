@@ -51,7 +51,7 @@ def main(config_class, train, doc):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")   # a model's words must not stop a run in an ASCII terminal
     try:
-        with Signals():
+        with Signals() as signals:
             train(parse(config_class, sys.argv[1:], doc))
     except Stop as stop:
         print(f"{program}: {stop}", file=sys.stderr)
@@ -59,6 +59,14 @@ def main(config_class, train, doc):
     except UserError as error:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:                          # RuntimeError: how torch says it of a CPU
+        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+            raise
+        where = f", step {signals.run.step}" if signals.run else ""
+        reason = str(error).strip().splitlines()[0][:200]
+        print(f"{program}: out of memory{where}, peak {peak_memory_mb():.0f} MB: {reason} "
+              "A smaller --batch_size gives the same result with less memory", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the checkpoints that were written are whole", file=sys.stderr)
         sys.exit(130)

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -196,6 +197,8 @@ def program(tmp_path_factory):
                 raise UserError("reward.py: returns nan;\\nreturn a finite number, not \u2014 this")
             if config.fail == "interrupt":
                 raise KeyboardInterrupt
+            if config.fail == "memory":
+                raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB.\\nmore")
             if config.fail == "bug":
                 raise ValueError("ours")
             print("trained", config.learning_rate)
@@ -224,6 +227,9 @@ def test_exit_codes(program, argv, code, line):
 def test_success_and_our_own_bugs(program):
     done = program("--learning_rate", "1e-4")
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained 0.0001\n", "")
+    done = program("--fail", "memory")
+    assert done.returncode == 1 and re.fullmatch(r"toy.py: out of memory, peak \d+ MB: CUDA out of memory. Tried to allocate 2.00 GiB. "
+                                                 "A smaller --batch_size gives the same result with less memory\n", done.stderr), done.stderr
     done = program("--fail", "bug")
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 
