@@ -22,6 +22,7 @@ import datetime
 import gc
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -193,7 +194,7 @@ def grpo(args, folder: str, shape: str) -> dict:
     turn = args.length - size(words)
     plain = tokenizer.encode(" the of and to in is it for on that with as are was be", add_special_tokens=False)
     agent.Row = lambda *a, seed, **k: Row(  # forced: no stop token, so no early end; each episode its own
-        *a, seed=seed, forced=[plain[(seed + i * i) % len(plain)] for i in range(turn)], **k)
+        *a, seed=seed, forced=random.Random(seed).choices(plain, k=turn), **k)
     tasks = Path(folder) / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"words": words, "number": i}) + "\n" for i in range(8)))
     options = {"lora_r": 16, "dtype": "bfloat16", "tasks_per_step": 1, "group_size": episodes, "batch_size": 1,
