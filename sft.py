@@ -292,7 +292,7 @@ def train(config: Config) -> dict:
             return None
         with merged(model):
             limits = Limits(max_tokens=config.max_tokens)
-            return evaluate(model, tokenizer, world, tasks, limits=limits, seed=config.seed, run=run)["success"]
+            return evaluate(model, tokenizer, world, tasks, limits=limits, seed=config.seed, step=-1, run=run)["success"]
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
