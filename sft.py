@@ -291,8 +291,8 @@ def train(config: Config) -> dict:
         if not tasks:
             return None
         with merged(model):
-            limits = Limits(max_tokens=config.max_tokens)
-            return evaluate(model, tokenizer, world, tasks, limits=limits, seed=config.seed, step=-1, run=run)["success"]
+            return evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens),
+                            seed=config.seed, step=-1, run=run)["success"]
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
