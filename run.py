@@ -370,6 +370,7 @@ class Run:
         """Save, if the weights are those of a step's end, and stop. Of runs within runs the outermost does."""
         if self.updated and not self.ranks.gone:
             return                                                          # `end` will call again
+        self.ranks.runs = 0                                                 # or a slow save would be cut short
         if self.looping and not self.updated and self.saved != self.step:
             self.make(self.step)
         gone = f"{self.ranks.gone} is gone; " if self.ranks.gone else ""
@@ -406,7 +407,9 @@ class Run:
                 {"group_id": t.group_id, "reward": str(t.reward), "tokens": len(t.token_ids), "token_ids": t.token_ids,
                  "task": t.info.get("task"), "stop_reason": t.stop_reason} for t in episodes]}, indent=1))
         print(f"step {step}: {why}: skipped; its episodes are in {path}")
-        if self.bad == 3:
+        if self.bad >= 3:
+            if self.looping and not self.updated and self.saved != self.step:
+                self.make(self.step)                                        # what was good before
             raise Stop(f"step {step}: {why}: the third update in a row that is not finite; lower --learning_rate, or "
                        f"look at the rewards in {path}; another run can start from this one's checkpoints: "
                        f"--model_path {self.folder}", 3)
