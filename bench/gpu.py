@@ -61,6 +61,7 @@ def arguments(argv=None):
     parser.add_argument("--shapes", nargs="+", default=["0.5B", "1.5B", "3B", "7B"], choices=SHAPES)
     parser.add_argument("--parts", nargs="+", default=["grpo", "decode", "update"],
                         choices=("grpo", "decode", "update"))
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, help="of the part decode")
     parser.add_argument("--cap", type=int, default=3584, help="MiB that torch may reserve in the part grpo")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128], help="sequences decoded at once")
     parser.add_argument("--tokens", type=int, default=256, help="decoded by each row, in the longer of two runs")
@@ -216,7 +217,7 @@ def grpo(args, folder: str, shape: str) -> dict:
 
 def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     from lora import load_model
     if engine == "generate.py":
@@ -240,7 +241,9 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
             sizes = [out.shape[1] - args.prompt] * rows
         elif engine == "generate_batch":
             out = model.generate_batch(prompts.tolist(), GenerationConfig(
-                max_new_tokens=tokens, do_sample=True, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0))
+                max_new_tokens=tokens, do_sample=True, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0),
+                None if device().type == "cuda" else ContinuousBatchingConfig(  # it would take all of a host's memory
+                    num_blocks=rows * (2 + (args.prompt + tokens) // 256), max_batch_tokens=256 + rows))
             sizes = [len(x.generated_tokens) for x in out.values()]
         else:
             from generate import generate
@@ -253,7 +256,9 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
             run(rows, min(short, 8))
             times = [(run(rows, short), run(rows, args.tokens)) for _ in range(3)]
             seconds = statistics.median(b - a for a, b in times)
-            step = max(seconds, 1e-9) / (args.tokens - short)
+            if seconds <= 0:
+                raise RuntimeError("the longer run took no longer: give more --tokens")
+            step = seconds / (args.tokens - short)
             read = weights + rows * (args.prompt + (short + args.tokens) / 2) * cached
             result[str(rows)] = {
                 "tokens_per_second": rows / step, "step_ms": 1000 * step, "bytes_per_step": read,
@@ -371,7 +376,7 @@ def main(args) -> dict:
             except Exception as error:  # a full disk
                 kept["error"] = first_line(error)
                 continue
-            parts = {"grpo": [("grpo",)], "decode": [("decode", e) for e in ENGINES], "update": [("update",)]}
+            parts = {"grpo": [("grpo",)], "decode": [("decode", e) for e in args.engines], "update": [("update",)]}
             for part in (p for name in args.parts for p in parts[name]):
                 if part[0] == "grpo":
                     kept["grpo"] = run_worker(args, "grpo", folder, shape)
