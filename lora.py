@@ -153,7 +153,8 @@ def _read_model(source: str, dtype, device, lean: dict | None):
     if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
         raise UserError(f"{source}: no such folder; "
                         "give tiny, a model or output folder, or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
-    if os.path.isdir(source) and not any(f.endswith(".safetensors") for f in os.listdir(source)):
+    if os.path.isdir(source) and device.type != "meta" and not any(
+            f.endswith(".safetensors") for f in os.listdir(source)):
         pickled = next((f for f in os.listdir(source) if f.endswith((".bin", ".pt", ".pth"))), None)
         raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else
                         f"{source}: no .safetensors file")
@@ -284,8 +285,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sl
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       sliding_window=sliding_window, **kwargs)
-    ahead = torch.ones(T, S, dtype=torch.bool).triu(1 + S - T)  # (T, S): keys a query may not see
-    bias = torch.zeros(T, S, dtype=query.dtype).masked_fill_(ahead, -torch.inf)
+    ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)  # (T, S): keys hidden from a query
+    bias = query.new_zeros(T, S).masked_fill_(ahead, -torch.inf)
     scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
     weights = (scores.view(B, H // groups, groups, T, S) + bias).softmax(-1)  # (B, H_kv, groups, T, S)
     out = weights.view(B, H // groups, groups * T, S) @ value  # (B, H_kv, groups * T, D)
