@@ -26,6 +26,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from lora import (
     DTYPES,
     OPTIMS,
     adamw,
+    dry_run,
     fast_float32,
     load_model,
     merge,
@@ -193,6 +195,8 @@ class Config:
         False, "frozen base in host memory, two layers at a time on the device", group="memory")
     optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
                       choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     trajectories: str | None = flag(
         None, "recorded episodes (trajectories.jsonl) to pair; several files: a,b; default: play", group="pairs")
@@ -415,6 +419,12 @@ def forward(model, pairs, ref_sums, counts: Counts, losses, config: Config):
     return pair_loss(logprobs, ref_sums.T.flatten(), mask, counts, losses, **vars(config))
 
 
+def step_loss(config: Config, losses, logprobs, entropy, mask):
+    """`pair_loss` of rows that are their own reference: what --dry_run counts."""
+    counts = Counts(len(mask) // 2, mask[::2].numel())
+    return pair_loss(logprobs, torch.zeros(len(mask), device=mask.device), mask, counts, losses, **vars(config))[0]
+
+
 def count(pairs) -> Counts:
     return Counts(len(pairs), sum(sum(chosen.loss_mask) for chosen, _ in pairs))
 
@@ -450,6 +460,9 @@ def train(config: Config) -> dict:
     tasks = [] if rows or episodes else envs.tasks(config.env, "train", config.num_tasks, config.seed, *files)
     if config.env and config.eval_tasks:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
+    if config.dry_run:
+        return dry_run(config, partial(step_loss, config, losses), rows=2, merge_rollout=True,
+                       episodes=config.num_tasks * config.group_size if tasks else 0)
     run = Run(config, "dpo")
     fast_float32()
     source, base_seconds = config.model_path, 0.0

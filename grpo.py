@@ -38,6 +38,7 @@ from lora import (
     DTYPES,
     OPTIMS,
     adamw,
+    dry_run,
     fast_float32,
     freeze_reference,
     load_model,
@@ -253,6 +254,8 @@ class Config:
         False, "frozen base in host memory, two layers at a time on the device", group="memory")
     optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
                       choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="world")
     dataset: str | None = flag(None, "tasks (.jsonl, or a name the world knows); default: its own", group="world")
@@ -416,6 +419,10 @@ def train(config: Config) -> dict:
     files = config.dataset, config.eval_dataset
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
                        for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
+    if config.dry_run:
+        return dry_run(
+            config, partial(step_loss, config), merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+            episodes=config.tasks_per_step * config.group_size, keep_start=bool(config.kl_coef))
     run = Run(config, "grpo")
     fast_float32()
     source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
@@ -579,6 +586,14 @@ def train(config: Config) -> dict:
     print(f"written: {config.output_dir} (adapter: {folder})\n"
           f"next:    python agent.py --model_path {config.output_dir} --env {config.env} --num_tasks 3")
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+
+
+def step_loss(config: Config, logprobs, entropy, mask):
+    """The loss of a step that is one micro-batch, at the sampler's weights, advantages 0: what --dry_run counts."""
+    counts = Counts(len(mask), mask.numel(), config.max_tokens)
+    advantages = torch.zeros_like(logprobs)
+    loss, _ = LOSSES[config.loss](logprobs, logprobs.detach(), advantages, mask, counts, 0.0, **vars(config))
+    return loss - config.entropy_coef * token_mean(entropy, mask, counts)
 
 
 def group_shares(trajectories: list[Trajectory]) -> dict:

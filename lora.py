@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import memory
-from memory import OPTIMS, adamw  # noqa: F401  (what makes things small is reached through this file)
+from budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
+from memory import OPTIMS, adamw  # noqa: F401
 from run import UserError
 from tiny import make_tiny
 

@@ -7,25 +7,18 @@
     checkpoint    layers and MLPs run again in the backward pass   --gradient_checkpointing --offload_activations
                                                                    --mlp_tokens
     HostAdamW     adapter, gradients and moments on the CPU        --optim adamw_cpu
-    Bytes         what a run would allocate, counted               --dry_run
 
-The first six change what is kept where; Bytes runs the very code of a step on the meta device, where tensors have
-shapes and no numbers, and adds up the storages that live at the same time.
+budget.py counts what each of them saves.
 """
 import os
-import weakref
-from contextlib import ExitStack, nullcontext
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from run import UserError
 
-aten = torch.ops.aten
 OPTIMS = ("adamw", "adamw_cpu", "adamw8bit")
 BLOCK = 4096  # rows of a table that are in the compute dtype at once
 
@@ -442,148 +435,3 @@ class HostAdamW(torch.optim.Optimizer):
         self.inner.step()
         for p, _ in self.parts:
             self.state[p]["step"].copy_(moments["step"])
-
-
-# ------------------------------------------------------------------------------------------------------------- counting
-class Bytes(TorchDispatchMode):
-    """Inside the block: bytes of the storages that live at once. `now`, `peak`: on the device; `host`: beside it.
-
-    On the meta device it is a ruler for any model on any machine: the code runs as it would on a GPU ("cuda") or a CPU
-    ("cpu"), numbers that it asks for are 1, masks choose everything. Not counted: what a kernel allocates inside
-    itself, CUDA's context, what the allocator rounds up.
-    """
-
-    _should_skip_dynamo = classmethod(lambda cls: False)  # True wraps every call, and imports torch._dynamo
-
-    def __init__(self, kind: str = "cuda"):
-        super().__init__()
-        self.kind, self.now, self.peak, self.host, self.seen, self.patches = kind, 0, 0, 0, {}, ExitStack()
-
-    def __enter__(self):
-        if self.kind != "real":  # meta tensors answer as a GPU's or a CPU's, and take the fused attention of those
-            for name, yes in (("is_cuda", self.kind == "cuda"), ("is_cpu", self.kind == "cpu")):
-                own = getattr(torch.Tensor, name)
-                answer = property(lambda t, own=own, yes=yes: yes if t.is_meta else own.__get__(t))
-                self.patches.enter_context(mock.patch.object(torch.Tensor, name, answer))
-            self.patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", partial(
-                _fused_attention, F.scaled_dot_product_attention)))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.patches.close()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        x = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else args[0] if args else None
-        if not isinstance(x, torch.Tensor) or not x.is_meta:
-            if func is aten.copy_.default and args[1].is_meta:
-                return x
-            out = func(*args, **kwargs)
-        elif func is aten._local_scalar_dense.default:
-            return True  # and 1, and 1.0
-        elif func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
-            new = torch.zeros if x.numel() < 2**16 else torch.empty  # memory that nobody touches costs nothing
-            out = new(x.shape, dtype=kwargs.get("dtype") or x.dtype)
-        elif func is aten.index.Tensor:
-            index = [i if i is None or i.dtype != torch.bool else i.new_empty(i.numel(), dtype=torch.long)
-                     for i in args[1] for _ in range(i.dim() if i is not None and i.dtype == torch.bool else 1)]
-            out = func(x, index)
-        elif func is aten.nonzero.default:
-            out = x.new_empty(x.numel(), x.dim(), dtype=torch.long)
-        else:
-            return self.shaped(func, args, kwargs)
-        self.hold(*(out if isinstance(out, (list, tuple)) else (out,)))
-        return out
-
-    def shaped(self, func, args, kwargs):
-        """func(*args), its shapes from memory where they were seen: torch works them out in Python, 0.3 ms a time."""
-        if func not in self.seen:
-            schema = func._schema
-            in_place = schema.is_mutable and schema.name[-1] == "_"
-            alias = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
-            self.seen[func] = "in place" if in_place else "view" if alias else "new"
-        if self.seen[func] != "new":
-            in_place = self.seen[func] == "in place"
-            return func(*args, **kwargs) if not in_place else args[0] if isinstance(args[0], torch.Tensor) else None
-        key = func, *(_key(a) for a in args), *((name, _key(a)) for name, a in kwargs.items())
-        if key in self.seen:
-            out = [like and torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in self.seen[key]]
-        else:
-            out = func(*args, **kwargs)
-            out = out if isinstance(out, (list, tuple)) else (out,)
-            self.seen[key] = [(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in out]
-        self.hold(*out)
-        return tuple(out) if len(out) > 1 else out[0]
-
-    def hold(self, *tensors):
-        for t in tensors:
-            if not isinstance(t, torch.Tensor):
-                continue
-            storage = t.untyped_storage()
-            if not hasattr(storage, "counted"):  # its Python object lives as long as the memory does
-                storage.counted = self
-                place = "now" if t.is_meta or self.kind != "cuda" else "host"
-                self.add(place, storage.nbytes())
-                weakref.finalize(storage, self.add, place, -storage.nbytes())
-
-    def add(self, place, nbytes):
-        setattr(self, place, getattr(self, place) + nbytes)
-        self.peak = max(self.peak, self.now)
-
-
-def _key(a):
-    if isinstance(a, torch.Tensor):
-        return a.shape, a.stride(), a.dtype
-    return tuple(map(_key, a)) if isinstance(a, (list, tuple)) else (type(a), a)
-
-
-def _fused_attention(stock, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
-    if not query.is_meta:
-        return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **kwargs)
-    mask = None if attn_mask is None else query.new_empty(attn_mask.shape)  # as numbers to add
-    return aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
-
-
-def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind: str = "cuda", loss=None,
-            merge: bool = False, keep_start: bool = False, rollout: dict | None = None) -> dict:
-    """Bytes of a step of `load_model(**options)`, run on the meta device -> weights, update, rollout, host.
-
-    The update is of one micro-batch, rows x tokens, all of them trained, no two alike, and the optimiser's step;
-    loss(logprobs, entropy, mask) is the algorithm's. merge: as in lora.merged. keep_start: the weights that the run
-    starts from are kept. rollout: slots, group_size, max_tokens, max_new_tokens.
-    """
-    from generate import Engine, Row
-    from lora import freeze_reference, load_model, merged, token_logprobs
-    with Bytes(kind) as count:
-        model, _ = load_model(**options, device="meta")
-        found, count.peak = {"weights": count.now}, count.now
-        frozen = freeze_reference(model) if keep_start else None  # noqa: F841  (held to be counted)
-        optimizer = adamw(model, optim, lr=1e-4) if optim != "adamw8bit" else None
-        mask = torch.empty(rows, tokens, dtype=torch.long, device="meta")
-        with merged(model) if merge else nullcontext():
-            logprobs, entropy = token_logprobs(model.train(), torch.empty_like(mask), mask)
-            (loss(logprobs, entropy, mask) if loss else -logprobs.sum()).backward()
-            del logprobs, entropy
-        weights = [p for p in model.parameters() if p.requires_grad]
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        moments = [torch.empty(2, *p.shape, dtype=torch.uint8, device="meta") for p in weights if not optimizer]
-        if optim == "adamw":
-            optimizer.param_groups[0]["foreach"] = kind == "cuda"  # as AdamW chooses where the weights are
-            optimizer.step()
-        for p in weights:
-            p.grad = None
-        found["update"], count.peak = count.peak, count.now
-        if rollout:
-            slots, prompt = rollout["slots"], rollout["max_tokens"] - rollout["max_new_tokens"]
-            with merged(model.eval()) if merge else nullcontext():
-                engine = Engine(model, slots=slots)
-                engine.add([Row([1] * prompt, group=i // rollout["group_size"], limit=2**30) for i in range(slots)])
-                engine.step()
-                for row in engine.owner:  # what lies between the first and the last token only fills the cache
-                    row.length = rollout["max_tokens"] - 1
-                engine.step()
-            found["rollout"] = count.peak
-        del moments
-        return {**found, "host": count.host}

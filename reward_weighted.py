@@ -35,6 +35,7 @@ from lora import (
     DTYPES,
     OPTIMS,
     adamw,
+    dry_run,
     fast_float32,
     load_model,
     merge,
@@ -159,6 +160,8 @@ class Config:
         False, "frozen base in host memory, two layers at a time on the device", group="memory")
     optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
                       choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "--trajectories those of the episodes", group="data")
@@ -347,6 +350,11 @@ def train(config: Config) -> dict:
     tasks = [] if data else envs.tasks(config.env, "train", config.max_samples, config.seed, *files)
     played = config.eval_tasks and config.env
     held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, *files) if played else []
+    if config.dry_run:
+        return dry_run(
+            config, lambda logprobs, _, mask: reward_weighted_loss(logprobs, mask.float(), mask.sum()),
+            merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+            episodes=0 if data else config.tasks_per_iteration * config.group_size)
     run = Run(config, "reward_weighted")
     fast_float32()
     source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)

@@ -33,6 +33,7 @@ from lora import (
     DTYPES,
     OPTIMS,
     adamw,
+    dry_run,
     fast_float32,
     load_model,
     model_options,
@@ -64,6 +65,8 @@ class Config:
         False, "frozen base in host memory, two layers at a time on the device", group="memory")
     optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
                       choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "recorded rows the world they are of", group="data")
@@ -305,6 +308,8 @@ def train(config: Config) -> dict:
     rows = learns_rows(config)
     if not (config.env or rows):
         config = replace(config, env="equations")
+    if config.dry_run:
+        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1))
     run = Run(config, "sft")
     fast_float32()
     model, tokenizer = load_model(config.model_path, **model_options(config))
