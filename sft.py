@@ -28,7 +28,19 @@ import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from chat import Chat
 from envs import gsm8k, meetings
-from lora import DTYPES, fast_float32, load_model, load_weights, merged, save_model, token_logprobs
+from lora import (
+    DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
+    fast_float32,
+    load_model,
+    load_weights,
+    merged,
+    model_options,
+    save_model,
+    token_logprobs,
+)
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
 
@@ -41,8 +53,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "recorded rows the world they are of", group="data")
@@ -263,18 +288,15 @@ def train(config: Config) -> dict:
     rows = learns_rows(config)
     if not (config.env or rows):
         config = replace(config, env="equations")
+    if config.dry_run:
+        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1))
     run = Run(config, "sft")
     if run.finished:
         return run.finished
     fast_float32()
-    model, tokenizer = load_model(
-        config.model_path, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-        seed=config.seed, lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora,
-        dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, tokenizer = load_model(config.model_path, **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     vocabulary = model.get_input_embeddings().num_embeddings
     data = demonstrations(config, tokenizer, "train", config.max_samples, vocabulary)
     held_out = demonstrations(config, tokenizer, "test", 100, vocabulary)
