@@ -470,8 +470,8 @@ def train(config: Config) -> dict:
     if config.env and config.eval_tasks:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
     if config.dry_run:
-        return dry_run(config, partial(step_loss, config, losses), rows=2, merge=not config.lora_dropout, merge_rollout=True,
-                       episodes=config.num_tasks * config.group_size if tasks else 0)
+        return dry_run(config, partial(step_loss, config, losses), rows=2, merge=not config.lora_dropout,
+                       merge_rollout=True, episodes=config.num_tasks * config.group_size if tasks else 0)
     run = Run(config, "dpo")
     if run.finished:
         return run.finished
