@@ -25,7 +25,9 @@ import math
 import os
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +41,20 @@ import envs
 import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, collate, evaluate, read_trajectories, rollout
 from chat import Chat
-from lora import DTYPES, fast_float32, load_model, load_weights, merge, merged, save_model, token_logprobs
+from lora import (
+    DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
+    fast_float32,
+    load_model,
+    load_weights,
+    merge,
+    merged,
+    model_options,
+    save_model,
+    token_logprobs,
+)
 from run import Run, UserError, flag, main, mix, nearest, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling.
@@ -170,8 +185,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     trajectories: str | None = flag(
         None, "recorded episodes (trajectories.jsonl) to pair; several files: a,b; default: play", group="pairs")
@@ -400,6 +428,12 @@ def forward(model, pairs, ref_sums, counts: Counts, losses, config: Config):
     return pair_loss(logprobs, ref_sums.T.flatten(), mask, counts, losses, **vars(config))
 
 
+def step_loss(config: Config, losses, logprobs, entropy, mask):
+    """`pair_loss` of rows that are their own reference: what --dry_run counts."""
+    counts = Counts(len(mask) // 2, mask[::2].numel())
+    return pair_loss(logprobs, torch.zeros(len(mask), device=mask.device), mask, counts, losses, **vars(config))[0]
+
+
 def count(pairs) -> Counts:
     return Counts(len(pairs), sum(sum(chosen.loss_mask) for chosen, _ in pairs))
 
@@ -435,6 +469,9 @@ def train(config: Config) -> dict:
     tasks = [] if rows or episodes else envs.tasks(config.env, "train", config.num_tasks, config.seed, *files)
     if config.env and config.eval_tasks:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
+    if config.dry_run:
+        return dry_run(config, partial(step_loss, config, losses), rows=2, merge=not config.lora_dropout,
+                       merge_rollout=True, episodes=config.num_tasks * config.group_size if tasks else 0)
     run = Run(config, "dpo")
     if run.finished:
         return run.finished
@@ -442,14 +479,10 @@ def train(config: Config) -> dict:
     source, base_seconds = config.model_path, 0.0
     if config.model_path == "tiny":
         source, base_seconds = make_base(replace(config, env=config.env or "equations"), run)
-    model, tokenizer = load_model(
-        source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
-        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, tokenizer = load_model(source, **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    optimizer = adamw(
+        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     playing = {"limits": Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                                 config.max_tool_tokens), "temperature": config.temperature, "seed": config.seed,
                "slots": config.slots, "tool_timeout": config.tool_timeout, "run": run}
@@ -491,7 +524,8 @@ def train(config: Config) -> dict:
     if episodes:
         run.ranks.first(lambda: replace_file(run.folder / "preference_pairs.json", to_json(
             [readable(*pair, held_out=prompt_of(pair[0]) in kept_out) for pair in pairs], indent=1)))
-    ref_sums = reference_sums(model, pairs, config, run.ranks)  # (N, 2)
+    with merged(model):
+        ref_sums = reference_sums(model, pairs, config, run.ranks)  # (N, 2)
     test = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) in kept_out]
     test, test_sums = [pairs[i] for i in test], ref_sums[test]
     learn = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) not in kept_out]
@@ -503,7 +537,8 @@ def train(config: Config) -> dict:
     def held_out_eval():
         with merged(model):
             found = evaluate(model, tokenizer, config.env, held_out, step=-1, **playing) if held_out else {}
-        return found | {f"pairs/{k}": v for k, v in held_out_pairs(model, test, test_sums, losses, config).items()}
+            pairs_found = held_out_pairs(model, test, test_sums, losses, config)
+        return found | {f"pairs/{k}": v for k, v in pairs_found.items()}
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
@@ -524,13 +559,14 @@ def train(config: Config) -> dict:
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
-        for part in run.ranks.micro_batches(len(order), config.batch_size):
-            run.check()
-            torch.manual_seed(mix(config.seed, "dropout", step, part.start))
-            part = order[part]
-            loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
-            loss.backward()
-            metrics.update({name: x.item() for name, x in parts.items()})
+        with nullcontext() if config.lora_dropout else merged(model):  # dropout of the adapter's input needs it apart
+            for part in run.ranks.micro_batches(len(order), config.batch_size):
+                run.check()
+                torch.manual_seed(mix(config.seed, "dropout", step, part.start))
+                part = order[part]
+                loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
+                loss.backward()
+                metrics.update({name: x.item() for name, x in parts.items()})
         run.ranks.add_gradients(weights)
         metrics = run.ranks.total(metrics)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()

@@ -38,12 +38,16 @@ import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, rollout, summarise
 from lora import (
     DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
     fast_float32,
     freeze_reference,
     load_model,
     load_weights,
     merge,
     merged,
+    model_options,
     reference,
     save_model,
     token_logprobs,
@@ -240,8 +244,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="world")
     dataset: str | None = flag(None, "tasks (.jsonl, or a name the world knows); default: its own", group="world")
@@ -411,20 +428,20 @@ def train(config: Config) -> dict:
     files = config.dataset, config.eval_dataset
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
                        for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
+    if config.dry_run:
+        return dry_run(
+            config, partial(step_loss, config), merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+            episodes=config.tasks_per_step * config.group_size, keep_start=bool(config.kl_coef))
     run = Run(config, "grpo")
     if run.finished:
         return run.finished
     fast_float32()
     source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
-    model, tokenizer = load_model(
-        source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
-        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, tokenizer = load_model(source, **model_options(config))
     frozen = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(  # 0.95: gradients grow with B, which starts at 0; 0.999 remembers small ones
-        weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(  # 0.95: gradients grow with B, which starts at 0; 0.999 remembers small ones
+        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
     total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
@@ -586,6 +603,14 @@ def train(config: Config) -> dict:
     print(f"written: {config.output_dir} (adapter: {folder})\n"
           f"next:    python agent.py --model_path {config.output_dir} --env {config.env} --num_tasks 3")
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+
+
+def step_loss(config: Config, logprobs, entropy, mask):
+    """The loss of a step that is one micro-batch, at the sampler's weights, advantages 0: what --dry_run counts."""
+    counts = Counts(len(mask), mask.numel(), config.max_tokens)
+    advantages = torch.zeros_like(logprobs)
+    loss, _ = LOSSES[config.loss](logprobs, logprobs.detach(), advantages, mask, counts, 0.0, **vars(config))
+    return loss - config.entropy_coef * token_mean(entropy, mask, counts)
 
 
 def group_shares(trajectories: list[Trajectory]) -> dict:

@@ -33,7 +33,20 @@ from tqdm import tqdm
 import envs
 import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, read_trajectories, rollout, summarise
-from lora import DTYPES, fast_float32, load_model, load_weights, merge, merged, save_model, token_logprobs
+from lora import (
+    DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
+    fast_float32,
+    load_model,
+    load_weights,
+    merge,
+    merged,
+    model_options,
+    save_model,
+    token_logprobs,
+)
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling, as in grpo.py: both start from the same model.
@@ -137,8 +150,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "--trajectories those of the episodes", group="data")
@@ -333,23 +359,24 @@ def train(config: Config) -> dict:
     tasks = [] if data else envs.tasks(config.env, "train", config.max_samples, config.seed, *files)
     played = config.eval_tasks and config.env
     held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, *files) if played else []
+    if config.dry_run:
+        return dry_run(
+            config, lambda logprobs, _, mask: reward_weighted_loss(logprobs, mask.float(), mask.sum()),
+            merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+            episodes=0 if data else config.tasks_per_iteration * config.group_size)
     run = Run(config, "reward_weighted")
     if run.finished:
         return run.finished
     fast_float32()
     source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
-    model, tokenizer = load_model(
-        source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
-        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, tokenizer = load_model(source, **model_options(config))
     largest, rows = max((max(t.token_ids) for t in data), default=0), model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise UserError(f"{config.trajectories}: token id {largest}, but {source} has {rows} tokens; "
                         "give the model that played these episodes")
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    optimizer = adamw(
+        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
     per_step = config.batch_size * config.gradient_accumulation_steps

@@ -328,6 +328,24 @@ def _parquet_rows(path):
     return rows
 
 
+def is_task(env: str, row: dict) -> bool:
+    """Whether a world takes the row for a task: its `_row` does, and all that its `reset` needs is there."""
+    if "," in env:
+        return False
+    cls = load(env)
+    try:
+        row = cls._row(row) if hasattr(cls, "_row") else row
+    except ValueError:
+        return False
+    return bool(_needed(cls)) and row.keys() >= {*_needed(cls)}
+
+
+def _needed(cls) -> list[str]:
+    """The arguments without which a world does not `reset`."""
+    return [key for key, p in inspect.signature(cls.reset).parameters.items()
+            if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+
+
 def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None = None,
           eval_dataset: str | None = None) -> list[dict]:
     """Task rows for `split` ("train" | "test"), at most n, ordered by `seed`; train and test never share a row.
@@ -351,9 +369,7 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
             raise UserError(f"world {name!r} makes no tasks of its own; give --dataset path/to/tasks.jsonl")
         return [{**task, "env": name} for task in cls._tasks(split, n, seed)]
     path = eval_dataset if split == "test" and eval_dataset else dataset
-    needed = [key for key, p in inspect.signature(cls.reset).parameters.items()
-              if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    rows = []
+    needed, rows = _needed(cls), []
     for row in read_rows(path):
         line = row.pop("_line")
         try:

@@ -1,0 +1,159 @@
+"""How a GRPO step grows with group size, turns, length of tool results and length of the prompt: seconds and memory.
+
+    python bench/scale.py                           the tiny model's shape, random weights; 5 minutes on 2 cores
+    python bench/scale.py --points 2 --repeats 1    the two smallest sizes of each, to see that it runs
+
+One number is varied at a time, the others stay at BASE. Episodes are scripted: every turn's tokens are forced (a call
+of the tool, in the end an answer), so that a step has exactly the turns and tokens asked for; all else is grpo.py as it
+is. Every point is a process of its own: the fastest of its steps counts, and its memory is the peak above what it held
+when it began (on a GPU: torch's peak).
+
+`exponent` is the slope of log(seconds or MiB) against log(size) over the three largest sizes: 1 is linear, below is
+better, for work that does not grow is in it too. Writes bench/results/scale.png and scale.json; the last line is that
+JSON, in it `linear_or_better`: is every exponent at most 1 + TOLERANCE?
+"""
+import argparse
+import datetime
+import json
+import math
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+BASE = {"group_size": 4, "turns": 3, "tool_tokens": 32, "prompt_tokens": 64}
+SIZES = {"group_size": [2, 4, 8, 16, 32], "turns": [1, 2, 4, 8, 16], "tool_tokens": [16, 64, 128, 256, 512],
+         "prompt_tokens": [64, 128, 256, 512, 1024]}
+TOLERANCE = 0.1
+MEASURES = {"rollout_seconds": "rollout, s", "update_seconds": "update, s", "memory_mib": "memory, MiB"}
+
+
+class Library:
+    """Each call of the tool gives a page; the answer ends the episode."""
+
+    system_prompt, played = "Read.", 0
+
+    def reset(self, prompt_tokens: int = 1, tool_tokens: int = 1, **_) -> str:
+        Library.played += 1
+        self.page, self.number = " of" * tool_tokens, Library.played
+        return " the" * prompt_tokens
+
+    def read(self) -> str:
+        """Read a page."""
+        return self.page
+
+    def get_reward(self) -> float:
+        return float(self.number * 7919 % 101) / 101
+
+    @staticmethod
+    def _tasks(split: str, n: int, seed: int) -> list[dict]:
+        return [{"number": i} for i in range(n)]
+
+
+def peak_mib() -> float:
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def measure(point) -> dict:
+    """One point, in a fresh process: its steps' seconds and memory, and what shows that it was the step asked for."""
+    folder, repeats, sizes = point
+    import torch
+    from transformers import AutoTokenizer
+
+    import agent
+    import grpo
+    from chat import Chat
+    from envs import schemas
+    from generate import Row
+    tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
+    chat = Chat(tokenizer, schemas(Library))
+    turns = [chat.turn("", [{"name": "read", "arguments": {}}])] * (sizes["turns"] - 1) + [chat.turn(" to", [])]
+    script = [i for ids in turns for i in ids]
+    agent.Row = lambda *args, **options: Row(*args, forced=script, **options)
+    tasks = Path(folder) / f"tasks_{os.getpid()}.jsonl"
+    tasks.write_text("".join(json.dumps({**sizes, "number": i}) + "\n" for i in range(8)))
+    began = peak_mib()
+    with open(os.devnull, "w") as quiet, redirect_stdout(quiet), redirect_stderr(quiet):
+        grpo.train(grpo.Config(
+            model_path=folder, env=f"{__file__}:Library", dataset=str(tasks), eval_dataset=str(tasks), eval_tasks=0,
+            output_dir=str(out), tasks_per_step=2, group_size=sizes["group_size"], batch_size=4, max_steps=1 + repeats,
+            lora_r=8, max_turns=sizes["turns"], max_new_tokens=64, max_tokens=10**6, max_tool_calls=10**6,
+            max_tool_tokens=10**6, save_trajectories=0))
+    timing, metrics = ([json.loads(line) for line in (out / name).read_text().splitlines()][1:]
+                       for name in ("timing.jsonl", "metrics.jsonl"))
+    assert all(m["turns"] == sizes["turns"] and m["completion"] == 1 for m in metrics), metrics[0]
+    memory = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else peak_mib() - began
+    return {"tokens": metrics[0]["tokens"], "sampled_tokens": metrics[0]["sampled_tokens"], "memory_mib": memory,
+            **{name: min(t[name] for t in timing) for name in ("rollout_seconds", "update_seconds")}}
+
+
+def exponent(sizes, values) -> float:
+    """Least-squares slope of log(value) against log(size) over the last three."""
+    x, y = ([math.log(v) for v in vs[-3:]] for vs in (sizes, values))
+    x, y = ([v - statistics.mean(vs) for v in vs] for vs in (x, y))
+    return sum(a * b for a, b in zip(x, y)) / sum(a * a for a in x)
+
+
+def picture(curves, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, axes = plt.subplots(len(MEASURES), len(curves), figsize=(12, 7), squeeze=False)
+    for column, (name, curve) in enumerate(curves.items()):
+        for row, (measure_name, label) in enumerate(MEASURES.items()):
+            axis, values = axes[row][column], [p[measure_name] for p in curve["points"]]
+            axis.plot(curve["sizes"], values, "o-")
+            axis.plot([0, curve["sizes"][-1]], [0, values[-1]], ":", color="gray")  # below it: better than linear
+            axis.set_ylim(0), axis.set_xlim(0), axis.grid(alpha=0.3)
+            axis.set_title(f"exponent {curve['exponents'][measure_name]:.2f}", fontsize=9)
+            axis.set_xlabel(name.replace("_", " ")), axis.set_ylabel(label if column == 0 else "")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, default=5, choices=range(2, 6), help="sizes of each number")
+    parser.add_argument("--repeats", type=int, default=3, help="steps that count, after one to warm up")
+    parser.add_argument("--vary", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--note", default="", help="what else the machine was doing")
+    parser.add_argument("--results", default=str(ROOT / "bench" / "results"))
+    args = parser.parse_args()
+    import torch
+
+    import grpo  # noqa: F401  once, before the processes fork
+    from tiny import make_tiny
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in make_tiny():
+            part.save_pretrained(folder)
+        for name in args.vary:
+            sizes, points = SIZES[name][:args.points], []
+            for size in sizes:
+                with multiprocessing.get_context("fork").Pool(1) as pool:
+                    points.append(pool.apply(measure, [(folder, args.repeats, {**BASE, name: size})]))
+                shown = ", ".join(f"{label} {points[-1][key]:.2f}" for key, label in MEASURES.items())
+                print(f"{name} {size}: {points[-1]['tokens']:.0f} tokens an episode, {shown}", flush=True)
+            curves[name] = {"sizes": sizes, "points": points,
+                            "exponents": {m: exponent(sizes, [p[m] for p in points]) for m in MEASURES}}
+    worst = max(e for curve in curves.values() for e in curve["exponents"].values())
+    result = {"linear_or_better": worst <= 1 + TOLERANCE, "worst_exponent": worst, "base": BASE, "curves": curves,
+              "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
+                          "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                          "note": args.note}, "torch": torch.__version__,
+              "date": datetime.date.today().isoformat(),
+              "command": "python bench/scale.py " + " ".join(sys.argv[1:])}
+    os.makedirs(args.results, exist_ok=True)
+    picture(curves, os.path.join(args.results, "scale.png"))
+    Path(args.results, "scale.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
