@@ -114,7 +114,8 @@ class Ranks:
         import torch
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in weights])
         for p, grad in zip(weights, self.add(flat).split([p.numel() for p in weights])):
-            p.grad = grad.view_as(p)
+            p.grad = torch.empty_like(p) if p.grad is None else p.grad  # memory.HostAdamW holds on to its own
+            p.grad.copy_(grad.view_as(p))
 
     def check_alike(self, weights):
         """UserError if ranks start from different weights: other files, or another version, on another machine."""
