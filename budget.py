@@ -91,9 +91,15 @@ class Bytes(TorchDispatchMode):
             composite, kernel = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
                                  for key in ("CompositeImplicitAutograd", "CPU"))
             in_place = schema.is_mutable and schema.name[-1] == "_"
+<<<<<<< HEAD
             alias = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
             self.seen[func] = ("many" if composite and not kernel else
                                "in place" if in_place else "view" if alias else "new")
+=======
+            view = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
+            self.seen[func] = ("many" if composite and not kernel else "in place" if in_place else
+                               "view" if view else "new")
+>>>>>>> issue4-memory
         if self.seen[func] == "many":  # inference mode hands them over whole
             with self:
                 return func.decompose(*args, **kwargs)
@@ -226,21 +232,22 @@ def dry_run(config, loss, *, rows: int = 1, merge: bool = False, merge_rollout: 
                 "slots": slots, "group_size": getattr(config, "group_size", 1), "max_tokens": config.max_tokens,
                 "max_new_tokens": min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1)})
 
-    def need(found):
-        return max(found["update"], found.get("rollout", 0)) + (found["host"] if kind == "cpu" else 0)
+    def need(found):  # by update and rollout; on a CPU host memory is the same memory
+        host = found["host"] if kind == "cpu" else 0
+        return [found[part] + host for part in ("update", "rollout") if part in found]
 
     def show(title, found):
         parts = [f"update of {rows * config.batch_size} x {config.max_tokens} tokens {found['update'] / MIB:,.0f}"]
         if "rollout" in found:
             parts += [f"rollout of {config.slots} episodes {found['rollout'] / MIB:,.0f}"]
-        print(f"{title:9} {need(found) / MIB:8,.0f} MiB: {', '.join(parts)}; beside it {found['host'] / MIB:,.0f}")
+        print(f"{title:9} {max(need(found)) / MIB:8,.0f} MiB: {', '.join(parts)}; beside it {found['host'] / MIB:,.0f}")
 
     if hasattr(config, "slots"):
         config = replace(config, slots=max(1, min(config.slots, episodes)))
     found = count(config)
     show("estimate", found)
     print(f"{'limit':9} {limit / MIB:8,.0f} MiB " + ("(--memory_mb)" if config.memory_mb else f"(free {kind} memory)"))
-    if need(found) > limit:
+    if max(need(found)) > limit:
         print("does not fit; " + mend(config, need(found), limit, lambda config: need(count(config))))
     else:
         try:
@@ -249,29 +256,32 @@ def dry_run(config, loss, *, rows: int = 1, merge: bool = False, merge_rollout: 
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
                 raise
-            print("tried: out of memory; " + mend(config, 2 * limit, limit, lambda config: 2 * need(count(config))))
+            limit = max(need(found)) // 2
+            print("tried: out of memory; " + mend(config, need(found), limit, lambda config: need(count(config))))
     return {name: value / MIB for name, value in found.items()}
 
 
-def mend(config, now: int, limit: int, need) -> str:
-    """The flags that bring `need` under the limit: of MENDS those that help, in their order, as few as suffice."""
+def mend(config, now: list[int], limit: int, need) -> str:
+    """The flags that bring need(config) under the limit: of MENDS those that help, in their order, till it fits."""
+    def over(bytes_):
+        return sum(max(0, n - limit) for n in bytes_)
     changed, before = {}, None
-    while now > limit and now != before:  # what did not help an update may help the rollout once that is the larger
+    while over(now) and now != before:
         before = now
         for name, value in MENDS:
             own = getattr(config, name, value)
-            if now <= limit or own == value or value == "half" and own == 1:
+            if not over(now) or own == value or value == "half" and own == 1:
                 continue
             new = replace(config, **{name: own // 2 if value == "half" else value})
             try:
                 less = need(new)
             except ValueError:  # a UserError: this flag needs another that is not set, --lora_r say
                 continue
-            if less < 0.99 * now:
+            if over(less) < 0.99 * over(now):
                 now, config, changed[name] = less, new, getattr(new, name)
     flags = " ".join(f"--{name}" if value is True else f"--no_{name}" if value is False else f"--{name} {value}"
                      for name, value in changed.items())
-    if now <= limit:
-        return f"with {flags} it needs {now / MIB:,.0f} MiB"
-    return (f"with {flags} it still needs {now / MIB:,.0f} MiB: " if flags else "") + (
+    if not over(now):
+        return f"with {flags} it needs {max(now) / MIB:,.0f} MiB"
+    return (f"with {flags} it still needs {max(now) / MIB:,.0f} MiB: " if flags else "") + (
         "lower --max_tokens, or take a smaller model")

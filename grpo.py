@@ -319,12 +319,13 @@ class Config:
     warmup_steps: int = flag(5, "steps of linear warm-up", group="training", low=0)
     weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
-    updates_per_step: int = flag(1, "optimiser updates on one step's episodes (mu)", group="training", low=1)
+    updates_per_step: int | None = flag(
+        None, "optimiser updates on one step's episodes (mu); default: 1, 2 for tiny", group="training", low=1)
     batch_size: int = flag(16, "episodes in one forward pass of the update: memory only", group="training", low=1)
     gradient_accumulation_steps: int | None = flag(
         None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
     num_epochs: int = flag(1, "passes over the tasks", group="training", low=1, aliases=("total_epochs",))
-    max_steps: int | None = flag(90, "steps; beats num_epochs", group="training", low=0)
+    max_steps: int | None = flag(60, "steps; beats num_epochs", group="training", low=0)
 
     output_dir: str = flag("runs/grpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
@@ -424,6 +425,8 @@ def train(config: Config) -> dict:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
     if config.kl_coef is None:  # at the tiny model's learning rate noise alone would carry it off: --shuffle_rewards
         config = replace(config, kl_coef=0.3 if config.model_path == "tiny" else 0.0)
+    if config.updates_per_step is None:
+        config = replace(config, updates_per_step=2 if config.model_path == "tiny" else 1)
     extra = {"num_turns": config.num_turns} if config.num_turns else {}
     files = config.dataset, config.eval_dataset
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]

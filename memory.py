@@ -229,6 +229,8 @@ def rebuild_buffers(model, device=None):
         for leaf in hollow:
             module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device or model.device)
         if hollow and not module._buffers[hollow[0]].is_meta:
+            for p in module.parameters(recurse=False):
+                p._is_hf_initialized = True  # or it would be drawn anew
             model._init_weights(module)
 
 
