@@ -91,15 +91,9 @@ class Bytes(TorchDispatchMode):
             composite, kernel = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
                                  for key in ("CompositeImplicitAutograd", "CPU"))
             in_place = schema.is_mutable and schema.name[-1] == "_"
-<<<<<<< HEAD
-            alias = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
-            self.seen[func] = ("many" if composite and not kernel else
-                               "in place" if in_place else "view" if alias else "new")
-=======
             view = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
             self.seen[func] = ("many" if composite and not kernel else "in place" if in_place else
                                "view" if view else "new")
->>>>>>> issue4-memory
         if self.seen[func] == "many":  # inference mode hands them over whole
             with self:
                 return func.decompose(*args, **kwargs)
