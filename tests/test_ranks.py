@@ -31,7 +31,12 @@ recorded = dict(common, trajectories=str(place / "episodes.jsonl"), batch_size=4
 sft.train(sft.Config(output_dir=str(out / "sft"), **{**recorded, "lora_r": 0, "lora_dropout": 0.0}))
 reward_weighted.train(reward_weighted.Config(output_dir=str(out / "reward_weighted"), optim="adamw_cpu", **recorded))
 dpo.train(dpo.Config(output_dir=str(out / "dpo"), **{**recorded, "batch_size": 3}))
-played, grpo.rollout = grpo.rollout, lambda *_, **__: read_trajectories(str(place / "episodes.jsonl"))
+def episodes(*_, **__):
+    found = read_trajectories(str(place / "episodes.jsonl"))
+    for t in found:
+        t.logprobs = [-7.0 * m for m in t.loss_mask]  # as such a model would have sampled them
+    return found
+played, grpo.rollout = grpo.rollout, episodes
 grpo.train(grpo.Config(output_dir=str(out / "grpo"), tasks_per_step=6, group_size=3, batch_size=4, kl_coef=0.1,
                        kl_estimator="k1", importance_correction=2.0, **{**common, "model_path": str(place / "adapter")}))
 grpo.rollout = played
