@@ -1,6 +1,6 @@
 """How a GRPO step grows with group size, turns, length of tool results and length of the prompt: seconds and memory.
 
-    python bench/scale.py                           two layers of SmolLM2's width, random weights; 5 minutes on 2 cores
+    python bench/scale.py                           two layers of SmolLM2's width; 5 minutes on 2 cores
     python bench/scale.py --points 2 --repeats 1    the two smallest sizes of each, to see that it runs
     OMP_NUM_THREADS=1 python bench/scale.py --clock cpu --note "..."      where others compute on the same machine
 
@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 BASE = {"group_size": 4, "turns": 3, "tool_tokens": 32, "prompt_tokens": 64}
 SIZES = {"group_size": [2, 4, 8, 16], "turns": [1, 2, 4, 8, 16], "tool_tokens": [16, 32, 64, 128, 256],
          "prompt_tokens": [32, 64, 128, 256, 512]}
-TOLERANCE = 0.15  # attention's share
+TOLERANCE = 0.25  # attention: its products are 14 % of the others' at 16 turns, and slower ones
 MEASURES = {"rollout_seconds": "rollout, s", "update_seconds": "update, s", "memory_mib": "memory, MiB"}
 
 
