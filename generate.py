@@ -358,13 +358,13 @@ class Engine:
         return logits
 
     def _logits(self, ids, last):
-        """ids (R, C) where the cache is aimed -> logits (R, V) after token `last` (R,) of each row."""
+        """ids (R, C) where the cache is aimed -> logits (R, V) after token `last` (R,) of a row; None: the only one."""
         if self.fused:
             hidden = self.fused(ids, self.cache)  # (R, C, D)
         else:
             hidden = self.model.base_model(input_ids=ids, position_ids=self.cache.position, past_key_values=self.cache,
                                            use_cache=True, row_cache=self.cache).last_hidden_state  # (R, C, D)
-        hidden = hidden[torch.arange(len(ids), device=self.device), last]  # (R, D)
+        hidden = hidden[:, 0] if last is None else hidden[torch.arange(len(ids), device=self.device), last]  # (R, D)
         return self.fused.head(hidden) if self.fused else head_logits(self.model, hidden)
 
     def _draw(self, rows: list[Row], logits) -> list[Row]:
@@ -454,7 +454,7 @@ class Engine:
         state, now = self.window[:, :rows], self.now
         token, length, left, running = state[:4]  # (R,) each
         self.cache.aim_next(length, span)
-        logits = self._logits(token[:, None], 0)  # (R, V)
+        logits = self._logits(token[:, None], None)  # (R, V)
         ids, logprobs, finite = draw(logits, self.uniforms[:, :rows].index_select(0, now)[0],
                                      state[4:].index_select(0, now)[0], **self.sampling)
         self.drawn[:, :rows].index_copy_(0, now, ids.double()[None])

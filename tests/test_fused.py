@@ -159,8 +159,8 @@ class Recorded(TorchDispatchMode):
             run()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"):
-            raise AssertionError(f"{func} waits for the device")
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "lift_fresh"):
+            raise AssertionError(f"{func} waits for the device, or copies from the host")
         self.calls.append((func, args, kwargs or {}, out := func(*args, **(kwargs or {}))))
         return out
 

@@ -1,0 +1,74 @@
+"""What `fused.py` and static decoding change: the same rollouts with and without, alternating in one process.
+
+    python bench/rollout.py --model_path .real/smollm2 --dtype bfloat16 --cases 1x8x32 8x8x64
+    python bench/rollout.py --cases 1x1x64 8x8x64                       the tiny model
+
+A case is prompts x samples x tokens (prompts of 110 tokens). Each rollout counts whole: merging the adapter, packing
+the weights, prompts, decoding. `ratio` is stock / it, the median over rounds of pairs that ran one after the other, in
+wall seconds and, for a machine that others share, in CPU seconds. The last line is JSON; bench/results/rollout.json
+holds it too, under the model's name.
+"""
+import argparse
+import datetime
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+MODES = {"stock": {"fused": False, "static": False}, "fused": {"fused": True, "static": False},
+         "fused_static": {"fused": True, "static": True}}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", default="tiny")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--cases", nargs="+", default=["1x1x64", "8x8x64"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", default=str(ROOT / "bench" / "results"))
+    args = parser.parse_args()
+    import torch
+
+    from generate import generate
+    from lora import fast_float32, load_model, merged
+    fast_float32()
+    model, tokenizer = load_model(args.model_path, lora_r=16, dtype=args.dtype)
+    cases = {}
+    for case in args.cases:
+        prompts, samples, tokens = map(int, case.split("x"))
+        ids = [random.Random(i).choices(range(len(tokenizer) // 4, len(tokenizer)), k=110) for i in range(prompts)]
+        took = {mode: [] for mode in MODES}
+        for i in range(1 + args.rounds):
+            for mode, options in MODES.items():
+                began = time.perf_counter(), time.process_time()
+                with merged(model):
+                    generate(model, ids, group_size=samples, max_new_tokens=tokens if i else 2, seed=i,
+                             slots=prompts * samples, **options)
+                    if torch.cuda.is_available():
+                        torch.cuda.synchronize()
+                if i:
+                    took[mode].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        cases[case] = {mode: {
+            "seconds": statistics.median(t[0] for t in times), "cpu_seconds": statistics.median(t[1] for t in times),
+            **{name: statistics.median(a[k] / b[k] for a, b in zip(took["stock"], times))
+               for k, name in enumerate(("ratio", "cpu_ratio"))}} for mode, times in took.items()}
+        print(case, {mode: {k: round(v, 2) for k, v in row.items()} for mode, row in cases[case].items()}, flush=True)
+    name = os.path.basename(os.path.normpath(args.model_path))
+    result = {"model": name, "dtype": args.dtype, "fused": getattr(model, "fuses", False), "cases": cases,
+              "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
+                          "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
+              "date": datetime.date.today().isoformat(), "command": "python bench/rollout.py " + " ".join(sys.argv[1:])}
+    path = Path(args.results, "rollout.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**kept, name: result}, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
