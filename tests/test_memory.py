@@ -399,10 +399,14 @@ def test_the_promise(name, flags, limit):
 
 
 # ---------------------------------------------------------------------------------------------------------- end to end
-TALK = '''
-class Talk:
+WORLD = '''
+from itertools import count
+episodes = count()
+
+
+class Lottery:
     def reset(self, **_):
-        self.length = 0.0
+        self.prize = float(next(episodes) % 3)
         return "Talk."
 
     def say(self, word: str) -> str:
@@ -413,11 +417,8 @@ class Talk:
         """
         return word
 
-    def _reply(self, text):
-        self.length = float(len(text))
-
     def get_reward(self) -> float:
-        return self.length
+        return self.prize
 
     @staticmethod
     def _tasks(split, n, seed):
@@ -427,12 +428,12 @@ class Talk:
 
 def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     from transformers import AutoModelForCausalLM
-    base, world = tmp_path / "base", tmp_path / "talk.py"
+    base, world = tmp_path / "base", tmp_path / "lottery.py"
     for part in lora.make_tiny():
         part.save_pretrained(base)
-    world.write_text(TALK)
+    world.write_text(WORLD)
     result = grpo.train(grpo.Config(
-        model_path=str(base), env=f"{world}:Talk", output_dir=str(tmp_path / "grpo"), tasks_per_step=2, group_size=3, max_steps=2, eval_tasks=0,
+        model_path=str(base), env=f"{world}:Lottery", output_dir=str(tmp_path / "grpo"), tasks_per_step=2, group_size=3, max_steps=2, eval_tasks=0,
         max_tokens=160, learning_rate=1e-2, kl_coef=0.1, optim="adamw_cpu", warmup_steps=1, **EVERYTHING))
     assert result["steps"] == 2
     lines = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
