@@ -112,7 +112,7 @@ class Bytes(TorchDispatchMode):
 
     def hold(self, *tensors):
         for t in tensors:
-            if not isinstance(t, torch.Tensor):
+            if not isinstance(t, torch.Tensor) or t.is_meta and self.kind == "real":
                 continue
             storage = t.untyped_storage()
             if not hasattr(storage, "counted"):  # its Python object lives as long as the memory does

@@ -64,6 +64,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
             "stream_layers": stream_layers}
     lean = lean if any(lean.values()) else None
     kept = DTYPES[dtype] if lora_r or not train else torch.float32  # weights that train are read and stay in float32
+    kept = _real_dtype(kept, device)
     model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, kept, device, lean)
     if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = _read_tokenizer(path)
@@ -111,6 +112,13 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     if gradient_checkpointing:
         memory.checkpoint_layers(model, offload_activations)
     return model.eval(), tokenizer  # eval: dropout, where asked for, is switched on by the update alone
+
+
+def _real_dtype(dtype, device):
+    """float16 in place of bfloat16 on a GPU that only emulates it (before Ampere)."""
+    emulated = dtype == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(
+        including_emulation=False)
+    return torch.float16 if emulated else dtype
 
 
 def newest(path: str) -> str:
@@ -162,7 +170,8 @@ def _read_model(source: str, dtype, device, lean: dict | None):
 
     def read_lean(**where):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
-        model = memory.skeleton(config, (config.dtype or torch.float32) if dtype == "auto" else dtype)
+        stored = _real_dtype(config.dtype or torch.float32, device)
+        model = memory.skeleton(config, stored if dtype == "auto" else dtype)
         tensor = model.state_dict().__getitem__  # on the meta device shapes are all there is
         if device.type != "meta":
             tensor = memory.files_of(source if os.path.isdir(source) else snapshot_download(

@@ -40,9 +40,13 @@ class Linear4bit(nn.Linear):
                 ((n // 2, 1), torch.uint8), (n // 64, torch.uint8), (-(-n // 2**14), torch.float32),
                 (256, torch.float32), ((), torch.float32)))
         else:
-            from bitsandbytes.functional import quantize_4bit
-            packed, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-            scale, nested, code, offset = state.absmax, state.state2.absmax, state.state2.code, state.offset
+            from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+            own = 2**16 if device.type == "cpu" else n  # a CPU's kernel takes 64 bytes a weight while it works
+            parts = [quantize_4bit(part, quant_type="nf4") for part in weight.flatten().split(own)]
+            packed, absmax = torch.cat([p for p, _ in parts]), torch.cat([state.absmax for _, state in parts])
+            offset = absmax.mean()
+            scale, second = quantize_blockwise(absmax - offset, blocksize=256)
+            nested, code = second.absmax, second.code
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         for name, tensor in (("scale", scale), ("nested", nested), ("code", code), ("offset", offset)):
@@ -84,7 +88,7 @@ class Table(nn.Module):
         self.dtype = weight.dtype
         data = torch.empty_like(weight, dtype=torch.int8)
         scale = torch.empty(len(weight), 1, device=weight.device)  # (V, 1), float32
-        for rows in blocks(len(weight)) if not weight.is_meta else ():
+        for rows in blocks(len(weight), 512) if not weight.is_meta else ():
             part = weight[rows].float()
             scale[rows] = part.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
             data[rows] = (part / scale[rows]).round().to(torch.int8)
@@ -242,7 +246,8 @@ def layers_of(model):
 @torch.no_grad()
 def plain(model, product):
     """Linear4bit and Table become stock modules of what they stood for, plus product(linear) where that is adapted."""
-    dtype = model.dtype if model.dtype != torch.float32 else torch.bfloat16  # 16 bits hold more than 4 did
+    kept = {p.dtype for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name}
+    dtype = (kept - {torch.float32} or {torch.bfloat16}).pop()  # 16 bits hold more than 4 did
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear4bit):
             weight = module.dequantised(torch.float32)  # (out, in)

@@ -81,7 +81,7 @@ def same(a, b, tolerance):
 
 
 # ---------------------------------------------------------------------------------------------------------------- 4 bits
-@pytest.mark.parametrize("shape", [(64, 64), (96, 100), (32, 6), (257, 128), (3, 4096)])
+@pytest.mark.parametrize("shape", [(64, 64), (96, 100), (32, 6), (257, 128), (3, 4096), (300, 512)])
 def test_a_4bit_weight_is_near_and_small(shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
     linear = Linear4bit(weight)
@@ -91,6 +91,8 @@ def test_a_4bit_weight_is_near_and_small(shape):
                            0.4407, 0.5626, 0.723, 1])  # of arXiv 2305.14314 appendix E
     block = back.flatten()[:64]
     assert ((block / weight.flatten()[:64].abs().max())[:, None] - levels).abs().min(1).values.max() < 0.03
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    assert torch.equal(back, dequantize_4bit(*quantize_4bit(weight, compress_statistics=True, quant_type="nf4")))
     if weight.numel() > 2**12:
         nbytes = sum(t.nbytes for t in (linear.weight, linear.scale, linear.nested))
         assert nbytes * 8 / weight.numel() < 4.14
@@ -155,11 +157,11 @@ def test_bfloat16_only_where_it_is_real(bf16, found, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_dtype_is_that_of_the_arithmetic(tiny, dtype):
     model, exact = load(tiny, dtype=dtype, **EVERYTHING), load(tiny, **EVERYTHING)
-    assert model.dtype == lora.DTYPES[dtype]
+    assert {p.dtype for name, p in model.named_parameters() if "norm" in name} == {lora.DTYPES[dtype]}
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     a, b = gradients(model)[2], gradients(exact)[2]
     a, b = (torch.cat([g.flatten() for g in x.values()]) for x in (a, b))
-    assert F.cosine_similarity(a, b, dim=0) > 0.99
+    assert F.cosine_similarity(a, b, dim=0) > 0.98
 
 
 # ---------------------------------------------------------------------------------------- the same gradients, in less room
@@ -248,13 +250,13 @@ def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk_el
     for name, value in scaling.items():
         setattr(model.config, name, value)
     hidden = (torch.randn(37, 128, generator=torch.Generator().manual_seed(0)) * 3).double().requires_grad_()
-    targets = torch.arange(37) * 27 % 1000
+    targets = torch.arange(37) * 26 % 960
     model.get_input_embeddings().table.dtype = torch.float64
     logp = (lora.head_logits(model, hidden) / 0.7).float().log_softmax(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     weights = torch.linspace(-1, 2, 37)
     wanted, = torch.autograd.grad((expected[0] * weights + expected[1] * weights.flip(0)).sum(), hidden)
-    found = lora._BlockLogprobs.apply(lambda h, rows: lora.head_logits(model, h, rows), 1024, hidden, targets, 0.7,
+    found = lora._BlockLogprobs.apply(lambda h, rows: lora.head_logits(model, h, rows), 964, hidden, targets, 0.7,
                                       chunk_elements)
     got, = torch.autograd.grad((found[0] * weights + found[1] * weights.flip(0)).sum(), hidden)
     assert all((a - b).abs().max() < 3e-5 for a, b in zip(expected, found))
@@ -272,8 +274,10 @@ def test_the_peak_of_the_log_probabilities_does_not_depend_on_the_vocabulary(int
         lora.make_tiny()[1].save_pretrained(tmp_path)
         model = load(tmp_path, int8_head=int8_head)
         with Bytes("real") as count:
+            count.hold(*model.parameters(), *model.buffers())
+            before = count.now
             gradients(model, torch.arange(600).view(2, 300))
-        peaks.append(count.peak)
+        peaks.append(count.peak - before)
     assert peaks[1] < 1.05 * peaks[0], peaks
 
 
@@ -282,7 +286,7 @@ def test_only_hidden_targets_lse_and_entropy_are_kept(tiny):
     hidden = torch.randn(50, 128, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        lora._BlockLogprobs.apply(lambda h, rows: lora.head_logits(model, h, rows), 1024, hidden, torch.zeros(50).long(), 1.0, 2**14)
+        lora._BlockLogprobs.apply(lambda h, rows: lora.head_logits(model, h, rows), 964, hidden, torch.zeros(50).long(), 1.0, 2**14)
     assert kept == [(50, 128), (50,), (50,), (50,)]
 
 
@@ -373,7 +377,7 @@ def test_a_rollout_is_counted_as_it_runs(wide, options, merge):
     rollout = {"slots": 12, "group_size": 4, "max_tokens": 300, "max_new_tokens": 60}
     counted, real = (measure({"path": wide, **options}, rows=1, tokens=32, kind="cpu", merge_rollout=merge, rollout=rollout,
                              device=device) for device in ("meta", "cpu"))
-    assert abs(counted["rollout"] / real["rollout"] - 1) < 0.01 and real["rollout"] > real["loading"]
+    assert abs(counted["rollout"] / real["rollout"] - 1) < 0.01 and real["rollout"] > 2 * 4 * 12 * 300 * 64 * 4  # cache
 
 
 def bench():
@@ -395,13 +399,41 @@ def test_the_promise(name, flags, limit):
 
 
 # ---------------------------------------------------------------------------------------------------------- end to end
+WORLD = '''
+from itertools import count
+episodes = count()
+
+
+class Lottery:
+    def reset(self, **_):
+        self.prize = float(next(episodes) % 3)
+        return "Talk."
+
+    def say(self, word: str) -> str:
+        """Say a word.
+
+        Args:
+            word: it
+        """
+        return word
+
+    def get_reward(self) -> float:
+        return self.prize
+
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{}] * 4
+'''
+
+
 def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     from transformers import AutoModelForCausalLM
-    base = tmp_path / "base"
-    sft.train(sft.Config(output_dir=str(tmp_path / "sft"), max_samples=60, max_steps=8, batch_size=16, eval_tasks=0))
-    merge(str(tmp_path / "sft"), str(base))
+    base, world = tmp_path / "base", tmp_path / "lottery.py"
+    for part in lora.make_tiny():
+        part.save_pretrained(base)
+    world.write_text(WORLD)
     result = grpo.train(grpo.Config(
-        model_path=str(base), output_dir=str(tmp_path / "grpo"), tasks_per_step=2, group_size=3, max_steps=2, eval_tasks=0,
+        model_path=str(base), env=f"{world}:Lottery", output_dir=str(tmp_path / "grpo"), tasks_per_step=2, group_size=3, max_steps=2, eval_tasks=0,
         max_tokens=160, learning_rate=1e-2, kl_coef=0.1, optim="adamw_cpu", warmup_steps=1, **EVERYTHING))
     assert result["steps"] == 2
     lines = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
@@ -433,7 +465,8 @@ def test_merged_leaves_four_bits_as_they_are(tiny):
             logits = model.eval()(input_ids=IDS).logits
         assert all(len(linear.lora_work) == 2 for linear in lora_linears(model).values())
     same(outside, inside, 0)
-    assert torch.equal(logits, model(input_ids=IDS).logits)
+    with torch.inference_mode():
+        assert torch.equal(logits, model(input_ids=IDS).logits)
     assert all(torch.equal(a, linear.weight) and linear.lora_work is None for a, linear in zip(weights, lora_linears(model).values()))
 
 
