@@ -27,7 +27,7 @@ import envs
 from chat import Chat, parse_tool_calls
 from generate import Engine, Row
 from lora import DTYPES, load_model
-from run import UserError, flag, main, mix
+from run import UserError, finite, flag, main, mix
 
 
 @dataclass
@@ -118,14 +118,21 @@ class ToolPool:
         threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self):
-        while (job := self.jobs.get()) is not None:
-            for call in job["calls"]:
-                job["began"] = time.monotonic()
+        while (job := self.jobs.get()) is not None and self._run(job):
+            del job  # a thread that waits holds no result of 10 MB
+
+    def _run(self, job) -> bool:
+        for call in job["calls"]:
+            job["began"] = time.monotonic()
+            try:
                 text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
-                if job["abandoned"]:
-                    return  # a new thread has taken this one's place
-                job["results"].append((text, error, _paid(job["env"])))
-            job["done"].set()
+            except BaseException as fault:  # KeyboardInterrupt raised by the tool: signals come to the main thread
+                text, error = f"error: {type(fault).__name__}", True
+            if job["abandoned"]:
+                return False  # a new thread has taken this one's place
+            job["results"].append((text, error, _paid(job["env"])))
+        job["done"].set()
+        return True
 
     def close(self):
         for _ in range(self.threads):
@@ -260,7 +267,9 @@ class Episode:
         except Exception as error:
             raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
         if not all(map(math.isfinite, (total, *t.reward_parts.values(), *t.rewards))):
-            raise RuntimeError(f"{where} is {total}, parts {t.reward_parts}, paid before {t.rewards}: not finite")
+            t.reward = math.nan
+            t.info["not_finite"] = f"{where} is {total}, parts {t.reward_parts}, paid before {t.rewards}: not finite"
+            return
         t.rewards[-1] += total - self.paid
         t.reward = math.fsum(t.rewards)
 
@@ -292,20 +301,25 @@ def _chats(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, di
 
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *, limits: Limits = Limits(),
             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0,
-            first_task: int = 0, slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4) -> list[Trajectory]:
+            first_task: int = 0, slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4,
+            run=None) -> list[Trajectory]:
     """`group_size` episodes of every task, a task's episodes together -> list of len(tasks) * group_size Trajectories.
 
     What is sampled is a function of (seed, step, first_task + index of the task, sample). Tools run in threads while
     other rows decode; a row that called one comes back at the next multiple of `tool_steps` decode steps, and decoding
-    waits there if it must: so who shares a batch depends on token counts, never on the clock.
-    RuntimeError: a reward function that raises, a non-finite reward or logit, too many hanging tools.
+    waits there if it must: so who shares a batch depends on token counts, never on the clock. run (a `Run`): its
+    check() is called before every decode step; each of its ranks plays its share of the tasks and gets all episodes.
+    A non-finite reward or logit gives the episode the reward NaN, and info["not_finite"] says why.
+    RuntimeError: a reward function that raises, too many hanging tools.
     """
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
-    engine = Engine(model, slots=min(slots, len(tasks) * group_size), temperature=temperature, top_k=top_k, top_p=top_p,
+    own = run.ranks.share(len(tasks)) if run else range(len(tasks))
+    slots = min(slots, max(len(own), 1) * group_size)
+    engine = Engine(model, slots=slots, temperature=temperature, top_k=top_k, top_p=top_p,
                     stop_ids=frozenset().union(*(chat.stop_ids | chat.start_ids for chat in chats.values())))
     episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), tool_timeout), []
-    for i, task in enumerate(tasks):
-        name = task.get("env", env_name)
+    for i in own:
+        task, name = tasks[i], tasks[i].get("env", env_name)
         for sample in range(group_size):
             episode = Episode(name, classes[name](), chats[name], task, f"{step}-{first_task + i}", limits)
             prompt = episode.trajectory.token_ids  # the prompt is forwarded once, not the task: reset may draw lots
@@ -323,6 +337,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
     try:
         while engine.busy or paused:
+            if run:
+                run.check()
             for row in engine.step() if engine.busy else ():
                 episode = episodes[row]
                 calls = episode.take_turn(row.turn, row.logprobs)
@@ -343,12 +359,14 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
                 episodes[row].take_results(results)
                 go_on(row, episodes[row])
     except FloatingPointError as error:
-        raise RuntimeError(f"rollout, step {step}: {error}; "
-                           "the weights may have diverged: lower --learning_rate") from error
+        for t in (episode.trajectory for episode in episodes.values() if not episode.trajectory.stop_reason):
+            t.reward, t.info["success"] = math.nan, False
+            t.info["not_finite"] = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
     finally:
         pool.close()
         bar.close()
-    return [episode.trajectory for episode in episodes.values()]
+    played = [episode.trajectory for episode in episodes.values()]
+    return [t for part in run.ranks.gather(played) for t in part] if run else played
 
 
 def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Limits()) -> list[Trajectory]:
@@ -425,7 +443,7 @@ def summarise(trajectories: list[Trajectory]) -> dict:
     return {"success": mean(t.info["success"] for t in trajectories), "reward": mean(t.reward for t in trajectories),
             **{f"reward/{name}": mean(t.reward_parts.get(name, 0.0) for t in trajectories) for name in parts},
             "turns": turns / len(trajectories), "actions": calls / len(trajectories),
-            "structure": sum(t.info["parsed_turns"] for t in trajectories) / turns,
+            "structure": sum(t.info["parsed_turns"] for t in trajectories) / max(turns, 1),
             "completion": mean(t.stop_reason == "done" for t in trajectories),
             "tool_errors": sum(t.info["tool_errors"] for t in trajectories) / max(calls, 1),
             "tool_timeouts": sum(t.info["timeouts"] for t in trajectories),
@@ -499,7 +517,8 @@ def talk(config: Config):
                            **sampling)
         if output:
             with output as f:
-                f.writelines(json.dumps(t.to_json(), ensure_ascii=False, allow_nan=False) + "\n" for t in episodes)
+                f.writelines(json.dumps(finite(t.to_json()), ensure_ascii=False, allow_nan=False) + "\n"
+                             for t in episodes)
         for t in episodes[:8]:
             print(transcript(t), end="\n\n")
         print(json.dumps(summarise(episodes)))

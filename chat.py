@@ -51,7 +51,8 @@ class Chat:
         self.tokenizer.chat_control_tokens = controls
         self._remembered = lru_cache(4096)(self._render_ids)  # the episodes of a group often see the same results
         tools = self._clean(tools)
-        if bad := [t["function"]["name"] for t in tools if not NAME.fullmatch(t["function"]["name"])]:
+        self._names = [t["function"]["name"] for t in tools]
+        if bad := [name for name in self._names if not NAME.fullmatch(name)]:
             raise ValueError(f"tool names must be identifiers, got {bad}")
 
         user, answer, reply = (self._message(*m) for m in (("user", USER), ("assistant", ANSWER), ("user", REPLY)))
@@ -151,6 +152,10 @@ class Chat:
             try:
                 text, made = self._recorded(m)
                 if role == "assistant":
+                    if unknown := [call["name"] for call in made if self._names and call["name"] not in self._names]:
+                        raise ValueError(f"calls {unknown[0]!r}; tools are {', '.join(self._names)}")
+                    if not (made or text.strip()) and m.get("loss", 1):
+                        raise ValueError("is empty: nothing to train on")
                     turn = self._thoughtful(text, made) if "</think>" in text else self.turn(text, made)
                     before = (self.prompt(said) if not ids else self.reply(said[0]["content"], ids[-1]) if not calls
                               else self.results(calls, [result["content"] for result in said], ids[-1]))

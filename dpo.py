@@ -25,8 +25,11 @@ import math
 import os
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,9 +39,22 @@ from tqdm import tqdm
 
 import envs
 import sft  # only for the tiny model, where there is none to start from
-from agent import Limits, Trajectory, collate, evaluate, rollout
+from agent import Limits, Trajectory, collate, evaluate, read_trajectories, rollout
 from chat import Chat
-from lora import DTYPES, fast_float32, load_model, merge, merged, save_model, token_logprobs
+from lora import (
+    DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
+    fast_float32,
+    load_model,
+    load_weights,
+    merge,
+    merged,
+    model_options,
+    save_model,
+    token_logprobs,
+)
 from run import Run, UserError, flag, main, mix, nearest, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling.
@@ -169,8 +185,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     trajectories: str | None = flag(
         None, "recorded episodes (trajectories.jsonl) to pair; several files: a,b; default: play", group="pairs")
@@ -223,6 +252,8 @@ class Config:
 
     output_dir: str = flag("runs/dpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played before, after and every eval_every steps", group="run", low=0)
@@ -356,33 +387,37 @@ def chats(tokenizer, env: str | None, generation_config):
 
 
 @torch.no_grad()
-def reference_sums(model, pairs, config: Config):
+def reference_sums(model, pairs, config: Config, ranks):
     """log pi_ref of the chosen and the rejected episode of every pair, summed over sampled tokens: (N, 2).
 
     Before the first update the policy is the policy this run started from: fresh adapter, old adapter, or all weights.
     """
     episodes = sorted({id(t): t for pair in pairs for t in pair}.values(), key=lambda t: len(t.token_ids))
     found = {}
-    for i in tqdm(range(0, len(episodes), 2 * config.batch_size), "reference", leave=False, delay=2):
-        part = episodes[i:i + 2 * config.batch_size]
-        token_ids, mask, _ = collate(part, model.device)  # (b, T) each
+    for part in tqdm(ranks.micro_batches(len(episodes), 2 * config.batch_size), "reference", leave=False, delay=2):
+        token_ids, mask, _ = collate(episodes[part], model.device)  # (b, T) each
         sums = token_logprobs(model, token_ids, mask, config.temperature)[0].sum(1)  # (b,)
-        found.update(zip(map(id, part), sums.tolist()))
+        found.update(zip(range(part.start, part.stop), sums.tolist()))
+    found = {id(episodes[i]): value for own in ranks.gather(found) for i, value in own.items()}
     return torch.tensor([[found[id(t)] for t in pair] for pair in pairs], device=model.device)
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config) -> tuple[str, float]:
+def make_base(config: Config, run: Run) -> tuple[str, float]:
     """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     base = os.path.join(config.output_dir, "base")
+    made = Path(base, "made.json")  # written last: with it the folder is whole
+    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
+        return base, seconds
+    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           **TINY_SFT)
+                           overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
-    merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
     return base, seconds
 
 
@@ -391,6 +426,12 @@ def forward(model, pairs, ref_sums, counts: Counts, losses, config: Config):
     token_ids, mask, _ = collate([c for c, _ in pairs] + [r for _, r in pairs], model.device)  # (2B, T) each
     logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (2B, T)
     return pair_loss(logprobs, ref_sums.T.flatten(), mask, counts, losses, **vars(config))
+
+
+def step_loss(config: Config, losses, logprobs, entropy, mask):
+    """`pair_loss` of rows that are their own reference: what --dry_run counts."""
+    counts = Counts(len(mask) // 2, mask[::2].numel())
+    return pair_loss(logprobs, torch.zeros(len(mask), device=mask.device), mask, counts, losses, **vars(config))[0]
 
 
 def count(pairs) -> Counts:
@@ -413,7 +454,7 @@ def train(config: Config) -> dict:
     if config.learning_rate is None:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
     episodes = read_episodes(config.trajectories) if config.trajectories else []
-    rows = envs.read_rows(config.dataset) if (config.dataset or "").endswith(".jsonl") else []
+    rows = envs.read_rows(config.dataset) if (config.dataset or "").endswith((".jsonl", ".parquet")) else []
     if rows and not any(row.keys() & {"chosen", "rejected"} for row in rows):
         if not (config.env or episodes):
             raise UserError(f'{config.dataset}:{rows[0].pop("_line")}: no "chosen" field; has: {", ".join(rows[0])} '
@@ -428,22 +469,23 @@ def train(config: Config) -> dict:
     tasks = [] if rows or episodes else envs.tasks(config.env, "train", config.num_tasks, config.seed, *files)
     if config.env and config.eval_tasks:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
+    if config.dry_run:
+        return dry_run(config, partial(step_loss, config, losses), rows=2, merge=not config.lora_dropout,
+                       merge_rollout=True, episodes=config.num_tasks * config.group_size if tasks else 0)
     run = Run(config, "dpo")
+    if run.finished:
+        return run.finished
     fast_float32()
     source, base_seconds = config.model_path, 0.0
     if config.model_path == "tiny":
-        source, base_seconds = make_base(replace(config, env=config.env or "equations"))
-    model, tokenizer = load_model(
-        source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
-        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        source, base_seconds = make_base(replace(config, env=config.env or "equations"), run)
+    model, tokenizer = load_model(source, **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    optimizer = adamw(
+        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     playing = {"limits": Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                                 config.max_tool_tokens), "temperature": config.temperature, "seed": config.seed,
-               "slots": config.slots, "tool_timeout": config.tool_timeout}
+               "slots": config.slots, "tool_timeout": config.tool_timeout, "run": run}
 
     # Pairs
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -452,9 +494,16 @@ def train(config: Config) -> dict:
             raise UserError(f"{path}:{line}: token id {max(t.token_ids)}, but the model knows {vocabulary} tokens: "
                             "recorded with another model's tokenizer")
     if tasks:
-        with merged(model):
-            fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
-        run.trajectories(0, fresh)
+        if run.checkpoint:
+            fresh = read_trajectories(str(run.folder / "trajectories.jsonl"))
+        else:
+            with merged(model):
+                fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
+            if not run.may_learn(0, fresh):
+                fresh = [t for t in fresh if math.isfinite(t.reward)]
+                if not fresh:
+                    raise UserError("no episode has a finite reward; look at bad_step_0.json in the run's folder")
+            run.trajectories(0, fresh)
         episodes = [(("", 0, i), t) for i, t in enumerate(fresh)]
         print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, "
               f"{sum(t.info['success'] for t in fresh) / len(fresh):.3f} solved")
@@ -473,9 +522,10 @@ def train(config: Config) -> dict:
     prompts = list(dict.fromkeys(prompt_of(chosen) for chosen, _ in pairs))
     kept_out = {prompts[i] for i in rng.permutation(len(prompts))[:round(config.eval_share * (len(prompts) - 1))]}
     if episodes:
-        replace_file(run.folder / "preference_pairs.json", to_json(
-            [readable(*pair, held_out=prompt_of(pair[0]) in kept_out) for pair in pairs], indent=1))
-    ref_sums = reference_sums(model, pairs, config)  # (N, 2)
+        run.ranks.first(lambda: replace_file(run.folder / "preference_pairs.json", to_json(
+            [readable(*pair, held_out=prompt_of(pair[0]) in kept_out) for pair in pairs], indent=1)))
+    with merged(model):
+        ref_sums = reference_sums(model, pairs, config, run.ranks)  # (N, 2)
     test = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) in kept_out]
     test, test_sums = [pairs[i] for i in test], ref_sums[test]
     learn = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) not in kept_out]
@@ -487,14 +537,19 @@ def train(config: Config) -> dict:
     def held_out_eval():
         with merged(model):
             found = evaluate(model, tokenizer, config.env, held_out, step=-1, **playing) if held_out else {}
-        return found | {f"pairs/{k}": v for k, v in held_out_pairs(model, test, test_sums, losses, config).items()}
+            pairs_found = held_out_pairs(model, test, test_sums, losses, config)
+        return found | {f"pairs/{k}": v for k, v in pairs_found.items()}
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+                        optimizer_tensors(optimizer, model.named_parameters()),
+                        {"before": before, "seconds": time.time() - training_began})
 
-    before, training_began = held_out_eval(), time.time()
-    bar = tqdm(range(total), "dpo", disable=not total)
+    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    before = saved["before"] if saved else held_out_eval()
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    run.begin(save)
+    bar = tqdm(range(start, total), "dpo", initial=start, total=total, disable=not total)
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
@@ -504,16 +559,19 @@ def train(config: Config) -> dict:
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
-        torch.manual_seed(mix(config.seed, "dropout", step))
-        for k in range(0, len(order), config.batch_size):
-            part = order[k:k + config.batch_size]
-            loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
-            loss.backward()
-            metrics.update({name: x.item() for name, x in parts.items()})
+        with nullcontext() if config.lora_dropout else merged(model):  # dropout of the adapter's input needs it apart
+            for part in run.ranks.micro_batches(len(order), config.batch_size):
+                run.check()
+                torch.manual_seed(mix(config.seed, "dropout", step, part.start))
+                part = order[part]
+                loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
+                loss.backward()
+                metrics.update({name: x.item() for name, x in parts.items()})
+        run.ranks.add_gradients(weights)
+        metrics = run.ranks.total(metrics)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; lower --learning_rate or --beta")
-        optimizer.step()
+        if run.may_update(step, [t for i in order for t in pairs[i]], metrics["loss"], grad_norm):
+            optimizer.step()
         optimizer.zero_grad()
         model.eval()
         metrics.update(grad_norm=grad_norm, learning_rate=learning_rate(step, config, total),
@@ -523,11 +581,10 @@ def train(config: Config) -> dict:
             metrics.update({f"eval/{k}": v for k, v in held_out_eval().items()})
         run.log(step, metrics, {"seconds": seconds, "peak_memory_mb": peak_memory_mb()})
         bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['accuracy']:.2f}")
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
-            save(step + 1)
+        run.end(step + 1, metrics.get("eval/success"))
 
     training_seconds = time.time() - training_began
-    folder, after = save(total), held_out_eval()
+    folder, after = run.last(total), held_out_eval()
     result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total,
               "seed": config.seed, "pairs": len(learn)}
     if test:

@@ -17,6 +17,7 @@ Legend: B sequences, T tokens, V vocabulary, G group_size. Every (B, T) tensor's
 mask is 1 exactly where the policy sampled the token.
 """
 
+import json
 import math
 import os
 import time
@@ -24,6 +25,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,16 +38,21 @@ import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, rollout, summarise
 from lora import (
     DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
     fast_float32,
     freeze_reference,
     load_model,
+    load_weights,
     merge,
     merged,
+    model_options,
     reference,
     save_model,
     token_logprobs,
 )
-from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
+from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling.
 TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}
@@ -237,8 +244,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="world")
     dataset: str | None = flag(None, "tasks (.jsonl, or a name the world knows); default: its own", group="world")
@@ -299,15 +319,18 @@ class Config:
     warmup_steps: int = flag(5, "steps of linear warm-up", group="training", low=0)
     weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
-    updates_per_step: int = flag(1, "optimiser updates on one step's episodes (mu)", group="training", low=1)
+    updates_per_step: int | None = flag(
+        None, "optimiser updates on one step's episodes (mu); default: 1, 2 for tiny", group="training", low=1)
     batch_size: int = flag(16, "episodes in one forward pass of the update: memory only", group="training", low=1)
     gradient_accumulation_steps: int | None = flag(
         None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
     num_epochs: int = flag(1, "passes over the tasks", group="training", low=1, aliases=("total_epochs",))
-    max_steps: int | None = flag(90, "steps; beats num_epochs", group="training", low=0)
+    max_steps: int | None = flag(60, "steps; beats num_epochs", group="training", low=0)
 
     output_dir: str = flag("runs/grpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     save_trajectories: int = flag(16, "episodes of each step kept in trajectories.jsonl; 0: none", group="run", low=0)
@@ -342,21 +365,25 @@ def learning_rate(step: int, config: Config, total: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config) -> tuple[str, float]:
+def make_base(config: Config, run: Run) -> tuple[str, float]:
     """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     base = os.path.join(config.output_dir, "base")
+    made = Path(base, "made.json")  # written last: with it the folder is whole
+    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
+        return base, seconds
+    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           **TINY_SFT)
+                           overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
-    merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
     return base, seconds
 
 
-def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> tuple[list[Trajectory], int]:
+def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar, run) -> tuple[list[Trajectory], int]:
     """The step's episodes, groups whole -> (episodes, groups dropped by the success-rate band).
 
     The k-th candidate task of a step is a function of (seed, step, k); of those in the band the lowest k are kept.
@@ -373,12 +400,12 @@ def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar) -> 
             episodes = rollout(
                 model, tokenizer, config.env, fresh, config.group_size, limits=limits, temperature=config.temperature,
                 seed=config.seed, step=step, first_task=k, slots=config.slots, tool_timeout=config.tool_timeout,
-                tool_steps=config.tool_steps)
+                tool_steps=config.tool_steps, run=run)
         k += missing
         groups = [episodes[i:i + config.group_size] for i in range(0, len(episodes), config.group_size)]
         for group in groups:
             rate = sum(t.info["success"] for t in group) / len(group)
-            if config.success_rate_lb <= rate <= config.success_rate_ub:
+            if config.success_rate_lb <= rate <= config.success_rate_ub or any(math.isnan(t.reward) for t in group):
                 kept.append(group)
             else:
                 dropped += 1
@@ -398,22 +425,26 @@ def train(config: Config) -> dict:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
     if config.kl_coef is None:  # at the tiny model's learning rate noise alone would carry it off: --shuffle_rewards
         config = replace(config, kl_coef=0.3 if config.model_path == "tiny" else 0.0)
+    if config.updates_per_step is None:
+        config = replace(config, updates_per_step=2 if config.model_path == "tiny" else 1)
     extra = {"num_turns": config.num_turns} if config.num_turns else {}
     files = config.dataset, config.eval_dataset
     tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
                        for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
+    if config.dry_run:
+        return dry_run(
+            config, partial(step_loss, config), merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+            episodes=config.tasks_per_step * config.group_size, keep_start=bool(config.kl_coef))
     run = Run(config, "grpo")
+    if run.finished:
+        return run.finished
     fast_float32()
-    source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
-    model, tokenizer = load_model(
-        source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
-        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
+    model, tokenizer = load_model(source, **model_options(config))
     frozen = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(  # 0.95: gradients grow with B, which starts at 0; 0.999 remembers small ones
-        weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(  # 0.95: gradients grow with B, which starts at 0; 0.999 remembers small ones
+        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
     total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
@@ -426,23 +457,28 @@ def train(config: Config) -> dict:
         with merged(model) if config.merge_lora else nullcontext():
             return evaluate(
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots) if config.eval_tasks else {}
+                step=-1, temperature=config.temperature, slots=config.slots, run=run) if config.eval_tasks else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+                        optimizer_tensors(optimizer, model.named_parameters()),
+                        {"before": before, "seconds": time.time() - training_began})
 
-    before, training_began = held_out_eval(), time.time()
-    bar = tqdm(range(total), "grpo", disable=not total)
+    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    before = saved["before"] if saved else held_out_eval()
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    run.begin(save)
+    bar = tqdm(range(start, total), "grpo", initial=start, total=total, disable=not total)
     for step in bar:
         began = time.time()
-        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar)
+        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar, run)
         rollout_seconds = time.time() - began
-        if not trajectories:
+        if not trajectories or not run.may_learn(step, trajectories):
             run.log(step, {"groups_dropped": dropped}, {"rollout_seconds": rollout_seconds})
+            run.end(step + 1)
             continue
         for t in trajectories:
             t.reward = (t.reward - config.reward_bias) * config.reward_scaling
@@ -453,7 +489,7 @@ def train(config: Config) -> dict:
         batch = cheapest_order(trajectories, config.batch_size)
         token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
         turns = turn_index(sampled_mask)  # (B, T)
-        micro = [slice(i, i + config.batch_size) for i in range(0, len(batch), config.batch_size)]
+        micro = run.ranks.micro_batches(len(batch), config.batch_size)
 
         @torch.no_grad()
         def logprobs_now():
@@ -462,7 +498,7 @@ def train(config: Config) -> dict:
                 width = max(len(t.token_ids) for t in batch[part])
                 ids, m = token_ids[part, :width], sampled_mask[part, :width]
                 out[part, :width] = token_logprobs(model, ids, m, config.temperature)[0]
-            return out  # (B, T)
+            return run.ranks.add(out)  # (B, T)
 
         ref_logprobs = None
         if config.kl_coef:
@@ -503,10 +539,11 @@ def train(config: Config) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         for update in range(config.updates_per_step):
-            sums = Counter()
-            torch.manual_seed(mix(config.seed, "dropout", step, update))
+            sums, gap_max = Counter(), 0.0
             with update_weights():
                 for part in tqdm(micro, "update", leave=False, delay=2):
+                    run.check()
+                    torch.manual_seed(mix(config.seed, "dropout", step, update, part.start))
                     width = max(len(t.token_ids) for t in batch[part])
                     ids, m, old, adv = (  # (b, t) each
                         x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))
@@ -522,15 +559,16 @@ def train(config: Config) -> dict:
                     sums.update({name: x.item() for name, x in seen.items()})
                     if update == 0:
                         gap = masked(logprobs.detach() - sampled_logprobs[part, :width], m).abs()
-                        metrics["sampler_gap"] = metrics.get("sampler_gap", 0.0) + token_mean(gap, m, counts).item()
-                        metrics["sampler_gap_max"] = max(metrics.get("sampler_gap_max", 0.0), gap.max().item())
+                        sums["sampler_gap"] += token_mean(gap, m, counts).item()
+                        gap_max = max(gap_max, gap.max().item())
+            run.ranks.add_gradients(weights)
+            sums = run.ranks.total(sums)
             if update == 0:
-                metrics["first_ratio"] = sums["ratio"]
+                metrics.update(first_ratio=sums["ratio"], sampler_gap=sums.pop("sampler_gap"),
+                               sampler_gap_max=max(run.ranks.gather(gap_max)))
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-            if not math.isfinite(grad_norm):
-                raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; "
-                                   "lower --learning_rate, or look at this step's rewards")
-            optimizer.step()
+            if run.may_update(step, batch, sums["loss"], grad_norm):
+                optimizer.step()
             optimizer.zero_grad()
         model.eval()
         metrics.update(sums, grad_norm=grad_norm, learning_rate=learning_rate(step, config, total),
@@ -546,11 +584,10 @@ def train(config: Config) -> dict:
             "rollout_tokens_per_second": metrics["sampled_tokens"] * len(batch) / rollout_seconds,
             "update_tokens_per_second": metrics["tokens"] * len(batch) / update_seconds})
         bar.set_postfix(success=f"{metrics['success']:.2f}", reward=f"{metrics['reward']:.2f}")
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
-            save(step + 1)
+        run.end(step + 1, metrics.get("eval/success"))
 
     training_seconds = time.time() - training_began
-    folder, after = save(total), held_out_eval()
+    folder, after = run.last(total), held_out_eval()
     rows = [(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
             (f"after GRPO ({total} steps, {training_seconds:.0f} s)", after)]
     result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total,
@@ -559,8 +596,8 @@ def train(config: Config) -> dict:
         print("control: SFT alone, on the same demonstrations, for the time that GRPO took")
         alone = os.path.join(source, "sft_alone")
         sft.train(sft.Config(
-            model_path=source, output_dir=alone, learning_rate=1e-3, env=config.env, seed=config.seed, eval_tasks=0,
-            max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
+            model_path=source, output_dir=alone, overwrite=True, learning_rate=1e-3, env=config.env, seed=config.seed,
+            eval_tasks=0, max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
         model, _ = load_model(alone, train=False)
         sft_alone = held_out_eval()
         rows.append((f"SFT alone ({training_seconds:.0f} s)", sft_alone))
@@ -569,6 +606,14 @@ def train(config: Config) -> dict:
     print(f"written: {config.output_dir} (adapter: {folder})\n"
           f"next:    python agent.py --model_path {config.output_dir} --env {config.env} --num_tasks 3")
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+
+
+def step_loss(config: Config, logprobs, entropy, mask):
+    """The loss of a step that is one micro-batch, at the sampler's weights, advantages 0: what --dry_run counts."""
+    counts = Counts(len(mask), mask.numel(), config.max_tokens)
+    advantages = torch.zeros_like(logprobs)
+    loss, _ = LOSSES[config.loss](logprobs, logprobs.detach(), advantages, mask, counts, 0.0, **vars(config))
+    return loss - config.entropy_coef * token_mean(entropy, mask, counts)
 
 
 def group_shares(trajectories: list[Trajectory]) -> dict:

@@ -8,17 +8,22 @@ own format.
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
 import ctypes
+import inspect
 import json
 import math
 import os
 import re
 import sys
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import memory
+from budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
+from memory import OPTIMS, adamw  # noqa: F401
 from run import UserError
 from tiny import make_tiny
 
@@ -26,29 +31,54 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
           "auto": "auto"}  # as stored
 
 # ------------------------------------------------------------------------------------------------------------- loading
+def model_options(config) -> dict:
+    """The arguments of `load_model` that a Config has under the same names."""
+    return {name: value for name, value in vars(config).items() if name in inspect.signature(load_model).parameters}
+
+
 def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, lora_dropout: float = 0.0,
                lora_target_modules: str = "all-linear", use_rslora: bool = False, dtype: str = "float32",
-               device: str | None = None, seed: int = 0, train: bool = True):
+               device: str | None = None, seed: int = 0, train: bool = True, load_in_4bit: bool = False,
+               int8_head: bool = False, stream_layers: bool = False, gradient_checkpointing: bool = False,
+               offload_activations: bool = False, mlp_tokens: int = 0):
     """The model and tokenizer at `path` -> (model, tokenizer), ready to train, or with train=False only to be played.
 
     lora_r > 0 adds a fresh adapter, unless `path` is an adapter: then training goes on from it. lora_r = 0 trains all
-    weights (an adapter is merged first). `dtype` is that of the frozen weights; what trains is float32.
-    UserError: one line with the mend.
+    weights (an adapter is merged first). `dtype` is that of the frozen weights and of the arithmetic; what trains is
+    float32. The last six: memory.py. An adapter that was trained on a 4-bit base gets that base again. device "meta":
+    shapes without numbers, for counting. UserError: one line with the mend.
     """
     path = newest(path)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     adapter = os.path.exists(os.path.join(path, "adapter_config.json"))
     source = base_of(path) if adapter else path
+    frozen = [name for name, on in (("load_in_4bit", load_in_4bit), ("int8_head", int8_head),
+                                    ("stream_layers", stream_layers)) if on]
+    if frozen and train and not lora_r:
+        raise UserError(f"--{frozen[0]} is for weights that stay as they are; give --lora_r, e.g. 16")
+    if (stream_layers and train or offload_activations) and not gradient_checkpointing:
+        raise UserError(f"--{'stream_layers' if stream_layers else 'offload_activations'} needs "
+                        "--gradient_checkpointing: the backward pass has to run each layer again")
+    made_with = _trained_on(path) if adapter else ""
+    lean = {"load_in_4bit": load_in_4bit or "nf4" in made_with, "int8_head": int8_head or "int8" in made_with,
+            "stream_layers": stream_layers}
+    lean = lean if any(lean.values()) else None
     kept = DTYPES[dtype] if lora_r or not train else torch.float32  # weights that train are read and stay in float32
-    model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, kept)
+    kept = _real_dtype(kept, device)
+    model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, kept, device, lean)
     if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = _read_tokenizer(path)
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
-    model.base_path, model.lora_config = source, None
+    if source == "tiny" and (lean or device.type == "meta"):
+        model = memory.read(memory.skeleton(model.config, model.dtype if kept == "auto" else kept),
+                            model.to(device).state_dict().__getitem__, device, **lean or {})
+    model.base_path, model.base_seed, model.lora_config, model.made_with = source, seed, None, made_with
+    if lean:
+        model.made_with = ",".join(["nf4"] * lean["load_in_4bit"] + ["int8"] * lean["int8_head"])
     model.to(device)
-    if source == "tiny":
+    if source == "tiny" and not lean:
         for p in model.parameters():  # not model.to(kept): it would round the RoPE frequencies, a buffer, to bf16
             p.data = p.data.to(p.dtype if kept == "auto" else kept)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -61,21 +91,34 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
         AttentionMaskInterface.register("causal_attention", sdpa_mask)  # None where causality is all, windows included
         model.set_attn_implementation("causal_attention")
     model.requires_grad_(False)
-    _check_logits(model.eval(), source)
-    model.shares_prefix = _shares_prefix(model)
+    model.eval().shares_prefix = False
+    if device.type != "meta":
+        _check_logits(model, source)
+        model.shares_prefix = _shares_prefix(model)
     if adapter:
         load_adapter(model, path, lora_dropout)
         if lora_r not in (0, model.lora_config["r"]):
             print(f"note: {path} is an adapter: its rank {model.lora_config['r']} stays, "
                   f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
-    if adapter and not lora_r:
+    if adapter and not lora_r and (train or not made_with):  # to be played, a 4-bit base stays one
         merge_adapter(model)
     elif lora_r and not adapter:
         add_lora(model, lora_r, lora_alpha if lora_alpha is not None else 2 * lora_r, lora_dropout,
                  lora_target_modules, use_rslora, seed)
     if not lora_r:
         model.requires_grad_(train)
+    if mlp_tokens:
+        memory.tile_mlps(model, mlp_tokens)
+    if gradient_checkpointing:
+        memory.checkpoint_layers(model, offload_activations)
     return model.eval(), tokenizer  # eval: dropout, where asked for, is switched on by the update alone
+
+
+def _real_dtype(dtype, device):
+    """float16 in place of bfloat16 on a GPU that only emulates it (before Ampere)."""
+    emulated = dtype == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(
+        including_emulation=False)
+    return torch.float16 if emulated else dtype
 
 
 def newest(path: str) -> str:
@@ -113,18 +156,36 @@ def _read_tokenizer(source: str, **where):
         raise UserError(f"{source}: no tokenizer could be read ({_first_line(error)})") from None
 
 
-def _read_model(source: str, dtype):
-    from huggingface_hub import model_info
-    from transformers import AutoModelForCausalLM
+def _read_model(source: str, dtype, device, lean: dict | None):
+    from huggingface_hub import model_info, snapshot_download
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
         raise UserError(f"{source}: no such folder; "
                         "give tiny, a model or output folder, or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
-    if os.path.isdir(source) and not any(f.endswith(".safetensors") for f in os.listdir(source)):
+    if os.path.isdir(source) and device.type != "meta" and not any(
+            f.endswith(".safetensors") for f in os.listdir(source)):
         pickled = next((f for f in os.listdir(source) if f.endswith((".bin", ".pt", ".pth"))), None)
         raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else
                         f"{source}: no .safetensors file")
 
+    def read_lean(**where):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
+        stored = _real_dtype(config.dtype or torch.float32, device)
+        model = memory.skeleton(config, stored if dtype == "auto" else dtype)
+        tensor = model.state_dict().__getitem__  # on the meta device shapes are all there is
+        if device.type != "meta":
+            tensor = memory.files_of(source if os.path.isdir(source) else snapshot_download(
+                source, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"], **where))
+        memory.read(model, tensor, device, **lean or {})
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(source, **where)
+        except OSError:
+            pass  # from_config made one
+        return model, _read_tokenizer(source, **where)
+
     def read(**where):
+        if lean or device.type == "meta":
+            return read_lean(**where)
         model, report = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
             adapter_kwargs=where, **where)
@@ -153,6 +214,10 @@ def _check_logits(model, source: str):
     with torch.no_grad():
         own = model(input_ids=probe, use_cache=False).logits.float()
         ours = head_logits(model, model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and not torch.isfinite(p.detach().sum(dtype=torch.float32)):  # or a sum too large
+            if bad := int((~torch.isfinite(p)).sum()):
+                raise UserError(f"{source}: {name}: {bad} values are not finite; the file is damaged")
     if not torch.isfinite(own).all():
         raise UserError(f"{source}: its weights give logits that are not finite; "
                         "the file is damaged, or needs --dtype float32")
@@ -229,13 +294,13 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sl
     S, groups = key.shape[2], H // key.shape[1]
     if attention_mask is None and S > T:  # the queries are the last T of S positions
         attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
-    ours = query.device.type == "cpu" and torch.is_grad_enabled() and not dropout
+    ours = query.is_cpu and torch.is_grad_enabled() and not dropout
     if not ours or attention_mask is not None and S == T or B * H * T * S * query.element_size() > 2**25:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       sliding_window=sliding_window, **kwargs)
-    ahead = torch.ones(T, S, dtype=torch.bool).triu(1 + S - T)  # (T, S): keys a query may not see
-    bias = torch.zeros(T, S, dtype=query.dtype).masked_fill_(ahead, -torch.inf)
+    ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)  # (T, S): keys hidden from a query
+    bias = query.new_zeros(T, S).masked_fill_(ahead, -torch.inf)
     scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
     weights = (scores.view(B, H // groups, groups, T, S) + bias).softmax(-1)  # (B, H_kv, groups, T, S)
     out = weights.view(B, H // groups, groups * T, S) @ value  # (B, H_kv, groups * T, D)
@@ -273,7 +338,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         nn.init.zeros_(B.weight)
         linear.lora_A, linear.lora_B = A, B
         linear.lora_scale = alpha / (math.sqrt(r) if use_rslora else r)
-        linear.lora_dropout, linear.lora_on, linear.lora_merged = dropout, True, False
+        linear.lora_dropout, linear.lora_on, linear.lora_merged, linear.lora_work = dropout, True, False, None
         linear.lora_hook = linear.register_forward_hook(_lora_hook)
     names = sorted({name.rsplit(".", 1)[-1] for name in linears}) if targets == "all-linear" else targets
     model.lora_config = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names,
@@ -282,12 +347,16 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
 
 
 def _lora_hook(linear, inputs, output):
-    if not linear.lora_on:
+    if not linear.lora_on or linear.lora_merged and not torch.is_grad_enabled():
         return output
-    A, B = (part.weight.to(inputs[0].dtype) for part in (linear.lora_A, linear.lora_B))  # float32 masters, cast here
+    x, work = inputs[0], linear.lora_work if torch.is_inference_mode_enabled() else None
+    A, B = work or (part.weight.to(x.device, x.dtype, non_blocking=True)  # float32 masters, cast here
+                    for part in (linear.lora_A, linear.lora_B))
+    if work == []:
+        work += A, B
     if linear.lora_merged:
-        return _MergedLoRA.apply(output, inputs[0], A, B, linear.lora_scale) if torch.is_grad_enabled() else output
-    x = F.dropout(inputs[0], linear.lora_dropout, training=linear.training)
+        return _MergedLoRA.apply(output, x, A, B, linear.lora_scale)
+    x = F.dropout(x, linear.lora_dropout, training=linear.training)
     return output + F.linear(F.linear(x, A), B) * linear.lora_scale
 
 
@@ -316,12 +385,15 @@ def merged(model):
     """W + scale B A as working weights inside the block; the base tensors are put aside: they return bit for bit.
 
     A and B still get their gradients, so rollout and update can be of the very same weights, whatever their dtype. An
-    adapter's dropout is not applied. Leave the block before the optimiser steps.
+    adapter's dropout is not applied. Leave the block before the optimiser steps. Weights in 4 bits or streamed stay as
+    they are, the adapter beside them: while decoding (inference mode), A and B are cast once, not at every step.
     """
-    put_aside = {}
+    put_aside, fixed = {}, "nf4" in getattr(model, "made_with", "") or hasattr(model, "stream")
     try:
         for linear in lora_linears(model).values():
-            if linear.lora_on:
+            if linear.lora_on and fixed:
+                linear.lora_work = []
+            elif linear.lora_on:
                 put_aside[linear] = linear.weight.data
                 linear.weight.data = (linear.weight.data.float() + linear.lora_scale * (
                     linear.lora_B.weight.data @ linear.lora_A.weight.data)).to(linear.weight.dtype)
@@ -330,6 +402,8 @@ def merged(model):
     finally:
         for linear, weight in put_aside.items():
             linear.weight.data, linear.lora_merged = weight, False
+        for linear in lora_linears(model).values():
+            linear.lora_work = None
         give_back_memory()
 
 
@@ -342,10 +416,18 @@ def give_back_memory():
 
 
 def merge_adapter(model):
-    """Add the adapter into the weights for good; the model is then a plain one."""
+    """Add the adapter into the weights for good; the model is then a plain one.
+
+    It is added to the weights it was trained on: to those of the original, of which a 4-bit base is a rough copy, it
+    would not be the policy that was trained. The sum has 16 bits.
+    """
+    def product(linear):
+        return linear.lora_scale * (linear.lora_B.weight.data @ linear.lora_A.weight.data)
+    if model.made_with:
+        memory.plain(model, product)
+        model.made_with = ""
     for linear in lora_linears(model).values():
-        product = linear.lora_B.weight.data @ linear.lora_A.weight.data
-        linear.weight.data += (linear.lora_scale * product).to(linear.weight.dtype)
+        linear.weight.data += product(linear).to(linear.weight.dtype)
         linear.lora_hook.remove()
         del linear.lora_A, linear.lora_B
     model.lora_config = None
@@ -388,10 +470,13 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     before the first masked column that all rows have in common (system prompt, a group's task) go through once.
     """
     hidden, index = hidden_states(model, token_ids, loss_mask)  # (N, D), (B, T)
-    where = loss_mask[:, 1:].bool()
-    logprobs, entropy = _HeadLogprobs.apply(
-        lambda h: head_logits(model, h), hidden[index[:, :-1][where]], token_ids[:, 1:][where], temperature,
-        chunk_elements, *[p for p in model.get_output_embeddings().parameters() if p.requires_grad])  # (n,) (n,)
+    where, head = loss_mask[:, 1:].bool(), model.get_output_embeddings()
+    own = hidden[index[:, :-1][where]], token_ids[:, 1:][where], temperature, chunk_elements  # (n, D), (n,)
+    if hasattr(head, "part"):
+        logprobs, entropy = _BlockLogprobs.apply(partial(head_logits, model), len(head.weight), *own)  # (n,) (n,)
+    else:
+        logprobs, entropy = _HeadLogprobs.apply(
+            partial(head_logits, model), *own, *[p for p in head.parameters() if p.requires_grad])  # (n,) (n,)
     blank = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     at = F.pad(where, (1, 0))  # (B, T)
     return blank.masked_scatter(at, logprobs), blank.masked_scatter(at, entropy)
@@ -421,9 +506,13 @@ def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
     return hidden[0], torch.where(column < P, column, row * (T - P) + column)
 
 
-def head_logits(model, hidden):
-    """(N, D) -> (N, V): the output head with the scalings that Cohere, Granite and Gemma 2 put behind it."""
-    logits, config = model.get_output_embeddings()(hidden), model.config
+def head_logits(model, hidden, rows: slice | None = None):
+    """(N, D) -> (N, V): the output head with the scalings that Cohere, Granite and Gemma 2 put behind it.
+
+    rows: only those of V, of a head that is a memory.Table.
+    """
+    head, config = model.get_output_embeddings(), model.config
+    logits = head(hidden) if rows is None else head.part(hidden, rows)
     if getattr(config, "logit_scale", None):
         logits = logits * config.logit_scale
     if getattr(config, "logits_scaling", None):
@@ -465,7 +554,7 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, targets, entropy, slope = ctx.saved_tensors
-        if slope is not None and not grad_entropy.any():
+        if slope is not None and (grad_entropy == 0).all():
             return None, (slope * grad_logprobs[:, None]).to(hidden.dtype), None, None, None
         grad_hidden, grad_weights = torch.empty_like(hidden), [torch.zeros_like(w) for w in ctx.weights]
         for i in range(0, len(hidden), ctx.rows):
@@ -483,6 +572,51 @@ class _HeadLogprobs(torch.autograd.Function):
             for total, new in zip(grad_weights, chunk):
                 total += new
         return None, grad_hidden, None, None, None, *grad_weights
+
+
+class _BlockLogprobs(torch.autograd.Function):
+    """The same over blocks of the vocabulary, with an online logsumexp: one pass over a head too large to unpack.
+
+    Running maximum m, total = sum exp(z - m) and mean = sum exp(z - m) z are rescaled when m rises; then
+    lse = m + log total, log p = z_y - lse, H = lse - mean / total. Kept for the backward pass, which goes over the
+    blocks again: hidden, targets, lse and H.
+    """
+
+    @staticmethod
+    def forward(ctx, head, vocabulary, hidden, targets, temperature, chunk_elements):
+        ctx.blocks = memory.blocks(vocabulary, min(memory.BLOCK, max(128, chunk_elements // max(1, len(hidden)))))
+        m = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # (n,)
+        total, mean, own = torch.zeros_like(m), torch.zeros_like(m), torch.zeros_like(m)
+        for rows in ctx.blocks:
+            z = _over(head(hidden, rows).float(), temperature)  # (n, v)
+            before, m = m, torch.maximum(m, z.amax(-1))
+            inside = (targets >= rows.start) & (targets < rows.stop)
+            own += z.gather(1, (targets - rows.start).clamp(0, z.shape[1] - 1)[:, None])[:, 0] * inside
+            weight, decay = (z - m[:, None]).exp_(), (before - m).exp_()
+            total = total * decay + weight.sum(-1)
+            mean = mean * decay + weight.mul_(z).sum(-1)
+        lse = m + total.log()
+        entropy = lse - mean / total
+        ctx.head, ctx.temperature = head, temperature
+        ctx.save_for_backward(hidden, targets, lse, entropy)
+        return own - lse, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, targets, lse, entropy = ctx.saved_tensors
+        total = torch.zeros_like(hidden, dtype=torch.float32)
+        for rows in ctx.blocks:
+            with torch.enable_grad():
+                h = hidden.detach().requires_grad_()
+                logits = ctx.head(h, rows)  # (n, v)
+            logp = _over(logits.detach().float(), ctx.temperature) - lse[:, None]
+            p = logp.exp()
+            grad = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None]).mul_(p).neg_()
+            inside = (targets >= rows.start) & (targets < rows.stop)
+            grad.scatter_add_(1, (targets - rows.start).clamp(0, grad.shape[1] - 1)[:, None],
+                              (grad_logprobs * inside)[:, None])
+            total += torch.autograd.grad(logits, h, _over(grad, ctx.temperature).to(logits.dtype))[0]
+        return None, None, total.to(hidden.dtype), None, None, None
 
 
 def _over(x, temperature):
@@ -506,24 +640,34 @@ def save_model(model, folder: str):
     os.makedirs(folder, exist_ok=True)
     tensors = {f"base_model.model.{name}.{part}.weight": getattr(linear, part).weight.detach().cpu().contiguous()
                for name, linear in lora_linears(model).items() for part in ("lora_A", "lora_B")}
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
-    if model.base_path == "tiny":  # random weights that nobody else has: they go along
-        model.base_path = os.path.join(folder, "base")
-        plain = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-        model.save_pretrained(model.base_path, state_dict=plain)
-        make_tiny()[1].save_pretrained(model.base_path)
-    local = os.path.isdir(model.base_path)
+    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),
+              metadata={"format": "pt", "base": model.made_with})
+    base = model.base_path
+    if base == "tiny":  # random weights that nobody else has: they go along with every adapter
+        base = os.path.join(folder, "base")
+        for part in make_tiny(model.base_seed):
+            part.save_pretrained(base)
+    local = os.path.isdir(base)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
               "fan_in_fan_out": False, "modules_to_save": None,
-              "base_model_name_or_path": os.path.abspath(model.base_path) if local else model.base_path,
+              "base_model_name_or_path": os.path.abspath(base) if local else base,
               **model.lora_config}
     with open(os.path.join(folder, "adapter_config.json"), "w") as f:
         json.dump(config, f, indent=2)
 
 
+def _trained_on(folder: str) -> str:
+    """What of its base an adapter was trained on: "" (the weights as stored), "nf4", "int8" (the head) or both."""
+    from safetensors import safe_open
+    try:
+        with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:
+            return (file.metadata() or {}).get("base", "")
+    except Exception:  # load_adapter says what is wrong with it
+        return ""
+
+
 def load_adapter(model, folder: str, dropout: float = 0.0):
     """Put PEFT's adapter files on a plain model. UserError names what of PEFT is not understood here."""
-    from safetensors.torch import load_file
     config = _adapter_config(folder)
     odd = [key for key, value in config.items() if value and key not in UNDERSTOOD]
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
@@ -533,6 +677,20 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
                         f"this one has {', '.join(odd) or 'another peft_type or bias'}")
     add_lora(model, config["r"], config["lora_alpha"], dropout or config.get("lora_dropout", 0.0),
              config["target_modules"], config.get("use_rslora", False))
+    load_weights(model, folder)
+    if not any(linear.lora_B.weight.any() for linear in lora_linears(model).values()):
+        print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero", file=sys.stderr)
+    model.lora_fresh = False
+
+
+def load_weights(model, folder: str):
+    """What trains in `model`, as `save_model` wrote it from a model of the same making, bit for bit."""
+    from safetensors.torch import load_file
+    if not model.lora_config:
+        saved = dict(_read_model(str(folder), torch.float32)[0].named_parameters())
+        for name, p in model.named_parameters():
+            p.data.copy_(saved[name])
+        return
     try:
         tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
     except Exception as error:
@@ -547,12 +705,13 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
             weight.data.copy_(tensor)
     if tensors:
         raise UserError(f"{folder}: {next(iter(tensors))} has no place in this model")
-    model.lora_fresh = False
 
 
 def merge(source: str, folder: str):
     """Adapter or output folder -> plain model folder with merged weights and the tokenizer."""
     model, tokenizer = load_model(source, dtype="auto", train=False)
+    if model.lora_config:
+        merge_adapter(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -17,11 +17,13 @@ unlearnt, only outweighed. Left out: AWR's value network (group means stand in f
 
 Legend: B sequences, T tokens, N weighted things: episodes, or turns. Column t of a (B, T) tensor belongs to token t.
 """
+import json
 import math
 import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,8 +33,21 @@ from tqdm import tqdm
 import envs
 import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, read_trajectories, rollout, summarise
-from lora import DTYPES, fast_float32, load_model, merge, merged, save_model, token_logprobs
-from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
+from lora import (
+    DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
+    fast_float32,
+    load_model,
+    load_weights,
+    merge,
+    merged,
+    model_options,
+    save_model,
+    token_logprobs,
+)
+from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling, as in grpo.py: both start from the same model.
 TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}
@@ -135,8 +150,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "--trajectories those of the episodes", group="data")
@@ -192,6 +220,8 @@ class Config:
 
     output_dir: str = flag("runs/reward_weighted", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "updates between checkpoints; 0: at the end", group="run", low=0)
     save_trajectories: int = flag(16, "episodes of each iteration kept in trajectories.jsonl", group="run", low=0)
@@ -223,17 +253,21 @@ def learning_rate(step: int, done: float, config: Config) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config) -> tuple[str, float]:
+def make_base(config: Config, run: Run) -> tuple[str, float]:
     """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
 
     Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
     """
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     base = os.path.join(config.output_dir, "base")
+    made = Path(base, "made.json")  # written last: with it the folder is whole
+    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
+        return base, seconds
+    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           **TINY_SFT)
+                           overwrite=True, **TINY_SFT)  # over what a killed run left
     seconds = sft.train(schooling)["seconds"]
-    merge(schooling.output_dir, base)  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
+    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
     return base, seconds
 
 
@@ -261,7 +295,7 @@ def recorded(config: Config) -> list[Trajectory]:
     return episodes
 
 
-def collect(model, tokenizer, config: Config, tasks, iteration: int, limits) -> list[Trajectory]:
+def collect(model, tokenizer, config: Config, tasks, iteration: int, limits, run) -> list[Trajectory]:
     """The iteration's episodes; its tasks are a function of (seed, iteration)."""
     epoch, place = divmod(iteration * config.tasks_per_iteration, len(tasks))
     order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
@@ -270,7 +304,7 @@ def collect(model, tokenizer, config: Config, tasks, iteration: int, limits) -> 
         return rollout(
             model, tokenizer, config.env, chosen, config.group_size, limits=limits, temperature=config.temperature,
             seed=config.seed, step=iteration, slots=config.slots, tool_timeout=config.tool_timeout,
-            tool_steps=config.tool_steps)
+            tool_steps=config.tool_steps, run=run)
 
 
 def weigh(episodes: list[Trajectory], config: Config) -> tuple[list[list[float]], dict]:
@@ -325,21 +359,24 @@ def train(config: Config) -> dict:
     tasks = [] if data else envs.tasks(config.env, "train", config.max_samples, config.seed, *files)
     played = config.eval_tasks and config.env
     held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, *files) if played else []
+    if config.dry_run:
+        return dry_run(
+            config, lambda logprobs, _, mask: reward_weighted_loss(logprobs, mask.float(), mask.sum()),
+            merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+            episodes=0 if data else config.tasks_per_iteration * config.group_size)
     run = Run(config, "reward_weighted")
+    if run.finished:
+        return run.finished
     fast_float32()
-    source, base_seconds = make_base(config) if config.model_path == "tiny" else (config.model_path, 0.0)
-    model, tokenizer = load_model(
-        source, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, seed=config.seed,
-        lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora, dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
+    model, tokenizer = load_model(source, **model_options(config))
     largest, rows = max((max(t.token_ids) for t in data), default=0), model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise UserError(f"{config.trajectories}: token id {largest}, but {source} has {rows} tokens; "
                         "give the model that played these episodes")
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        weights, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+    optimizer = adamw(
+        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
     per_step = config.batch_size * config.gradient_accumulation_steps
@@ -349,29 +386,46 @@ def train(config: Config) -> dict:
         with merged(model) if config.merge_lora else nullcontext():
             return evaluate(
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots) if held_out else {}
+                step=-1, temperature=config.temperature, slots=config.slots, run=run) if held_out else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
 
-    def save(step):
-        return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+    def write(folder):  # the iteration's episodes too: the policy that played them is no more after its first update
+        save_model(model, folder)
+        if done and not data:
+            replace_file(folder / "episodes.jsonl", "".join(to_json(t.to_json()) for t in episodes))
 
-    before, training_began, step = held_out_eval(), time.time(), 0
-    bar = tqdm(range(iterations), "reward_weighted", disable=bool(data))
+    def save(step):
+        return run.save(step, write, tokenizer, optimizer_tensors(optimizer, model.named_parameters()),
+                        {"before": before, "seconds": time.time() - training_began, "iteration": iteration,
+                         "done": done})
+
+    step, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    before = saved["before"] if saved else held_out_eval()
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    iteration, done = saved.get("iteration", 0), saved.get("done", 0)  # done: of the iteration's updates
+    run.begin(save)
+    bar = tqdm(range(iteration, iterations), "reward_weighted", initial=iteration, total=iterations, disable=bool(data))
     for iteration in bar:
         began = time.time()
-        episodes = data or collect(model, tokenizer, config, tasks, iteration, limits)
+        if done and not data:
+            episodes = read_trajectories(str(run.checkpoint / "episodes.jsonl"))
+        else:
+            episodes = data or collect(model, tokenizer, config, tasks, iteration, limits, run)
         rollout_seconds = time.time() - began
+        if not run.may_learn(step, episodes):
+            iteration += 1
+            run.end(step)
+            continue
         shares, metrics = weigh(episodes, config)
-        for t in episodes:
-            t.reward = (t.reward - config.reward_bias) * config.reward_scaling
         metrics["episodes"] = len(episodes)
         if not data:
-            metrics = {**summarise(episodes), **metrics}
+            shown = [replace(t, reward=(t.reward - config.reward_bias) * config.reward_scaling) for t in episodes]
+            metrics = {**summarise(shown), **metrics}
             bar.set_postfix(success=f"{metrics['success']:.2f}", reward=f"{metrics['reward']:.2f}")
-            run.trajectories(step, episodes[:config.save_trajectories])
+            if not done:
+                run.trajectories(step, shown[:config.save_trajectories])
         if metrics["weights_equal"] and metrics["kept"]:
             bar.write(f"note: iteration {iteration}: all weights are equal: rewards do not say which episode is better")
         kept = [pair for pair in zip(episodes, shares) if any(pair[1])]  # what weighs nothing takes no place in a batch
@@ -380,43 +434,50 @@ def train(config: Config) -> dict:
             passes = math.ceil(config.max_steps / math.ceil(len(kept) / per_step))
         batches = [batch for epoch in range(passes if kept else 0)
                    for batch in shuffled_batches(kept, per_step, config.seed, iteration, epoch)]
+        whole = len(batches)
         if config.max_steps:
-            batches = batches[:config.max_steps - step]
+            batches = batches[:config.max_steps - step + done]
         if not kept:
             bar.write(f"note: iteration {iteration}: no episode of positive weight, nothing to learn from")
-            run.log(step, {"iteration": iteration, **metrics}, {"rollout_seconds": rollout_seconds})
-        for place, batch in enumerate(tqdm(batches, "updates", leave=bool(data), delay=2)):
+            iteration += 1
+            run.end(step)
+        metrics = {} if done else metrics  # an iteration's own numbers stand in its first line only
+        for batch in tqdm(batches[done:], "updates", leave=bool(data), delay=2):
             began, loss = time.time(), 0.0
             own, micro = {id(t): w for t, w in batch}, []
             batch = cheapest_order([t for t, _ in batch], config.batch_size)
-            for part in (batch[i:i + config.batch_size] for i in range(0, len(batch), config.batch_size)):
-                token_ids, loss_mask, _ = collate(part, model.device)  # (b, t) each
-                micro.append((token_ids, loss_mask, token_weights([own[id(t)] for t in part], loss_mask)))
-            weight_sum = sum(w.sum() for _, _, w in micro)
+            for part in run.ranks.micro_batches(len(batch), config.batch_size):
+                token_ids, loss_mask, _ = collate(batch[part], model.device)  # (b, t) each
+                w = token_weights([own[id(t)] for t in batch[part]], loss_mask)  # (b, t)
+                micro.append((part.start, token_ids, loss_mask, w))
+            weight_sum = run.ranks.add(sum((w.sum() for *_, w in micro), torch.zeros((), device=model.device)))
             model.train()
-            torch.manual_seed(mix(config.seed, "dropout", step))
             with update_weights():
-                for token_ids, loss_mask, w in micro:
+                for first, token_ids, loss_mask, w in micro:
+                    run.check()
+                    torch.manual_seed(mix(config.seed, "dropout", step, first))
                     logprobs, _ = token_logprobs(model, token_ids, loss_mask, config.temperature)  # (b, t)
                     part = reward_weighted_loss(logprobs, w, weight_sum)
                     part.backward()
                     loss += part.item()
-            lr = learning_rate(step, (iteration + place / len(batches)) / iterations, config)
+            run.ranks.add_gradients(weights)
+            loss = sum(run.ranks.gather(loss))
+            lr = learning_rate(step, (iteration + done / len(batches)) / iterations, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-            if not math.isfinite(grad_norm):
-                raise RuntimeError(f"update {step}: gradient norm is {grad_norm}; lower --learning_rate")
-            optimizer.step()
+            if run.may_update(step, batch, loss, grad_norm):
+                optimizer.step()
             optimizer.zero_grad()
             model.eval()
             metrics.update(iteration=iteration, loss=loss, grad_norm=grad_norm, learning_rate=lr)
             run.log(step, metrics,
                     {"rollout_seconds": rollout_seconds, "update_seconds": time.time() - began,
                      "peak_memory_mb": peak_memory_mb()})
-            metrics, rollout_seconds, step = {}, 0.0, step + 1  # an iteration's own numbers stand in its first line
-            if config.save_every and step % config.save_every == 0:
-                save(step)
+            metrics, rollout_seconds, step, done = {}, 0.0, step + 1, done + 1
+            if done == whole and not data:
+                iteration, done = iteration + 1, 0
+            run.end(step)
         if config.max_steps and step >= config.max_steps:
             break
     if not step:
@@ -424,7 +485,7 @@ def train(config: Config) -> dict:
                         "try easier tasks, another --weighting, --baseline or --reward_bias")
 
     training_seconds = time.time() - training_began
-    folder, after = save(step), held_out_eval()
+    folder, after = run.last(step), held_out_eval()
     print_table([(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
                  (f"after ({step} updates, {training_seconds:.0f} s)", after)], len(held_out), config.eval_group_size)
     print(f"written: {config.output_dir} (adapter: {folder})\n"

@@ -11,10 +11,8 @@ out: packing (episodes of like length share a batch instead), label smoothing.
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16 --learning_rate 1e-4
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
 """
-import inspect
 import json
 import math
-import re
 import time
 import unicodedata
 import zlib
@@ -29,7 +27,20 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from chat import Chat
-from lora import DTYPES, fast_float32, load_model, save_model, token_logprobs
+from envs import gsm8k, meetings
+from lora import (
+    DTYPES,
+    OPTIMS,
+    adamw,
+    dry_run,
+    fast_float32,
+    load_model,
+    load_weights,
+    merged,
+    model_options,
+    save_model,
+    token_logprobs,
+)
 from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
 
@@ -42,8 +53,21 @@ class Config:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights", group="model", choices=tuple(DTYPES))
+
+    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
+    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
     gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="model")
+        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
+    offload_activations: bool = flag(
+        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
+    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
+                           group="memory", low=0)
+    stream_layers: bool = flag(
+        False, "frozen base in host memory, two layers at a time on the device", group="memory")
+    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
+                      choices=OPTIMS)
+    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
+    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "recorded rows the world they are of", group="data")
@@ -75,9 +99,13 @@ class Config:
 
     output_dir: str = flag("runs/sft", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
+    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
+                              group="run", choices=("newest", "previous"), bare="newest")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
-    eval_tasks: int = flag(200, "held-out tasks played at the end, at temperature 1; 0: none", group="run", low=0)
+    eval_tasks: int = flag(200, "held-out tasks played, at temperature 1, after (and before, if the model is not tiny)",
+                           group="run", low=0)
+    eval_every: int = flag(0, "steps between evaluations; 0: before and after only", group="run", low=0)
 
 
 def sft_loss(logprobs, loss_mask, num_tokens):
@@ -124,24 +152,10 @@ def learns_rows(config: Config) -> bool:
         return bool(config.trajectories)
     row = envs.read_rows(config.dataset)[0]
     line, known = row.pop("_line"), any(row.keys() >= {*fields} for fields in FIELDS)
-    if not config.env and not known and not is_task("equations", row):
+    if not config.env and not known and not envs.is_task("equations", row):
         raise UserError(f"{config.dataset}:{line}: neither a row to learn from ({KINDS}) nor a task of equations; "
                         f"name the world with --env; has: {', '.join(row)}")
-    return known and not (config.env and is_task(config.env, row))
-
-
-def is_task(env: str, row: dict) -> bool:
-    """Whether a world takes the row for a task: its `_row` does, and all that its `reset` needs is there."""
-    if "," in env:
-        return False
-    cls = envs.load(env)
-    try:
-        row = cls._row(row) if hasattr(cls, "_row") else row
-    except ValueError:
-        return False
-    needed = {key for key, p in inspect.signature(cls.reset).parameters.items()
-              if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    return bool(needed) and needed <= row.keys()
+    return known and not (config.env and envs.is_task(config.env, row))
 
 
 def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> list[Trajectory]:
@@ -155,7 +169,7 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
     world = envs.load(config.env) if config.env and "," not in config.env else None
     system = getattr(world, "system_prompt", None)
     chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
-    rows, found, kinds = [], [], Counter()
+    rows, found, kinds, spelled = [], [], Counter(), Counter()
     for row in envs.read_rows(path):
         where = f"{path}:{row.pop('_line')}"
         try:
@@ -175,7 +189,8 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
         where, kind, what, row, _ = rows[i]
         kinds[kind] += 1
         if not isinstance(what, Trajectory):
-            solved = kind == "written solutions"
+            solved, text = kind == "written solutions", json.dumps(what, ensure_ascii=False)
+            spelled.update({token for token in tokenizer.all_special_tokens if token in text})
             tools = envs.schemas(envs.load("gsm8k")) if solved else row.get("tools")
             if tools is None:
                 tools = envs.schemas(world) if world else []
@@ -191,6 +206,8 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
         found.append(what)
     print(f"{path}: {' and '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'none'} of {len(rows)} rows "
           f"{'to learn from' if split == 'train' else 'held out'}")
+    for token, count in spelled.items():  # text stays text: it ends no turn
+        print(f"{count} rows contain {token} as text")
     return found
 
 
@@ -214,6 +231,9 @@ def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
         case {"messages": _}:
             raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
         case {"prompt": prompt, "completion": completion}:
+            for name, part, lost in (("prompt", prompt, "answer"), ("completion", completion, "train on")):
+                if isinstance(part, (str, list)) and not (part.strip() if isinstance(part, str) else part):
+                    raise ValueError(f'"{name}" is empty: nothing to {lost}')
             prompt, completion = ([{"role": role, "content": part}] if isinstance(part, str) else part
                                   for role, part in (("user", prompt), ("assistant", completion)))
             if not all(isinstance(part, list) and part and all(isinstance(m, dict) for m in part)
@@ -221,29 +241,12 @@ def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
                 raise ValueError('"prompt" and "completion" must each be text or a list of messages')
             return "completions", [{**m, "loss": 0} for m in prompt] + completion
         case {"question": _, "answer": _}:
-            return "written solutions", written_solution(row)
+            return "written solutions", gsm8k.written_solution(row)
         case {"input_text": _, "target_probability": _}:
-            from envs.meetings import answer, read_columns
-            text, probability, reason, _ = read_columns({key: str(value) for key, value in row.items()})
+            text, probability, reason, _ = meetings.read_columns({key: str(value) for key, value in row.items()})
             return "meetings", [{"role": "user", "content": text},
-                                {"role": "assistant", "content": answer(probability, reason)}]
+                                {"role": "assistant", "content": meetings.answer(probability, reason)}]
     raise ValueError(f"nothing to learn from; need {KINDS}; has: {', '.join(row)}")
-
-
-def written_solution(row: dict) -> list[dict]:
-    """"Half is 48/2 = <<48/2=24>>24." -> "Half is 48/2 =", the call, the world's "24", "24." ..., the answer's call."""
-    env = envs.load("gsm8k")()
-    question = env.reset(**row)
-    messages = [{"role": "system", "content": env.system_prompt}, {"role": "user", "content": question}]
-    text, *rest = re.split(r"<<([^<>=]+)=[^<>=]+>>", str(row["answer"]).rpartition("####")[0])
-    for expression, after in zip(rest[::2], rest[1::2]):
-        if expression in env._plan:  # the true ones
-            call = {"name": "calculator", "arguments": {"expression": expression}}
-            messages.append({"role": "assistant", "content": text.strip(), "tool_calls": [call]})
-            messages.append({"role": "tool", "content": envs.call(env, **call)[0]})
-            text = ""
-        text += after
-    return messages + [{"role": "assistant", "content": text.strip(), "tool_calls": env._expert()}]
 
 
 def check_tokens(episode: Trajectory, tokenizer, vocabulary: int):
@@ -285,70 +288,86 @@ def train(config: Config) -> dict:
     rows = learns_rows(config)
     if not (config.env or rows):
         config = replace(config, env="equations")
+    if config.dry_run:
+        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1))
     run = Run(config, "sft")
+    if run.finished:
+        return run.finished
     fast_float32()
-    model, tokenizer = load_model(
-        config.model_path, lora_r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-        seed=config.seed, lora_target_modules=config.lora_target_modules, use_rslora=config.use_rslora,
-        dtype=config.dtype)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, tokenizer = load_model(config.model_path, **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     vocabulary = model.get_input_embeddings().num_embeddings
     data = demonstrations(config, tokenizer, "train", config.max_samples, vocabulary)
     held_out = demonstrations(config, tokenizer, "test", 100, vocabulary)
     world, tasks = config.env or recorded_world(data), []
     if config.eval_tasks and world:
-        playable = config.trajectories or not rows or is_task(world, envs.read_rows(config.dataset)[0])
+        playable = config.trajectories or not rows or envs.is_task(world, envs.read_rows(config.dataset)[0])
         files = (config.dataset, config.eval_dataset) if config.dataset and playable else ()  # else the world's own
         tasks = envs.tasks(world, "test", config.eval_tasks, config.seed, *files)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(epoch_batches(data, per_step, config.seed, 0))
     total = config.max_steps or config.num_epochs * steps_per_epoch
 
+    def held_out_success():
+        if not tasks:
+            return None
+        with merged(model):
+            return evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens),
+                            seed=config.seed, step=-1, run=run)["success"]
+
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()))
+                        optimizer_tensors(optimizer, model.named_parameters()),
+                        {"before": before, "seconds": time.time() - training_began})
 
-    training_began, bar = time.time(), tqdm(range(total), "sft")
+    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
+    before = saved["before"] if saved else held_out_success() if config.model_path != "tiny" else None
+    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
+    run.begin(save)
+    bar = tqdm(range(start, total), "sft", initial=start, total=total)
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
         batch = epoch_batches(data, per_step, config.seed, epoch)[place]
         num_tokens, loss = sum(sum(t.loss_mask) for t in batch), 0.0
         model.train()
-        torch.manual_seed(mix(config.seed, "dropout", step))
-        for i in range(0, len(batch), config.batch_size):
-            token_ids, loss_mask, _ = collate(batch[i:i + config.batch_size], model.device)  # (B, T) each
+        for part in run.ranks.micro_batches(len(batch), config.batch_size):
+            run.check()
+            torch.manual_seed(mix(config.seed, "dropout", step, part.start))
+            token_ids, loss_mask, _ = collate(batch[part], model.device)  # (B, T) each
             logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)
             part = sft_loss(logprobs, loss_mask, num_tokens)
             part.backward()
             loss += part.item()
+        run.ranks.add_gradients(weights)
+        loss = sum(run.ranks.gather(loss))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        optimizer.step()
+        if run.may_update(step, batch, loss, grad_norm):
+            optimizer.step()
         optimizer.zero_grad()
         model.eval()
-        run.log(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
-                       "tokens": num_tokens}, {"seconds": time.time() - began})
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
+                   "tokens": num_tokens}
+        seconds = time.time() - began
+        if config.eval_every and (step + 1) % config.eval_every == 0 and tasks:
+            metrics["eval/success"] = held_out_success()
+        run.log(step, metrics, {"seconds": seconds})
         bar.set_postfix(loss=f"{loss:.3f}")
-        if config.max_seconds and time.time() - training_began > config.max_seconds:
+        if config.max_seconds and run.ranks.first(lambda: time.time() - training_began > config.max_seconds):
             total = step + 1
             break
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < total:
-            save(step + 1)
-    folder = save(total)
-    result = {"success_before": None, "success_after": None, "steps": total, "seed": config.seed, "held_out_loss": None}
+        run.end(step + 1, metrics.get("eval/success"))
+    folder, after = run.last(total), held_out_success()
+    result = {"success_before": before, "success_after": after, "steps": total, "seed": config.seed,
+              "held_out_loss": None}
     if held_out:
         result["held_out_loss"] = held_out_loss(model, held_out, config.batch_size)
-    if tasks:
-        after = evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens), seed=config.seed)
-        result["success_after"] = after["success"]
     if config.eval_tasks:
         print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}"
-              + (f", success {after['success']:.3f} of {len(tasks)} tasks" if tasks else "; no world, no success")
+              + (f", success {after:.3f} of {len(tasks)} tasks" if tasks else "; no world, no success")
               + f"\nwritten: {folder}"
               + (f"\nnext:    python grpo.py --model_path {config.output_dir} --env {world}" if world else ""))
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})

@@ -22,7 +22,7 @@ def course(out: str, seed: int) -> list[str]:
     """README's five commands, in folder `out`."""
     csv, sft, traces, dpo = (os.path.join(out, name) for name in ("meetings.csv", "sft", "traces.jsonl", "dpo"))
     return [f"envs/meetings.py --rows 3000 --output {csv} --seed {seed}",
-            f"sft.py --env meetings --dataset {csv} --expert_noise 0.18 --batch_size 16 --max_steps 400 "
+            f"sft.py --env meetings --dataset {csv} --expert_noise 0.1 --batch_size 16 --max_steps 800 "
             f"--eval_tasks 0 --output_dir {sft} --seed {seed} --overwrite",
             f"agent.py --model_path {sft} --env meetings --dataset {csv} --num_tasks 128 --group_size 8 "
             f"--output {traces} --seed {seed}",

@@ -36,8 +36,8 @@ def grpo(folder, *flags, **environment):
 def control(out, seed, label, flags):
     folder = os.path.join(out, f"seed{seed}_{label.replace(' ', '_')}")
     base = os.path.join(out, f"seed{seed}", "base")
-    row = grpo(folder, "--model_path", base, "--seed", seed, "--learning_rate", 2e-3, "--kl_coef", 0.3, *flags,
-               OMP_NUM_THREADS="1")
+    row = grpo(folder, "--model_path", base, "--seed", seed, "--learning_rate", 2e-3, "--kl_coef", 0.3,
+               "--updates_per_step", 2, *flags, OMP_NUM_THREADS="1")
     return {name: value for name, value in row.items() if "seconds" not in name}, curve(folder)
 
 

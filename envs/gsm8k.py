@@ -15,7 +15,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from envs import read_rows
+from envs import call, read_rows
 from run import UserError
 
 URL = ("https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
@@ -191,6 +191,22 @@ class GSM8K:
         """At most n rows of the official split ("train" | "test") in an order fixed by `seed`; see `_cached`."""
         rows = [{"question": row["question"], "answer": row["answer"]} for row in read_rows(_cached(split))]
         return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))[:n]]
+
+
+def written_solution(row: dict) -> list[dict]:
+    """"Half is 48/2 = <<48/2=24>>24." -> "Half is 48/2 =", the call, the world's "24", "24." ..., the answer's call."""
+    env = GSM8K()
+    question = env.reset(**row)
+    messages = [{"role": "system", "content": env.system_prompt}, {"role": "user", "content": question}]
+    text, *rest = re.split(r"<<([^<>=]+)=[^<>=]+>>", str(row["answer"]).rpartition("####")[0])
+    for expression, after in zip(rest[::2], rest[1::2]):
+        if expression in env._plan:  # the true ones
+            asked = {"name": "calculator", "arguments": {"expression": expression}}
+            messages.append({"role": "assistant", "content": text.strip(), "tool_calls": [asked]})
+            messages.append({"role": "tool", "content": call(env, **asked)[0]})
+            text = ""
+        text += after
+    return messages + [{"role": "assistant", "content": text.strip(), "tool_calls": env._expert()}]
 
 
 def _cached(split: str) -> str:

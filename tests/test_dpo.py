@@ -20,6 +20,7 @@ import sft
 from agent import Trajectory, demonstrate
 from dpo import LOSSES, Counts, pair_loss
 from lora import load_model
+from ranks import join
 from run import UserError
 from tiny import make_tiny
 
@@ -202,7 +203,7 @@ def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
 def test_batch_mates_and_padding_change_nothing(tiny, recorded):
     model, config, pairs = tiny[0], dpo.Config(loss="sigmoid"), recorded[1][:4]
     pairs = sorted(pairs, key=lambda pair: len(pair[1].token_ids))
-    ref, losses = dpo.reference_sums(model, pairs, config), [("sigmoid", 1.0), ("ipo", 0.1), ("sft", 0.5)]
+    ref, losses = dpo.reference_sums(model, pairs, config, join()), [("sigmoid", 1.0), ("ipo", 0.1), ("sft", 0.5)]
     ref = ref + torch.arange(8).view(4, 2) / 7
     assert len({len(t.token_ids) for pair in pairs for t in pair}) > 2  # they do need padding
     with torch.no_grad():

@@ -348,8 +348,8 @@ BROKEN = [
     ('[\n  {"prompt": "a"}\n]\n', ":1: the whole file is one JSON list; write one object per line$"), ("\n[1]\n", ":2: the whole file is one JSON list; .*"),
     (GOOD + "[1, 2]\n", ":2: not a JSON object$"), (GOOD + "3\n", ":2: not a JSON object$"), (GOOD + "null\n", ":2: not a JSON object$"), ('"text"\n', ":1: not a JSON object$"),
     (b'{"a": 1}\n{"a": "caf\xe9"}\n', ":2: byte 0xe9 is not UTF-8; save the file as UTF-8$"), ('{"a": 1}\n'.encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8$"),
-    (b'{"a": "\xed\xa0\x80"}\n', ":1: byte 0xed is not UTF-8"), ('{"prompt": "\\ud800"}\n', ':1: field "prompt": lone surrogate$'), ('{"a": {"b": ["\\udfff"]}}\n', ':1: field "b": lone surrogate$'),
-    ('{"\\ud800": 1}\n', ":1: field .*: lone surrogate$"), ('{"reward": NaN}\n', ':1: field "reward": not a finite number$'), ('{"reward": -Infinity}\n', ':1: field "reward": not a finite number$'),
+    (b'{"a": "\xed\xa0\x80"}\n', ":1: byte 0xed is not UTF-8"), ('{"prompt": "\\ud800"}\n', ':1: field "prompt": lone surrogate .ud[0-9a-f]{3}$'), ('{"a": {"b": ["\\udfff"]}}\n', ':1: field "b": lone surrogate .ud[0-9a-f]{3}$'),
+    ('{"\\ud800": 1}\n', ":1: field .*: lone surrogate .ud[0-9a-f]{3}$"), ('{"reward": NaN}\n', ':1: field "reward": not a finite number$'), ('{"reward": -Infinity}\n', ':1: field "reward": not a finite number$'),
     (GOOD + '{"reward": 1e999}\n', ':2: field "reward": not a finite number$'), ('{"a": [{"b": [1, NaN]}]}\n', ':1: field "b": not a finite number$'),
     (GOOD + '{"prompt": 1, "prompt": 2}\n', ':2: key "prompt" twice$'), ('{"a": {"b": 1, "b": 1}}\n', ':1: key "b" twice$'), ("[" * 100_000 + "\n", ":1: (nested too deep|the whole file.*)$"),
     (GOOD + '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n", ":2: nested too deep$"), (GOOD + '{"a": ' + "9" * 5000 + "}\n", ":2: number too long$"), ("", ": no rows$"), ("\n \n", ": no rows$"),
@@ -370,8 +370,8 @@ def test_broken_task_files(tmp_path, data, says):
 def test_paths_that_are_no_task_file(tmp_path):
     write(tmp_path, GOOD, "train.jsonl"), write(tmp_path, "a,b", "train.txt"), write(tmp_path, b"x", "train.jsonl.gz")
     folder = str(tmp_path)
-    for name, says in [("trian.jsonl", f"no such file; nearest: {folder}/train.jsonl"), ("zzz", "no such file"), ("no/where.jsonl", "no such file"), ("", "is a directory; give a .jsonl file"),
-                       ("train.txt", "unknown type; use .jsonl, one JSON object a line, or .csv with a header"), ("train.jsonl.gz", "unknown type; unpack it first")]:
+    for name, says in [("trian.jsonl", f"no such file; nearest: {folder}/train.jsonl"), ("zzz", "no such file"), ("no/where.jsonl", "no such file"), ("", "is a directory; give a .jsonl, .csv or .parquet file"),
+                       ("train.txt", "unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"), ("train.jsonl.gz", "unknown type; unpack it first")]:
         path = f"{folder}/{name}".rstrip("/")
         with pytest.raises(UserError) as error:
             envs.read_rows(path)

@@ -319,7 +319,7 @@ def test_it_learns_from_its_own_episodes_and_writes_the_folder(place, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(result["steps"])) and all(math.isfinite(v) for line in lines for v in line.values())
     assert [line["iteration"] for line in lines if "ess" in line] == [0, 1, 2, 3]
-    assert (tmp_path / "checkpoints" / "step_000004" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "checkpoints" / f"step_{result['steps']:06d}" / "adapter_model.safetensors").exists()
 
 
 def test_the_same_command_twice_gives_the_same_bytes(place, tmp_path):

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -196,6 +197,8 @@ def program(tmp_path_factory):
                 raise UserError("reward.py: returns nan;\\nreturn a finite number, not \u2014 this")
             if config.fail == "interrupt":
                 raise KeyboardInterrupt
+            if config.fail == "memory":
+                raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB.\\nmore")
             if config.fail == "bug":
                 raise ValueError("ours")
             print("trained", config.learning_rate)
@@ -224,6 +227,9 @@ def test_exit_codes(program, argv, code, line):
 def test_success_and_our_own_bugs(program):
     done = program("--learning_rate", "1e-4")
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained 0.0001\n", "")
+    done = program("--fail", "memory")
+    assert done.returncode == 1 and re.fullmatch(r"toy.py: out of memory, peak \d+ MB: CUDA out of memory. Tried to allocate 2.00 GiB. "
+                                                 "A smaller --batch_size gives the same result with less memory\n", done.stderr), done.stderr
     done = program("--fail", "bug")
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 
@@ -270,8 +276,15 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     folder = tmp_path / "a"
     started(folder).log(0, {"loss": 1.0}, {})
     (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(no step is saved\); --resume goes"):
+        started(folder)
+    started(folder, resume=True).save(4, weights)
+    with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(4 steps are saved\); --resume goes"):
+        started(folder)
+    (folder / "result.json").write_text("{}")
     with pytest.raises(UserError, match="a: already holds a grpo run; give another --output_dir, or --overwrite to"):
         started(folder)
+    (folder / "metrics.jsonl").write_text("")
     assert (folder / "metrics.jsonl").exists()
     started(folder, overwrite=True)
     assert not (folder / "metrics.jsonl").exists() and (folder / "notes.txt").read_text() == "mine"
@@ -338,17 +351,21 @@ def test_lines_are_strict_json(tmp_path):
     assert rows == [{"step": 1, "logprobs": [None, -1.5], "messages": [{"content": odd}]}, {"step": 1, "reward": 1.0}]
 
 
-def test_rewind_drops_later_steps_and_cut_lines(tmp_path):
+def test_resume_drops_later_steps_and_cut_lines(tmp_path):
     book = started(tmp_path)
-    for step in range(1, 5):
+    for step in range(4):
         book.log(step, {"loss": step}, {})
+        if step == 1:
+            book.save(2, weights)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
     book = started(tmp_path, resume=True)
-    book.rewind(2)
-    book.log(3, {"loss": 9}, {})
-    assert [row["loss"] for row in strict(tmp_path / "metrics.jsonl")] == [1, 2, 9]
+    book.log(2, {"loss": 9}, {})
+    assert [row["loss"] for row in strict(tmp_path / "metrics.jsonl")] == [0, 1, 9]
     assert len(strict(tmp_path / "timing.jsonl")) == 3
+    (tmp_path / "checkpoints" / "step_000002").rename(tmp_path / "gone")
+    started(tmp_path, resume=True)
+    assert not (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_result(tmp_path):
@@ -357,14 +374,6 @@ def test_result(tmp_path):
         book.finish({"seed": 1})
     result = dict(success_before=None, success_after=0.5, seconds=float("nan"), peak_memory_mb=1, steps=2, seed=0)
     assert book.finish(result) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
-
-
-def test_only_rank_zero_writes(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    book = started(tmp_path / "a")
-    book.log(0, {}, {})
-    book.rewind(0)
-    assert book.save(3, None) == tmp_path / "a/checkpoints/step_000003" and not (tmp_path / "a").exists()
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -91,3 +91,14 @@ def test_it_learns_and_the_loss_falls(tmp_path):
     assert losses[-1] < 0.2 * losses[0] and result["held_out_loss"] < 1.5 and result["success_after"] is not None
     model, tokenizer = load_model(str(tmp_path))
     assert sum(p.numel() for p in model.parameters()) < 1.2e6 and tokenizer.chat_template
+
+
+def test_success_is_measured_on_the_way_and_before_if_the_model_comes_taught(tmp_path):
+    short = {"max_samples": 64, "batch_size": 8, "eval_tasks": 6, "seed": 1}
+    made = sft.train(sft.Config(output_dir=str(tmp_path / "a"), max_steps=4, eval_every=2, **short))
+    again = sft.train(sft.Config(model_path=str(tmp_path / "a"), output_dir=str(tmp_path / "b"), max_steps=1, **short))
+    with open(tmp_path / "a" / "metrics.jsonl") as f:
+        lines = [json.loads(line) for line in f]
+    assert ["eval/success" in line for line in lines] == [False, True, False, True]
+    assert made["success_before"] is None and made["success_after"] == lines[-1]["eval/success"]
+    assert again["success_before"] == made["success_after"]  # the same tasks, the same random numbers

@@ -451,4 +451,4 @@ def test_held_out_solutions_are_the_worlds_held_out_tasks(tokenizer, tmp_path):
     path = write(tmp_path, [{**NATALIA, "question": f"{NATALIA['question']} {n}"} for n in range(60)])
     held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test")}
     assert held_out == {task["question"] for task in envs.tasks("gsm8k", "test", None, 0, path)} and held_out
-    assert sft.is_task("gsm8k", NATALIA) and sft.recorded_world(read(path, tokenizer)) == "gsm8k"
+    assert envs.is_task("gsm8k", NATALIA) and sft.recorded_world(read(path, tokenizer)) == "gsm8k"

@@ -1,0 +1,140 @@
+"""SFT, reward-weighted, DPO and GRPO from the same start at the same number of episodes: two worlds, three seeds.
+
+    python bench/four_lessons.py [OUT]      two runs at a time, one thread each; writes bench/results/four_lessons.json,
+                                            .md (the table for the README) and .png; finished runs are not run again
+
+The start is the tiny model after a short SFT on demonstrations whose actions are mostly wrong. SFT then imitates as
+many demonstrations of that same poor expert as the others play episodes, and, in a line of its own, of a perfect one,
+which the others have not. DPO plays all of its episodes with the start; the others learn while they play.
+"""
+import datetime
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SEEDS, EPISODES, RESULTS = (0, 1, 2), 2880, os.path.join(ROOT, "bench", "results")
+# What the teacher of the start does: noise of its actions, and how often the start sees it (steps of 16).
+START = {"equations": "--expert_noise 0.6 --max_turns 6 --max_samples 2600 --max_steps 340 --batch_size 16",
+         "meetings": "--expert_noise 0.25 --max_samples 3000 --max_steps 800 --batch_size 16"}
+TEACHER = f"--max_samples {EPISODES} --num_epochs 1 --batch_size 16 --eval_every 30 --learning_rate 1e-3 --lora_r 16"
+LESSONS = {
+    "SFT, the start's expert": f"sft.py {TEACHER} --expert_noise START_NOISE",
+    "SFT, a perfect expert": f"sft.py {TEACHER}",
+    "reward-weighted": "reward_weighted.py --num_iterations 10 --tasks_per_iteration 36 --learning_rate 2e-3",
+    "DPO": "dpo.py --num_tasks 360 --learning_rate 2e-3 --num_epochs 3 --eval_every 15",
+    "GRPO": "grpo.py --max_steps 45 --eval_every 5",
+}
+# Meetings' outcomes are drawn: more tasks of fewer episodes, and no division by a standard deviation that is luck.
+GRPO = {"equations": "--learning_rate 2e-3 --kl_coef 0.3",
+        "meetings": "--learning_rate 1e-3 --kl_coef 0.04 --loss dr_grpo --scale_rewards none --tasks_per_step 16 "
+                    "--group_size 4"}
+
+
+def python(log: str, command: str) -> float:
+    """Runs it on one thread -> its CPU seconds: the wall's would tell of whatever else the machine does."""
+    with open(log, "w") as f:
+        process = subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stdout=f, stderr=f,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"failed: {command}; see {log}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def start(out: str, world: str, seed: int) -> str:
+    """The folder of the model that all lessons of this world and seed start from."""
+    folder = os.path.join(out, f"{world}_{seed}", "start")
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        python(folder + ".log", f"sft.py --env {world} --seed {seed} {START[world]} --eval_tasks 0 --overwrite "
+                                f"--output_dir {folder}_sft")
+        python(folder + ".log", f"lora.py merge {folder}_sft {folder}")
+    return folder
+
+
+def lesson(out: str, world: str, seed: int, name: str) -> dict:
+    """One run -> success before and after, seconds, memory, and [(episodes, success)] on the way."""
+    flags = LESSONS[name].replace("START_NOISE", START[world].split()[1])
+    flags += f" {GRPO[world]}" if name == "GRPO" else ""
+    folder = os.path.join(out, f"{world}_{seed}", name.replace(" ", "_").replace(",", "").replace("'", ""))
+    if not os.path.exists(cost := folder + ".cpu_seconds"):
+        seconds = python(folder + ".log", f"{flags} --env {world} --seed {seed} --output_dir {folder} --overwrite "
+                                          f"--model_path {out}/{world}_{seed}/start")
+        with open(cost, "w") as f:
+            f.write(str(round(seconds)))
+    with open(cost) as f:
+        seconds = int(f.read())
+    with open(os.path.join(folder, "result.json")) as f:
+        result = json.load(f)
+    with open(os.path.join(folder, "metrics.jsonl")) as f:
+        lines = [json.loads(line) for line in f]
+    share = EPISODES / result["steps"]  # of the episodes, a step's: what was played, or shown, until then
+    points = [(0, result["success_before"])]
+    if name == "reward-weighted":  # what an iteration plays is played before it learns from it
+        points += [(line["step"] * share, line["success"]) for line in lines[1:] if "success" in line]
+    points += [((line["step"] + 1) * share, line["eval/success"]) for line in lines if "eval/success" in line]
+    return {"before": result["success_before"], "after": result["success_after"], "cpu_seconds": seconds,
+            "peak_memory_mb": round(result["peak_memory_mb"]), "curve": points + [(EPISODES, result["success_after"])]}
+
+
+def spread(values) -> str:
+    return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def table(rows: dict) -> str:
+    out = ["| world | lesson | before | after 2,880 episodes: mean (three seeds) | CPU seconds | MB |",
+           "|---|---|---|---|---|---|"]
+    for world in START:
+        for name in LESSONS:
+            runs = rows[world][name]
+            before, after, seconds, memory = ([run[key] for run in runs] for key in (
+                "before", "after", "cpu_seconds", "peak_memory_mb"))
+            out.append(f"| {world} | {name} | {spread(before)} | {spread(after)} | {sum(seconds) / len(runs):.0f} | "
+                       f"{max(memory)} |")
+    return "\n".join(out) + "\n"
+
+
+def picture(rows: dict, ceiling: float, path: str):
+    import matplotlib
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot as plt
+    figure, panels = plt.subplots(1, len(START), figsize=(11, 4), sharey=True)
+    grid = np.linspace(0, EPISODES, 200)
+    for panel, world in zip(panels, START):
+        for name in LESSONS:
+            curves = np.array([np.interp(grid, *zip(*run["curve"])) for run in rows[world][name]])  # (seeds, 200)
+            line, = panel.plot(grid, curves.mean(0), label=name)
+            panel.fill_between(grid, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15)
+        panel.set_title(world), panel.set_xlabel("episodes played, or demonstrations shown"), panel.grid(alpha=0.3)
+    panels[1].axhline(ceiling, color="grey", linestyle=":", label="Bayes ceiling")
+    panels[0].set_ylabel("success: mean and range of three seeds"), panels[0].set_ylim(0, 1), panels[1].legend()
+    figure.tight_layout(), figure.savefig(path, dpi=120)
+
+
+def main(out):
+    sys.path.insert(0, ROOT)
+    from envs.meetings import Meetings
+    keys = [(world, seed) for world in START for seed in SEEDS]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda key: start(out, *key), keys))
+        runs = [(world, seed, name) for world, seed in keys for name in LESSONS]
+        found = dict(zip(runs, pool.map(lambda key: lesson(out, *key), runs)))
+    rows = {world: {name: [found[world, seed, name] for seed in SEEDS] for name in LESSONS} for world in START}
+    result = {"command": "python bench/four_lessons.py", "date": datetime.date.today().isoformat(), "seeds": SEEDS,
+              "episodes": EPISODES, "lessons": LESSONS, "grpo": GRPO, "start": START, "rows": rows,
+              "bayes_ceiling": Meetings._ceiling(), "machine": f"{os.cpu_count()} cores, no GPU, two runs at a time"}
+    os.makedirs(RESULTS, exist_ok=True)
+    picture(rows, Meetings._ceiling(), os.path.join(RESULTS, "four_lessons.png"))
+    with open(os.path.join(RESULTS, "four_lessons.md"), "w") as f:
+        f.write(table(rows))
+    with open(os.path.join(RESULTS, "four_lessons.json"), "w") as f:
+        json.dump(result, f)
+    print(table(rows) + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "runs", "four_lessons"))

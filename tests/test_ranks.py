@@ -1,0 +1,184 @@
+"""torchrun: two processes do what one does, with the same tasks and the same gradients; one of them dies, and it is told."""
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from test_resume import place  # noqa: F401  (a fixture)
+
+import run
+from ranks import Ranks
+
+ROOT = Path(run.__file__).parent
+# Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
+DRIVER = '''
+import sys
+from pathlib import Path
+import dpo, grpo, reward_weighted, sft
+from agent import read_trajectories
+place, out = map(Path, sys.argv[1:])
+common = dict(model_path=str(place / "base"), env="equations", max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
+              eval_tasks=0, lora_r=2, lora_dropout=0.25)
+recorded = dict(common, trajectories=str(place / "episodes.jsonl"), batch_size=4, gradient_accumulation_steps=3)
+sft.train(sft.Config(output_dir=str(out / "sft"), **{**recorded, "lora_r": 0, "lora_dropout": 0.0}))
+reward_weighted.train(reward_weighted.Config(output_dir=str(out / "reward_weighted"), optim="adamw_cpu", **recorded))
+dpo.train(dpo.Config(output_dir=str(out / "dpo"), **{**recorded, "batch_size": 3}))
+def episodes(*_, **__):
+    found = read_trajectories(str(place / "episodes.jsonl"))
+    for t in found:
+        t.logprobs = [-7.0 * m for m in t.loss_mask]  # as such a model would have sampled them
+    return found
+played, grpo.rollout = grpo.rollout, episodes
+grpo.train(grpo.Config(output_dir=str(out / "grpo"), tasks_per_step=6, group_size=3, batch_size=4, kl_coef=0.1,
+                       kl_estimator="k1", importance_correction=2.0, **{**common, "model_path": str(place / "adapter")}))
+grpo.rollout = played
+grpo.train(grpo.Config(output_dir=str(out / "plays"), tasks_per_step=3, group_size=2, max_tokens=200, max_new_tokens=6,
+                       save_trajectories=6, batch_size=3, save_every=1, success_rate_ub=0.9, **{**common, "max_steps": 2, "eval_tasks": 3}))
+'''
+
+
+def torchrun(n, *words, **options):
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*program, *map(str, words)], env=env, capture_output=True, text=True, timeout=570, **options)
+
+
+@pytest.fixture(scope="module")
+def both(place, tmp_path_factory):  # noqa: F811
+    """-> the folders that one process and two have written."""
+    folder = tmp_path_factory.mktemp("both")
+    (folder / "driver.py").write_text(DRIVER)
+    done = torchrun(2, folder / "driver.py", place, folder / "two")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("written:") == 4, done.stdout  # rank 0 alone speaks
+    argv, sys.argv = sys.argv, ["driver.py", str(place), str(folder / "one")]
+    try:
+        runpy.run_path(str(folder / "driver.py"))
+    finally:
+        sys.argv = argv
+    return folder / "one", folder / "two"
+
+
+@pytest.mark.parametrize("name", ["sft", "reward_weighted", "dpo", "grpo"])
+def test_two_processes_have_the_gradient_of_one(both, name):
+    """After one step AdamW's first moment is a tenth of the gradient; dropout's masks are the same, too. 1e-6 of the gradient."""
+    a, b = (load_file(folder / name / "checkpoints" / "step_000001" / "optimizer.safetensors")
+            for folder in both)
+    a, b = ({k: v for k, v in s.items() if k.endswith("|exp_avg")} for s in (a, b))
+    assert a.keys() == b.keys() and max(v.abs().max() for v in a.values()) > 0.001
+    assert max((a[k] - b[k]).abs().max() for k in a) < 1e-7
+    one, two = ([json.loads(line) for line in (folder / name / "metrics.jsonl").open()][:1] for folder in both)
+    assert [list(row) for row in one] == [list(row) for row in two]
+    for x, y in zip(one, two):
+        assert x == pytest.approx(y, rel=1e-4, abs=1e-6)
+
+
+def test_two_processes_draw_the_same_tasks_and_keep_groups_whole(both):
+    one, two = ([json.loads(line) for line in (folder / "plays" / "trajectories.jsonl").open()] for folder in both)
+    assert len(one) == 12 and [t["group_id"] for t in one] == [f"{s}-{i}" for s in (0, 1) for i in (0, 0, 1, 1, 2, 2)]
+    for key in ("step", "group_id", "info", "token_ids", "reward"):
+        assert [t[key] for t in one] == [t[key] for t in two], key
+
+
+def test_only_rank_zero_writes_and_there_is_nothing_of_the_others(both):
+    one, two = ({str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in both)
+    assert one == two
+
+
+@pytest.mark.parametrize("n, world", [(0, 2), (1, 2), (7, 3), (12, 5), (16, 1)])
+def test_shares_are_whole_disjoint_and_even(n, world):
+    made = []
+    for rank in range(world):
+        made.append(Ranks(rank, 1))
+        made[-1].world = world
+    shares = [list(r.share(n)) for r in made]
+    assert sum(shares, []) == list(range(n)) and max(map(len, shares)) - min(map(len, shares)) <= 1
+    for batch_size in (1, 4, 100):
+        parts = [r.micro_batches(n, batch_size) for r in made]
+        assert sorted(i for own in parts for part in own for i in range(n)[part]) == list(range(n))
+        assert all(len(range(n)[part]) <= batch_size for own in parts for part in own)
+        assert n < world or all(parts), "a rank without work"
+
+
+# ------------------------------------------------------------------------------------------------------- who is gone
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(folder, place, program, *words):  # noqa: F811
+    """Two processes as torchrun makes them, without its agent: nobody but they themselves hears of an end."""
+    port, out = str(free_port()), []
+    for rank in "01":
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2",
+               "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        out.append(subprocess.Popen([sys.executable, ROOT / program, "--model_path", place / "base", "--output_dir", "r", *words], cwd=folder,
+                                    env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    return out
+
+
+def wait_for_lines(folder, pair, n):
+    until = time.monotonic() + 300
+    path = folder / "r" / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < n:
+        assert time.monotonic() < until and all(p.poll() is None for p in pair), [p.stderr.read()[-2000:] for p in pair if p.poll() is not None]
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("dead", [1, 0])
+def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(place, tmp_path, dead):  # noqa: F811
+    words = "--tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 0 --lora_r 2 --max_steps 5000".split()
+    pair = start(tmp_path, place, "grpo.py", *words, "--save_every", "1")
+    try:
+        wait_for_lines(tmp_path, pair, 2)
+        pair[dead].kill()
+        began = time.monotonic()
+        _, errors = pair[1 - dead].communicate(timeout=60)
+    finally:
+        for p in pair:
+            p.kill()
+            p.wait()
+    assert time.monotonic() - began < 30 and pair[1 - dead].returncode == 5 and "Traceback" not in errors
+    assert re.search(rf"rank {dead} \(process {pair[dead].pid} on .*\) is gone; stopped after step \d+; go on with: torchrun --nproc_per_node=2 \S*grpo.py "
+                     r"--config r/config.yaml --resume", errors), errors[-2000:]
+    saved = int(run.newest_checkpoint(tmp_path / "r").name[5:])
+    path = tmp_path / "r" / "config.yaml"
+    path.write_text(path.read_text().replace("max_steps: 5000", f"max_steps: {saved + 1}"))
+    done = subprocess.run([sys.executable, ROOT / "grpo.py", "--config", "r/config.yaml", "--resume"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").open()]
+    assert steps == list(range(saved + 1))
+
+
+def test_a_signal_to_all_ranks_saves_and_says_how_to_go_on(place, tmp_path):  # noqa: F811
+    pair = start(tmp_path, place, "sft.py", *"--max_samples 40 --batch_size 4 --eval_tasks 0 --lora_r 2 --max_steps 5000".split())
+    try:
+        wait_for_lines(tmp_path, pair, 2)
+        for p in pair:
+            p.send_signal(signal.SIGTERM)
+        errors = [p.communicate(timeout=60)[1] for p in pair]
+    finally:
+        for p in pair:
+            p.kill()
+            p.wait()
+    assert [p.returncode for p in pair] == [143, 143] and not any("Traceback" in e for e in errors), errors
+    told = re.search(r"stopped by SIGTERM after step (\d+); go on with: torchrun", errors[0])
+    assert run.read_state(run.newest_checkpoint(tmp_path / "r"))["step"] == int(told[1])
+
+
+def test_what_the_user_can_mend_ends_all_ranks_with_exit_status_2(place, tmp_path):  # noqa: F811
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.yaml").write_text("# sft run; x\nseed: 1\n")
+    (tmp_path / "r" / "metrics.jsonl").touch()
+    pair = start(tmp_path, place, "sft.py")
+    errors = [p.communicate(timeout=120)[1] for p in pair]
+    assert [p.returncode for p in pair] == [2, 2] and all("already holds a sft run, unfinished" in e and "Traceback" not in e for e in errors), errors

@@ -1,0 +1,346 @@
+"""--resume: a run killed in every step and gone on with is, bit for bit, the run that was never stopped."""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dpo
+import grpo
+import reward_weighted
+import run
+import sft
+from agent import Limits, demonstrate, read_trajectories, rollout
+from envs import tasks
+from lora import load_model, save_model
+from run import Run, UserError
+from tiny import make_tiny
+
+ROOT = Path(run.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The tiny model with the weights it was born with, an adapter on it, and recorded episodes."""
+    folder = tmp_path_factory.mktemp("place")
+    model, tokenizer = make_tiny()
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    model, tokenizer = load_model(str(folder / "base"), lora_r=2)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    save_model(model, folder / "adapter")
+    noisy = [{**task, "noise": 0.7, "seed": seed} for task in tasks("equations", "train", 6, 0) for seed in range(3)]
+    episodes = demonstrate(tokenizer, "equations", noisy, Limits(max_turns=2))
+    for i, t in enumerate(episodes):
+        t.group_id = str(i // 3)
+        del t.info["task"]["seed"]
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(t.to_json()) + "\n" for t in rewarded(episodes)))
+    return folder
+
+
+def rewarded(episodes):
+    """Such a model earns nothing: here it is paid by what its tokens happen to be."""
+    for i, t in enumerate(episodes):
+        t.rewards = [(sum(t.token_ids) + j) % 4 / 2 for j in range(len(t.rewards))]
+        t.reward = sum(t.rewards)
+    return episodes
+
+
+def config(module, place, out, **options):
+    common = dict(model_path=str(place / "base"), env="equations", output_dir=str(out), save_every=1,
+                  learning_rate=1e-3, warmup_steps=2, eval_tasks=0 if module is sft else 2)
+    if module is not sft:
+        common |= dict(group_size=3, max_tokens=200, max_new_tokens=6)
+    return module.Config(**{**common, **options})
+
+
+class Killed(BaseException):
+    pass
+
+
+def train(module, config, monkeypatch, steps=None, log="metrics.jsonl"):
+    """The result; with `steps`, the run is killed while it writes the line after so many, and is left as a kill leaves it."""
+    lines = 0
+
+    def append(self, name, rows):
+        nonlocal lines
+        if name == log and Path(config.output_dir) == self.folder:
+            if lines == steps:
+                with open(self.folder / name, "a") as file:
+                    file.write('{"step": 1, "lo')
+                raise Killed
+            lines += 1
+        return whole(self, name, rows)
+    whole = Run.append
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "append", append)
+        return module.train(config)
+
+
+def bytes_of(folder):
+    """Everything that may not differ: lines, weights and optimizers of all checkpoints, the result but its seconds."""
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    found |= {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "trajectories.jsonl")
+              if (folder / name).exists()}
+    result = json.loads((folder / "result.json").read_text())
+    return found | {"result": {k: v for k, v in result.items() if k not in ("seconds", "peak_memory_mb")}}
+
+
+def assert_equal(a, b):
+    a, b = bytes_of(a), bytes_of(b)
+    assert a.keys() == b.keys() and len(a) >= 4
+    assert [name for name in a if a[name] != b[name]] == []
+
+
+CASES = {
+    "sft, full": (sft, dict(lora_r=0, max_steps=4, max_samples=20, batch_size=2, gradient_accumulation_steps=2)),
+    "sft, tiny, LoRA": (sft, dict(model_path="tiny", lora_r=2, lora_dropout=0.2, max_steps=4, max_samples=20,
+                                  batch_size=4, eval_tasks=0)),
+    "grpo, LoRA": (grpo, dict(lora_r=2, lora_dropout=0.2, kl_coef=0.1, max_steps=4, tasks_per_step=2, batch_size=4,
+                              eval_every=2, updates_per_step=2)),
+    "grpo, full": (grpo, dict(lora_r=0, kl_coef=0.1, max_steps=4, tasks_per_step=2, learning_rate=1e-4)),
+    "grpo, from an adapter": (grpo, dict(model_path="adapter", kl_coef=0.1, max_steps=4, tasks_per_step=2)),
+    "dpo, plays": (dpo, dict(lora_r=2, lora_dropout=0.2, num_tasks=6, max_steps=4, batch_size=4, eval_every=3)),
+    "dpo, full": (dpo, dict(lora_r=0, trajectories="episodes.jsonl", max_steps=4, batch_size=4, learning_rate=1e-4)),
+    "reward_weighted, LoRA": (reward_weighted, dict(
+        lora_r=2, lora_dropout=0.2, num_iterations=2, tasks_per_iteration=4, batch_size=4, num_epochs=1,
+        gradient_accumulation_steps=2, reward_bias=0.5, reward_scaling=3.0)),
+    "sft, AdamW on the host": (sft, dict(lora_r=2, lora_dropout=0.2, optim="adamw_cpu", gradient_checkpointing=True, max_steps=4,
+                                         max_samples=20, batch_size=4)),
+    "reward_weighted, full": (reward_weighted, dict(
+        lora_r=0, trajectories="episodes.jsonl", max_steps=4, batch_size=4, learning_rate=1e-4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_path, monkeypatch, name):
+    module, options = CASES[name]
+    if hasattr(module, "rollout"):
+        monkeypatch.setattr(module, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
+    options = {k: str(place / v) if v in ("adapter", "episodes.jsonl") else v for k, v in options.items()}
+    module.train(config(module, place, tmp_path / "whole", **options))
+    again = config(module, place, tmp_path / "killed", **options)
+    with pytest.raises(Killed):
+        train(module, again, monkeypatch, 1)
+    with pytest.raises(UserError, match=r"unfinished \(1 steps are saved\); --resume goes on with it"):
+        module.train(again)
+    again.resume = "newest"
+    for _ in range(2):
+        (tmp_path / "killed" / "checkpoints" / ".tmp-step_000009").mkdir()
+        with pytest.raises(Killed):
+            train(module, again, monkeypatch, 1)
+    module.train(again)
+    assert_equal(tmp_path / "whole", tmp_path / "killed")
+    assert not list((tmp_path / "killed").rglob(".tmp*"))
+    names = [path.name for path in run.checkpoints(tmp_path / "killed")]
+    assert names[-2:] == ["step_000003", "step_000004"] and len(names) <= 3
+
+
+def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(place, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(grpo, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
+    monkeypatch.setattr(grpo, "TINY_SFT", {**grpo.TINY_SFT, "max_samples": 16, "max_steps": 2})
+    options = dict(model_path="tiny", env="equations", lora_r=2, tasks_per_step=2, max_steps=2, compare_sft=False)
+    grpo.train(config(grpo, place, tmp_path / "whole", **options))
+    again = config(grpo, place, tmp_path / "killed", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "merge", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            grpo.train(again)  # in the midst of making the base
+    again.resume = "newest"
+    with pytest.raises(Killed):
+        train(grpo, again, monkeypatch, 0)
+    before = (tmp_path / "killed" / "base" / "model.safetensors").stat().st_mtime_ns
+    result = grpo.train(again)
+    assert (tmp_path / "killed" / "base" / "model.safetensors").stat().st_mtime_ns == before  # not made again
+    assert_equal(tmp_path / "whole", tmp_path / "killed")
+    out = capfd.readouterr().out
+    assert out.count("no step is saved, begins again") == 2 and re.search(r"before \(SFT, \d+ s\)", out)
+    assert grpo.train(again) == result and "finished after 2 steps" in capfd.readouterr().out
+
+
+def test_every_checkpoint_of_a_model_made_here_carries_its_base(place, tmp_path):
+    """Random weights that nobody else has: whichever checkpoint is kept, or copied elsewhere, can be loaded."""
+    sft.train(config(sft, place, tmp_path / "run", model_path="tiny", lora_r=2, max_steps=3, max_samples=8, batch_size=4))
+    for path in run.checkpoints(tmp_path / "run"):
+        path.rename(tmp_path / path.name)
+        assert (tmp_path / path.name / "base" / "model.safetensors").exists()
+        load_model(str(tmp_path / path.name), train=False)
+
+
+@pytest.mark.parametrize("odd", ["umask 077", "ulimit -n 64", "export TMPDIR=/nowhere", "export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii"])
+def test_odd_surroundings(place, tmp_path, odd):
+    words = f"--model_path {place}/base --env equations --max_samples 8 --max_steps 1 --eval_tasks 2 --output_dir {tmp_path}/r"
+    done = subprocess.run(["sh", "-c", f"{odd}; {sys.executable} {ROOT}/sft.py {words}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and run.read_state(run.newest_checkpoint(tmp_path / "r"))["step"] == 1, done.stderr[-2000:]
+
+
+# ------------------------------------------------------------------------------------------------------- the notebook
+def toy(place, out, **options):
+    return config(sft, place, out, max_samples=8, max_steps=3, batch_size=4, eval_tasks=0, **options)
+
+
+@pytest.fixture(scope="module")
+def stopped(place, tmp_path_factory):
+    """-> a fresh copy of a run of 3 steps, killed in its third."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        train(sft, toy(place, folder), patch, 2)
+    def copy(target):
+        import shutil
+        shutil.copytree(folder, target)
+        return toy(place, target, resume="newest")
+    return copy
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"learning_rate": 0.5}, "but --learning_rate is 0.5 and was 0.001; the same command: python"),
+    ({"max_steps": 2}, "--max_steps is 2 and was 3"), ({"max_steps": None}, "--max_steps is None and was 3"),
+    ({"seed": 1, "batch_size": 2}, "--batch_size is 2 and was 4, --seed is 1 and was 0")])
+def test_another_config_is_refused_by_name_and_changes_nothing(stopped, tmp_path, change, words):
+    again = stopped(tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".lock"}
+    for name, value in change.items():
+        setattr(again, name, value)
+    with pytest.raises(UserError, match=re.escape(words)):
+        sft.train(again)
+    assert all(path.read_bytes() == data for path, data in before.items())
+
+
+def test_max_steps_may_grow_also_after_the_end(stopped, tmp_path):
+    again = stopped(tmp_path / "run")
+    again.save_every = 2
+    sft.train(again)
+    again.max_steps = 5
+    assert sft.train(again)["steps"] == 5
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(5)) and "max_steps: 5" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_another_algorithms_run_is_refused(place, stopped, tmp_path):
+    stopped(tmp_path / "run")
+    with pytest.raises(UserError, match="holds a sft run, not one of grpo"):
+        grpo.train(config(grpo, place, tmp_path / "run", resume="newest"))
+
+
+def test_changed_data_are_refused(place, tmp_path, monkeypatch):
+    data = tmp_path / "t.jsonl"
+    data.write_bytes((place / "episodes.jsonl").read_bytes())
+    again = toy(place, tmp_path / "run", trajectories=str(data))
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    data.write_bytes(data.read_bytes()[:-1])
+    again.resume = "newest"
+    with pytest.raises(UserError, match=r"t\.jsonl: is not the file this run began with \(then \d+ bytes\)"):
+        sft.train(again)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_goes_on(place, stopped, tmp_path):
+    sft.train(toy(place, tmp_path / "whole"))
+    again = stopped(tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step_000002" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    words = r"step_000002/optimizer.safetensors: damaged \(sha256 differs from state.json\); --resume previous goes on from step_000001"
+    with pytest.raises(UserError, match=words):
+        sft.train(again)
+    again.resume = "previous"
+    sft.train(again)
+    assert_equal(tmp_path / "whole", tmp_path / "run")
+    path.write_bytes(data[:-1])
+    assert run.convert("previous", run.options(sft.Config)["resume"], "") and run.parse(sft.Config, ["--resume"]).resume == "newest"
+    assert run.parse(sft.Config, ["--resume", "previous", "--seed", "1"]).resume == "previous"
+    with pytest.raises(UserError, match="step_000002/optimizer.safetensors: damaged .* bytes, state.json says"):
+        run.read_state(path.parent)
+
+
+def test_one_checkpoint_and_that_damaged(stopped, tmp_path):
+    again = stopped(tmp_path / "run")
+    for name in ("step_000001", "step_000002"):
+        folder = tmp_path / "run" / "checkpoints" / name
+        (folder / "state.json").write_text("{")
+        with pytest.raises(UserError, match="not a whole checkpoint"):
+            run.read_state(folder)
+    (folder.parent / "step_000001").rename(tmp_path / "gone")
+    with pytest.raises(UserError, match="not a whole checkpoint .* there is no other one to go on from: --overwrite starts anew"):
+        sft.train(again)
+    again.resume = "previous"
+    with pytest.raises(UserError, match="no previous checkpoint"):
+        sft.train(again)
+
+
+def test_a_kill_between_the_two_renames_of_a_replaced_checkpoint_loses_nothing(stopped, tmp_path):
+    again = stopped(tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step_000002").rename(folder / ".was-step_000002")
+    assert sft.train(again)["steps"] == 3
+    assert [path.name for path in sorted(folder.iterdir())] == ["step_000002", "step_000003"]
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    def weights(folder):
+        (folder / "model.safetensors").write_bytes(b"x")
+    book = Run(sft.Config(output_dir=str(tmp_path), save_every=1), "sft")
+    book.begin(lambda step: book.save(step, weights))
+    for step, score in enumerate((0.1, 0.7, 0.3, 0.4, None, 0.7, 0.2), 1):
+        book.end(step, score)
+        names = [int(path.name[5:]) for path in run.checkpoints(tmp_path)]
+        assert names == sorted({1 if step == 1 else 2, step, max(step - 1, 1)}), step
+
+
+def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(place, stopped, tmp_path):
+    again = stopped(tmp_path / "run")
+    code = ("import sys, time; from run import Run, UserError; import sft\n"
+            f"config = sft.Config(**{dict(vars(again), resume='newest')!r})\n"
+            "try:\n    held = Run(config, 'sft'); print('held', flush=True); time.sleep(60)\n"
+            "except UserError as error:\n    print(error)")
+    first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        while "held" not in (line := first.stdout.readline()):
+            assert line, "the first process ended"
+        with pytest.raises(UserError, match=f"run: process {first.pid} is running there; stop it, or give another"):
+            sft.train(again)
+    finally:
+        first.kill()
+        first.wait()
+    assert (tmp_path / "run" / ".lock").read_text().strip() == str(first.pid)  # stale
+    assert sft.train(again)["steps"] == 3
+
+
+# --------------------------------------------------------------------------------------------------------- full disk
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_both_numbers(stopped, tmp_path):
+    again = stopped(tmp_path / "run")
+    code = ("import resource, signal, sys; import sft, run\n"
+            f"config = sft.Config(**{vars(again)!r})\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
+            "run.parse = lambda *_: config\n"
+            "run.main(sft.Config, sft.train, '')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert re.search(r"step_000003: cannot be written, it needs \d{7,} bytes and \d+ are free .* make room, then: python", done.stderr)
+    assert "Traceback" not in done.stderr
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(os.listdir(folder)) == ["step_000001", "step_000002"] and run.read_state(folder / "step_000002")["step"] == 2
+    assert sft.train(again)["steps"] == 3
+
+
+def test_too_little_room_is_said_before_the_first_step(place, tmp_path, monkeypatch):
+    import shutil
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
+    with pytest.raises(run.Stop, match=r"checkpoints need \d+ bytes and 1000 are free; make room") as caught:
+        sft.train(toy(place, tmp_path / "run"))
+    assert caught.value.code == 4 and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_episodes_survive_the_file(place, tmp_path):
+    """What reward_weighted and dpo read back is what was played, to the last bit."""
+    episodes = read_trajectories(str(place / "episodes.jsonl"))
+    path = tmp_path / "e.jsonl"
+    path.write_text("".join(run.to_json(t.to_json()) for t in episodes))
+    assert [t.to_json() for t in read_trajectories(str(path))] == [t.to_json() for t in episodes]

@@ -1,0 +1,297 @@
+"""Signals leave where nothing is lost; numbers that are not finite never reach the weights."""
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import CASES, assert_equal, config, place, rewarded  # noqa: F401  (place is a fixture)
+
+import dpo
+import generate
+import grpo
+import reward_weighted
+import run
+import sft
+from agent import rollout
+from run import Run, Signals, Stop
+
+ROOT = Path(run.__file__).parent
+
+
+def options_of(name, place):  # noqa: F811
+    module, options = CASES[name]
+    return module, {k: str(place / v) if v in ("adapter", "episodes.jsonl") else v for k, v in options.items()} | {
+        "eval_tasks": 0, "max_steps": 3}
+
+
+def paid(monkeypatch, module):
+    if hasattr(module, "rollout"):
+        monkeypatch.setattr(module, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def at(monkeypatch, place, name, when, signum):  # noqa: F811
+    """Before the call of `name` for which when(number of the call) is true, the signal comes."""
+    calls, whole = [0], getattr(place, name)
+
+    def called(*args, **kwargs):
+        calls[0] += 1
+        if when(calls[0]):
+            os.kill(os.getpid(), signum)
+        return whole(*args, **kwargs)
+    monkeypatch.setattr(place, name, called)
+    return calls
+
+
+@pytest.mark.parametrize("name, target, call, signum, done", [
+    ("sft, full", (sft, "token_logprobs"), 3, signal.SIGTERM, 1),                  # first micro-batch of step 1
+    ("sft, full", (sft, "token_logprobs"), 4, signal.SIGTERM, 1),                  # its second one
+    ("grpo, LoRA", (generate.Engine, "step"), 2, signal.SIGINT, 0),                # a decode step of step 0's rollout
+    ("grpo, LoRA", (grpo, "summarise"), 2, signal.SIGINT, 1),                      # after step 1's episodes were written
+    ("grpo, LoRA", (torch.nn.utils, "clip_grad_norm_"), 4, signal.SIGTERM, 2),     # step 1's second update
+    ("grpo, LoRA", (grpo, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
+    ("dpo, full", (dpo, "pair_loss"), 3, signal.SIGTERM, None),
+    ("reward_weighted, LoRA", (generate.Engine, "step"), 3, signal.SIGTERM, 0),
+    ("reward_weighted, LoRA", (generate.Engine, "step"), 9, signal.SIGTERM, None),         # in the second iteration's
+    ("reward_weighted, LoRA", (reward_weighted, "reward_weighted_loss"), 3, signal.SIGINT, 1),
+], ids=str)
+def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_after(
+        place, tmp_path, monkeypatch, name, target, call, signum, done):  # noqa: F811
+    module, options = options_of(name, place)
+    paid(monkeypatch, module)
+    module.train(config(module, place, tmp_path / "whole", **options))
+    again = config(module, place, tmp_path / "stopped", **options, save_every=int(target[1] == "optimizer_tensors"))
+    with monkeypatch.context() as patch:
+        calls = at(patch, *target, lambda number: number == call, signum)
+        with Signals(), pytest.raises(Stop) as caught:
+            module.train(again)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert caught.value.code == 128 + signum and f"stopped by {signum.name} after step" in str(caught.value)
+    assert f"{module.__name__}.py --config {tmp_path}/stopped/config.yaml --resume" in str(caught.value)
+    steps = [int(path.name[5:]) for path in run.checkpoints(tmp_path / "stopped")]
+    assert done is None or steps[-1] == done, steps
+    assert target[1] != "step" or calls[0] == call, "decoding went on after the signal"
+    again.resume, again.save_every = "newest", 1
+    module.train(again)
+    a, b = tmp_path / "whole", tmp_path / "stopped"
+    assert run.newest_checkpoint(a).name == run.newest_checkpoint(b).name
+    for folder in (a, b):
+        for path in run.checkpoints(folder)[:-1]:
+            run.remove(path)  # at which steps was saved may differ
+    assert_equal(a, b)
+
+
+def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(place, tmp_path, monkeypatch):  # noqa: F811
+    at(monkeypatch, sft, "token_logprobs", lambda number: number == 2, signal.SIGTERM)
+    monkeypatch.setattr(grpo, "TINY_SFT", {**grpo.TINY_SFT, "max_samples": 8, "max_steps": 3, "batch_size": 4})
+    with Signals(), pytest.raises(Stop, match="grpo.py --config .* --resume") as caught:
+        grpo.train(config(grpo, place, tmp_path, model_path="tiny", max_steps=1))
+    assert caught.value.code == 143
+
+
+def test_a_second_signal_leaves_at_once():
+    code = ("import os, signal, run\nwith run.Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
+            "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "one\n") and "a second signal stops at once" in done.stderr
+
+
+def test_in_another_thread_signals_stay_as_they_are():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with Signals():
+            seen.append(signal.getsignal(signal.SIGINT))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_the_printed_command_goes_on(place, tmp_path):  # noqa: F811
+    words = f"--model_path {place}/base --max_samples 20 --batch_size 4 --max_steps 4000 --eval_tasks 0 --lora_r 2"
+    program = [sys.executable, str(ROOT / "sft.py")]
+    first = subprocess.Popen([*program, *words.split(), "--output_dir", "r"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "r" / "metrics.jsonl").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    _, errors = first.communicate()
+    assert first.returncode == 143 and "Traceback" not in errors
+    command = re.search(r"stopped by SIGTERM after step (\d+); go on with: (python .*)", errors)
+    assert run.newest_checkpoint(tmp_path / "r").name == f"step_{int(command[1]):06d}"
+    config_file = tmp_path / "r" / "config.yaml"
+    last = int(command[1]) + 2
+    config_file.write_text(config_file.read_text().replace("max_steps: 4000", f"max_steps: {last}"))
+    done = subprocess.run([sys.executable, *shlex.split(command[2])[1:]], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and steps_of(tmp_path / "r") == list(range(last)), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+NAMES = ["sft, full", "grpo, LoRA", "dpo, full", "reward_weighted, LoRA"]
+
+
+def spoil(monkeypatch, module, steps):
+    """In these updates (counted from 0) the gradient is NaN."""
+    calls, clip = [-1], torch.nn.utils.clip_grad_norm_
+
+    def spoilt(weights, limit):
+        calls[0] += 1
+        if calls[0] in steps:
+            weights[0].grad[0] = torch.nan
+        return clip(weights, limit)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoilt)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_that_is_not_finite_is_skipped_and_its_episodes_are_kept(place, tmp_path, monkeypatch, capfd, name):  # noqa: F811
+    module, options = options_of(name, place)
+    paid(monkeypatch, module)
+    updates = options.get("updates_per_step", 1)
+    spoil(monkeypatch, module, range(updates, 2 * updates))
+    module.train(config(module, place, tmp_path, **options))
+    # step 1 changed nothing: save_every is 1, and the last two checkpoints are after steps 1 and 2
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] is None for line in lines] == [False, True, False]
+    assert "step 1: loss" in capfd.readouterr().out
+    bad = json.loads((tmp_path / "bad_step_1.json").read_text())
+    assert bad["step"] == 1 and "gradient norm nan" in bad["why"] and float(bad["episodes"][0]["reward"]) is not None
+    assert all(len(t["token_ids"]) == t["tokens"] > 8 for t in bad["episodes"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_optimizer_are_unchanged_and_the_third_in_a_row_stops(place, tmp_path, monkeypatch, name):  # noqa: F811
+    module, options = options_of(name, place)
+    paid(monkeypatch, module)
+    updates = options.get("updates_per_step", 1)
+    spoil(monkeypatch, module, range(updates, 99))
+    with pytest.raises(Stop, match="gradient norm nan: the third update in a row .*--model_path") as caught:
+        module.train(config(module, place, tmp_path, **{**options, "max_steps": 5, "num_epochs": 3}))
+    assert caught.value.code == 3
+    first, second = run.checkpoints(tmp_path)[:2]
+    for file in first.glob("*.safetensors"):
+        a, b = load_file(file), load_file(second / file.name)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and torch.isfinite(a[k]).all() for k in a), file
+    assert any(v.any() for k, v in load_file(first / "optimizer.safetensors").items() if k.endswith("exp_avg"))
+
+
+def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
+    book = Run(sft.Config(output_dir=str(tmp_path)), "sft")
+    assert book.may_update(0, [], 1.0, 2.0) and book.updated
+    assert not book.may_update(1, [], float("nan"), 0.0) and not book.may_update(2, [], 1.0, float("inf"))
+    assert book.may_update(3, [], 1.0, 2.0) and book.bad == 0  # three in a row, not three in all
+    assert sorted(path.name for path in tmp_path.glob("bad*")) == ["bad_step_1.json", "bad_step_2.json"]
+    Run(sft.Config(output_dir=str(tmp_path), overwrite=True), "sft")
+    assert not list(tmp_path.glob("bad*"))
+
+
+WORLD = '''
+class W:
+    """Pays as its task says."""
+    def reset(self, pay=1.0, **_):
+        self.pay = pay
+        return "x"
+    def look(self) -> str:
+        """Look."""
+        return "y"
+    def get_reward(self):
+        W.n = getattr(W, "n", 0) + 1
+        return float(self.pay) * (W.n % 3)
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{"pay": ["PAY", 1.0][i % 2]} for i in range(n)]
+'''
+
+
+@pytest.mark.parametrize("pay", ["nan", "inf"])
+@pytest.mark.parametrize("module", [grpo, reward_weighted])
+def test_rewards_that_are_not_finite_skip_their_step_and_the_third_in_a_row_stops(place, tmp_path, module, pay):  # noqa: F811
+    (tmp_path / "w.py").write_text(WORLD.replace("PAY", pay).replace("i % 2", "0"))
+    steps = dict(max_steps=5, tasks_per_step=2) if module is grpo else dict(num_iterations=5, tasks_per_iteration=2)
+    with pytest.raises(Stop, match=r"get_reward\(\) .*is (nan|inf).*not finite: the third update in a row") as caught:
+        module.train(config(module, place, tmp_path / "o", env=f"{tmp_path}/w.py:W", lora_r=2, **{**steps, "eval_tasks": 0}))
+    assert caught.value.code == 3
+    bad = [json.loads(path.read_text()) for path in sorted((tmp_path / "o").glob("bad_step_*.json"))]
+    assert len(bad) == (3 if module is grpo else 1) and all("nan" in [t["reward"] for t in step["episodes"]] for step in bad)
+    for path in run.checkpoints(tmp_path / "o"):
+        tensors = load_file(path / "adapter_model.safetensors")
+        assert not any(v.any() for k, v in tensors.items() if "lora_B" in k) and all(v.isfinite().all() for v in tensors.values())
+    assert not (tmp_path / "o" / "trajectories.jsonl").exists()  # no trainer may read them
+
+
+def test_dpo_leaves_out_episodes_whose_reward_is_not_finite(place, tmp_path, capfd):  # noqa: F811
+    (tmp_path / "w.py").write_text(WORLD.replace("PAY", "nan"))
+    options = dict(env=f"{tmp_path}/w.py:W", lora_r=2, num_tasks=4, max_steps=1, eval_tasks=0)
+    dpo.train(config(dpo, place, tmp_path / "o", **options))
+    assert "not finite: skipped; its episodes are in" in capfd.readouterr().out and (tmp_path / "o" / "bad_step_0.json").exists()
+    assert len(json.loads((tmp_path / "o" / "preference_pairs.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("name", ["grpo, LoRA", "reward_weighted, LoRA"])
+def test_logits_that_are_not_finite_skip_the_step(place, tmp_path, monkeypatch, capfd, name):  # noqa: F811
+    """The head gives a NaN throughout the second rollout: the first and the third step are learnt from."""
+    module, options = options_of(name, place)
+    played, count = rollout, [0]
+
+    def spoilt(model, *args, **how):
+        count[0] += 1
+        if count[0] != 2:
+            return rewarded(played(model, *args, **how))
+        head = model.get_output_embeddings().weight
+        before = head.data.clone()
+        head.data[5] = torch.nan
+        try:
+            return played(model, *args, **how)
+        finally:
+            head.data.copy_(before)
+    monkeypatch.setattr(module, "rollout", spoilt)
+    module.train(config(module, place, tmp_path, **{**options, "num_iterations": 3, "max_steps": None if module is reward_weighted else 3}
+                        if module is reward_weighted else options))
+    assert "the model's logits are not finite while decoding" in capfd.readouterr().out
+    bad, = tmp_path.glob("bad_step_*.json")
+    assert json.loads(bad.read_text())["episodes"][0]["reward"] == "nan"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows}) and sum("loss" in row for row in rows) >= 2
+
+
+# ------------------------------------------------------------------------------------------------------------- alarms
+HEALTHY = {"success": 0.5, "entropy": 0.07, "approx_kl": 0.0, "kl": 0.01, "sampled_tokens": 36.0, "actions": 3.6, "groups_one_reward": 0.1}
+
+
+@pytest.mark.parametrize("late, kinds", [
+    ({}, []), ({"entropy": 0.017, "success": 0.98, "groups_one_reward": 0.85, "actions": 2.8, "sampled_tokens": 29.0}, []),  # a run that learnt
+    ({"entropy": 0.01}, ["entropy"]), ({"entropy": 3.0}, ["noise"]), ({"approx_kl": 0.3}, ["approx_kl"]), ({"kl": 2.0}, ["kl"]),
+    ({"sampled_tokens": 80.0}, ["length"]), ({"sampled_tokens": 9.0}, ["length"]), ({"sampled_tokens": 80.0, "success": 0.9}, []),
+    ({"actions": 0.2}, ["tools"]), ({"groups_one_reward": 0.95}, ["dead"]), ({"groups_one_reward": 1.0, "success": 0.0}, ["dead"]),
+    ({"entropy": None, "kl": float("nan"), "actions": None}, [])], ids=str)
+def test_alarms(late, kinds):
+    found = run.alarms([HEALTHY] * 5, [{**HEALTHY, **late}] * 5)
+    assert list(found) == kinds
+    for line in found.values():
+        assert "\n" not in line and "people " in line and len(line) < 250
+        flags = set(re.findall(r"--(\w+)", line))
+        assert flags <= set(run.options(grpo.Config)), flags
+
+
+def test_alarms_need_no_name_of_a_metric():
+    assert run.alarms([{}] * 5, [{}] * 5) == run.alarms([{"loss": 1.0}] * 5, [{"loss": 1.0}] * 5) == {}
+
+
+def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):
+    book = Run(grpo.Config(output_dir=str(tmp_path)), "grpo")
+    for step in range(20):
+        book.log(step, {**HEALTHY, "entropy": 0.07 if step < 6 else 0.001, "actions": 3.0 if step < 10 else 0.0}, {})
+    alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
+    assert [re.sub(" fell.*", "", line) for line in alarms] == ["ALARM, step 9: entropy", "ALARM, step 13: tool calls an episode"]
