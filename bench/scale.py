@@ -129,7 +129,7 @@ def picture(curves, path):
         for row, (measure_name, label) in enumerate(MEASURES.items()):
             axis, values = axes[row][column], [p[measure_name] for p in curve["points"]]
             axis.plot(curve["sizes"], values, "o-")
-            axis.plot([0, curve["sizes"][-1]], [0, values[-1]], ":", color="gray")  # below it: better than linear
+            axis.plot([0, curve["sizes"][-1]], [0, values[-1]], ":", color="gray")  # above it: sublinear
             axis.set_ylim(0), axis.set_xlim(0), axis.grid(alpha=0.3)
             axis.set_title(f"exponent {curve['exponents'][measure_name]:.2f}", fontsize=9)
             axis.set_xlabel(name.replace("_", " ")), axis.set_ylabel(label if column == 0 else "")
