@@ -325,7 +325,7 @@ class Config:
     gradient_accumulation_steps: int | None = flag(
         None, "x batch_size = tasks_per_step x group_size; default: what fits", group="training", low=1)
     num_epochs: int = flag(1, "passes over the tasks", group="training", low=1, aliases=("total_epochs",))
-    max_steps: int | None = flag(60, "steps; beats num_epochs", group="training", low=0)
+    max_steps: int | None = flag(50, "steps; beats num_epochs", group="training", low=0)
 
     output_dir: str = flag("runs/grpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
