@@ -687,7 +687,7 @@ def load_weights(model, folder: str):
     """What trains in `model`, as `save_model` wrote it from a model of the same making, bit for bit."""
     from safetensors.torch import load_file
     if not model.lora_config:
-        saved = dict(_read_model(str(folder), torch.float32)[0].named_parameters())
+        saved = dict(_read_model(str(folder), torch.float32, torch.device("cpu"), None)[0].named_parameters())
         for name, p in model.named_parameters():
             p.data.copy_(saved[name])
         return
