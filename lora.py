@@ -640,8 +640,8 @@ def save_model(model, folder: str):
     os.makedirs(folder, exist_ok=True)
     tensors = {f"base_model.model.{name}.{part}.weight": getattr(linear, part).weight.detach().cpu().contiguous()
                for name, linear in lora_linears(model).items() for part in ("lora_A", "lora_B")}
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),
-              metadata={"format": "pt", "base": model.made_with})
+    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),  # one entry: of two the order is random
+              metadata={"base": model.made_with} if model.made_with else {"format": "pt"})
     base = model.base_path
     if base == "tiny":  # random weights that nobody else has: they go along with every adapter
         base = os.path.join(folder, "base")

@@ -122,10 +122,8 @@ def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_ten_thousand_hostile_calls(monkeypatch):
-    monkeypatch.setitem(envs.ENVS, "hostile", f"{__name__}:Hostile")
-    monkeypatch.setattr(agent, "Engine", Engine)
+def ten_thousand_calls():
+    envs.ENVS["hostile"], agent.Engine = f"{__name__}:Hostile", Engine
     limits, threads, sizes = Limits(99, 10**6, 10**7, 10**6, 10**7), threads_alive(), []
     COUNT.clear()
     for part in range(12):  # the first two warm up
@@ -143,5 +141,18 @@ def test_ten_thousand_hostile_calls(monkeypatch):
         assert threads_alive() <= threads
         sizes.append(resident_mb())
     assert sum(COUNT.values()) >= 10_000 and min(COUNT.values()) > 400, COUNT
-    assert sizes[-1] - sizes[1] < 10, sizes
+    # What is kept shows in the least of each half; a single reading has a thread's 10 MB in it that is about to go.
+    assert min(sizes[7:]) - min(sizes[2:7]) < 10, sizes
     assert not children()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_ten_thousand_hostile_calls():
+    """In a process of its own: 10 MB cannot be told apart in one that holds gigabytes of other tests."""
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, __file__], cwd=root, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    ten_thousand_calls()

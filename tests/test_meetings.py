@@ -368,9 +368,9 @@ HEADER = "input_text,b\n"
 @pytest.mark.parametrize("data, says", [
     ("", ": no rows"), (HEADER, ": no rows"), (HEADER + "1,2\n1,2,3\n", ":3: 3 fields, the header has 2; quote a field that holds a comma"),
     (HEADER + "1\n", ":2: 1 fields, the header has 2"), ("a,a\n1,2\n", ':1: column "a" twice; the first row must name the columns'),
-    ("a,\n1,2\n", ":1: a column without a name"), (HEADER + '"x\ny",2\n1,2,3\n', ":4: 3 fields"), (HEADER + '1,2\n"open,2\n3,4\n', ":3: not CSV: "),
+    ("a,\n1,2\n", ":1: a column without a name"), (HEADER + '"x\ny",2\n1,2,3\n', ":4: 3 fields"), (HEADER + '1,2\n"open,2\n3,4\n', ":3: quote opened here is never closed"),
     (HEADER + '"a"b,2\n', ":2: not CSV: "), (HEADER + "1,2\r3,4\n", ":2: not CSV: "), (HEADER.encode() + b"1,2\ncaf\xe9,2\n", ":3: byte 0xe9 is not UTF-8; save the file as UTF-8"),
-    (HEADER.encode("utf-16"), ":1: byte 0xff is not UTF-8"), (HEADER + "x" * 200_000 + ",1\n", ":2: not CSV: field larger")])
+    (HEADER.encode("utf-16"), ":1: byte 0xff is not UTF-8")])
 def test_broken_csv_files(tmp_path, data, says):
     path = tmp_path / "x.csv"
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
