@@ -141,16 +141,16 @@ def ten_thousand_calls():
         assert threads_alive() <= threads
         sizes.append(resident_mb())
     assert sum(COUNT.values()) >= 10_000 and min(COUNT.values()) > 400, COUNT
-    # What is kept shows in the least of each half; a single reading has a thread's 10 MB in it that is about to go.
-    assert min(sizes[7:]) - min(sizes[2:7]) < 10, sizes
+    assert sizes[-1] - sizes[1] < 10, sizes
     assert not children()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_ten_thousand_hostile_calls():
-    """In a process of its own: 10 MB cannot be told apart in one that holds gigabytes of other tests."""
+    """In a process of its own, where other tests' gigabytes do not hide 10 MB, and with one heap: glibc gives each thread
+    its own and keeps what was freed there, 40 MB to and fro."""
     root = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, __file__], cwd=root, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, __file__], cwd=root, env={**os.environ, "PYTHONPATH": root, "MALLOC_ARENA_MAX": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
