@@ -281,9 +281,7 @@ def update(args, folder: str) -> dict:
         for rows in (4, 1):
             name = f"{'checkpointing' if checkpointing else 'plain'}_{rows}_rows"
             try:
-                model, _ = load_model(folder, lora_r=16, dtype="bfloat16")
-                if checkpointing:
-                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                model, _ = load_model(folder, lora_r=16, dtype="bfloat16", gradient_checkpointing=checkpointing)
                 ids = torch.randint(300, model.config.vocab_size, (rows, args.length), device=model.device)
                 mask = (torch.arange(args.length, device=model.device) >= args.prompt).long().expand(rows, -1)
                 model.train()

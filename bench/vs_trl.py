@@ -117,9 +117,8 @@ def ours(args) -> dict:
     from lora import fast_float32, load_model, lora_linears, save_model
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,
+                                  gradient_checkpointing=args.gradient_checkpointing,
                                   dtype="float32" if args.gradients_to else args.dtype)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     prompts = [list(tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"])
                for c in conversations(args.prompts)]
     if args.gradients_to:
