@@ -18,6 +18,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -82,7 +83,7 @@ class ToolPool:
     def __init__(self, threads: int, timeout: float, max_abandoned: int = 8):
         self.timeout, self.max_abandoned, self.abandoned = timeout, max_abandoned, 0
         self.jobs, self.threads, self.loop = queue.SimpleQueue(), 0, None
-        self.target = threads
+        self.target, self.calls, self.faults = threads, 0, []  # faults: of the tools' own, as `envs.call` names them
 
     def submit(self, env, calls) -> dict:
         if self.threads < self.target:
@@ -92,6 +93,7 @@ class ToolPool:
             threading.Thread(target=self.loop.run_forever, daemon=True).start()
         job = {"env": env, "calls": calls, "results": [], "began": None, "done": threading.Event(), "abandoned": False}
         self.jobs.put(job)
+        self.calls += len(calls)
         return job
 
     def wait(self, job) -> list[tuple[str, bool, float]]:
@@ -125,7 +127,7 @@ class ToolPool:
         for call in job["calls"]:
             job["began"] = time.monotonic()
             try:
-                text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop)
+                text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop, self.faults)
             except BaseException as fault:  # KeyboardInterrupt raised by the tool: signals come to the main thread
                 text, error = f"error: {type(fault).__name__}", True
             if job["abandoned"]:
@@ -133,6 +135,13 @@ class ToolPool:
             job["results"].append((text, error, _paid(job["env"])))
         job["done"].set()
         return True
+
+    def check(self):
+        """RuntimeError if a fifth of the calls, of 20 at least, met one and the same fault of the tools' own."""
+        fault, times = Counter(self.faults).most_common(1)[0] if self.faults else ("", 0)
+        if times > 0.2 * max(self.calls, 20):
+            raise RuntimeError(f"{fault} in {times} of {self.calls} calls: it is broken, and the model cannot help it; "
+                               "what is the model's fault a tool returns as text, or raises as ValueError")
 
     def close(self):
         for _ in range(self.threads):
@@ -310,7 +319,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     waits there if it must: so who shares a batch depends on token counts, never on the clock. run (a `Run`): its
     check() is called before every decode step; each of its ranks plays its share of the tasks and gets all episodes.
     A non-finite reward or logit gives the episode the reward NaN, and info["not_finite"] says why.
-    RuntimeError: a reward function that raises, too many hanging tools.
+    RuntimeError: a reward function that raises, too many hanging or broken tools.
     """
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
     own = run.ranks.share(len(tasks)) if run else range(len(tasks))
@@ -365,6 +374,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     finally:
         pool.close()
         bar.close()
+    pool.check()
     played = [episode.trajectory for episode in episodes.values()]
     return [t for part in run.ranks.gather(played) for t in part] if run else played
 

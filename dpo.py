@@ -254,6 +254,7 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
                               group="run", choices=("newest", "previous"), bare="newest")
+    resume_anyway: bool = flag(False, "resume with other --batch_size or memory flags; rounding differs", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played before, after and every eval_every steps", group="run", low=0)

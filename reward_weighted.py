@@ -222,6 +222,7 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
                               group="run", choices=("newest", "previous"), bare="newest")
+    resume_anyway: bool = flag(False, "resume with other --batch_size or memory flags; rounding differs", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "updates between checkpoints; 0: at the end", group="run", low=0)
     save_trajectories: int = flag(16, "episodes of each iteration kept in trajectories.jsonl", group="run", low=0)

@@ -37,8 +37,10 @@ from ranks import join
 
 LINES = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")             # one object with a "step" per line
 OWNED = ("config.yaml", *LINES, "result.json", "report.html", "checkpoints", "base")      # what --overwrite removes
-ONCE = ("overwrite", "resume")          # permissions for one call, not part of the experiment: not in config.yaml
+ONCE = ("overwrite", "resume", "resume_anyway")     # permissions for one call, so not in config.yaml
 FREE = (*ONCE, "output_dir", "save_every")                                  # may differ when a run is resumed
+HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "offload_activations", "mlp_tokens",
+            "stream_layers", "memory_mb", "slots", "tool_timeout", "save_trajectories", "eval_every")  # with permission
 DATA = ("dataset", "eval_dataset", "trajectories")                          # files that may not
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WINDOW = 5                                                                  # lines of the log that `alarms` compares
@@ -165,6 +167,8 @@ class Run:
     def _open(self, values):
         """On rank 0: take the folder -> finished, checkpoint, its state."""
         import yaml  # arrives with transformers
+        if values.get("resume_anyway"):
+            values["resume"] = values["resume"] or "newest"
         self._enter(values)
         files = [path.strip() for name in DATA if values.get(name) for path in values[name].split(",")]
         self.data = {path: fingerprint(path) for path in files if os.path.isfile(path)}
@@ -246,10 +250,15 @@ class Run:
         other = {name: old for name, old in began.items() if old != values[name]}
         if grown := None not in (more := (other.get("max_steps"), values.get("max_steps"))) and more[1] > more[0]:
             del other["max_steps"]
-        if other:
-            told = ", ".join(f"--{name} is {values[name]} and was {old}" for name, old in other.items())
+        told = ", ".join(f"--{name} is {values[name]} and was {old}" for name, old in other.items())
+        sizes = [at["batch_size"] * at["gradient_accumulation_steps"] if at.get("gradient_accumulation_steps") else 0
+                 for at in ({**values, **began}, values)]                   # of a step, where these two decide it
+        harmless = other.keys() <= {*HARMLESS} and sizes[0] == sizes[1]
+        if other and harmless and values.get("resume_anyway"):
+            print(f"note: {told}: from here on this run differs, at least by rounding, from one that was never stopped")
+        elif other:
             raise UserError(f"{self.folder}: --resume goes on with the run as it began (max_steps may grow), but {told}"
-                            f"; the same command: {self.command}")
+                            f"; the same command: {self.command}{'; or --resume_anyway' if harmless else ''}")
         result = self.folder / "result.json"
         if result.exists() and not grown:
             finished = json.loads(result.read_text(encoding="utf-8"))

@@ -116,12 +116,16 @@ def _fit(value, hint):
     raise TypeError
 
 
-def call(env, name: str, arguments: dict, loop=None):
+BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError  # what a tool raises over what it was given
+
+
+def call(env, name: str, arguments: dict, loop=None, faults: list | None = None):
     """Run one tool call the model asked for -> (text for the model, error: bool). Never raises.
 
     An async tool is awaited in the event loop `loop`, which runs in another thread, or in one of its own.
 
     Unknown tools, arguments that do not fit the signature and exceptions inside the tool are answers to the model.
+    Exceptions that its arguments do not explain (no network, a typo in the tool) are appended to `faults` too.
     """
     method = tools(env).get(name)
     if method is None:
@@ -149,6 +153,8 @@ def call(env, name: str, arguments: dict, loop=None):
             result = asyncio.run_coroutine_threadsafe(waiting, loop).result() if loop else asyncio.run(waiting)
         return _whole(str(result)), False
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the tool's fault is an observation too
+        if faults is not None and not isinstance(error, BY_ARGUMENTS):
+            faults.append(f"{name} raised {type(error).__name__}")
         try:
             return _whole(f"error: {type(error).__name__}: {error}"[:300]), True
         except Exception:

@@ -569,6 +569,16 @@ def test_too_many_hanging_tools_stop_the_run(monkeypatch):
         rollout(MODEL, TOKENIZER, "box", [{}], 12, limits=LONG, tool_timeout=0.2)
 
 
+def test_a_broken_tool_stops_the_run_and_a_strict_one_does_not(monkeypatch):
+    """The same fault of the tool's own in more than a fifth of 20 calls or more; ValueError is said to the model."""
+    with monkeypatch.context() as patch:
+        Script(patch, [[[call("give", what="raising")] * 5, "fine"], [[call("say", word="a")] * 5, [call("say", word="b")] * 10, "fine"]])
+        with pytest.raises(RuntimeError, match="give raised RuntimeError in 5 of 20 calls: it is broken"):
+            rollout(MODEL, TOKENIZER, "box", [{}], 2, limits=LONG)
+    Script(monkeypatch, [[[call("give", what="raising")] * 4, "fine"], [[call("fail")] * 16, "fine"]])
+    assert [t.stop_reason for t in rollout(MODEL, TOKENIZER, "box", [{}], 2, limits=LONG)] == ["done"] * 2
+
+
 def test_the_process_exits_though_tools_hang(tmp_path):
     (tmp_path / "hang.py").write_text("import time\nclass Hang:\n    def reset(self, **_):\n        return 'go'\n    def sleep(self) -> str:\n        '''Sleep.'''\n"
                                       "        time.sleep(600)\n    def get_reward(self):\n        return 0.0\n")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,24 @@ def test_changed_data_are_refused(place, tmp_path, monkeypatch):
     again.resume = "newest"
     with pytest.raises(UserError, match=r"t\.jsonl: is not the file this run began with \(then \d+ bytes\)"):
         sft.train(again)
+
+
+def test_resume_anyway_takes_other_micro_batches_but_no_other_step(place, stopped, tmp_path, capsys):
+    was = stopped(tmp_path / "run")
+    for options, hint in (({"batch_size": was.batch_size // 2}, False), ({"learning_rate": 3e-3}, False), ({"gradient_checkpointing": True}, True),
+                          ({"batch_size": was.batch_size // 2, "gradient_accumulation_steps": 2}, True)):
+        again = replace(was, **options)
+        with pytest.raises(UserError, match="goes on with the run as it began") as told:
+            sft.train(again)
+        assert ("--resume_anyway" in str(told.value)) == hint
+        if not hint:
+            with pytest.raises(UserError, match="goes on with the run as it began"):
+                sft.train(replace(again, resume_anyway=True))
+    sft.train(replace(again, resume=None, resume_anyway=True))
+    assert f"--batch_size is {was.batch_size // 2} and was {was.batch_size}" in capsys.readouterr().out
+    sft.train(toy(place, tmp_path / "whole"))
+    mine, whole = ([json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "whole"))
+    assert len(mine) == len(whole) and mine == pytest.approx(whole, rel=1e-4)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_goes_on(place, stopped, tmp_path):
