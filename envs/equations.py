@@ -212,7 +212,7 @@ class Equations:
         n = 10_000 if n is None else n
         misses = 0
         while len(out) < n and misses < 10_000:
-            equation = cls._draw(int(rng.choice(cls.levels)), rng)
+            equation = cls._draw(cls.levels[rng.integers(len(cls.levels))], rng)
             if equation in seen or (zlib.crc32(equation.encode()) % 10 == 0) != (split == "test"):
                 misses += 1
                 continue
@@ -224,7 +224,7 @@ class Equations:
     @staticmethod
     def _draw(level: int, rng) -> str:
         def signed(high):
-            return int(rng.integers(1, high + 1) * rng.choice([-1, 1]))
+            return int(rng.integers(1, high + 1)) * (-1, 1)[rng.integers(2)]
         x, k, a, b = signed(9), signed(6), int(rng.integers(2, 7)), signed(40)
         if level == 1:
             a, b, x = [(Fraction(1), b, x), (Fraction(a), 0, x), (Fraction(1, a), 0, k * a)][rng.integers(3)]
