@@ -460,7 +460,7 @@ def reference(model, frozen: dict | None):
 
 
 # --------------------------------------------------------------------------------------------------- log-probabilities
-def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**22):
+def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**23):
     """log pi(token t | tokens before t) and the policy's entropy there, both in nats, float32, differentiable.
 
     token_ids, loss_mask: (B, T), right-padded. Returns logprobs (B, T), entropy (B, T), both 0.0 where the mask is 0.
@@ -532,7 +532,9 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, head, hidden, targets, temperature, chunk_elements, *weights):
-        rows = max(1, chunk_elements // head(hidden[:1]).shape[-1])
+        vocabulary = head(hidden[:1]).shape[-1]
+        rows = max(1, chunk_elements // vocabulary)
+        at_once = max(1, (2**19 if hidden.is_cpu else 2**21) // vocabulary)  # in float32; a CPU's stay in its cache
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
         slope = torch.empty_like(hidden) if ctx.needs_input_grad[1] and not weights else None  # (N, D)
         for i in range(0, len(hidden), rows):
@@ -540,13 +542,18 @@ class _HeadLogprobs(torch.autograd.Function):
             with torch.set_grad_enabled(slope is not None):
                 h = hidden[part].detach().requires_grad_(slope is not None)
                 logits = head(h)  # (n, V)
-            logp = F.log_softmax(_over(logits.detach().float(), temperature), dim=-1)  # (n, V)
-            p, target = logp.exp(), targets[part, None]
-            logprobs[part] = logp.gather(1, target)[:, 0]
-            entropy[part] = -logp.mul_(p).sum(-1)
+            grad = torch.empty_like(logits) if slope is not None else None  # (n, V), of the logits
+            for j in range(0, len(h), at_once):
+                few, of_all = slice(j, j + at_once), slice(i + j, i + min(j + at_once, rows))
+                logp = F.log_softmax(_over(logits.detach()[few].float(), temperature), dim=-1)  # (few, V)
+                p, target = logp.exp(), targets[of_all, None]
+                logprobs[of_all] = logp.gather(1, target)[:, 0]
+                entropy[of_all] = -logp.mul_(p).sum(-1)
+                if slope is not None:
+                    p = p.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=p.dtype))
+                    grad[few] = _over(p, temperature)
             if slope is not None:
-                grad = p.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=p.dtype))
-                slope[part], = torch.autograd.grad(logits, h, _over(grad, temperature).to(logits.dtype))
+                slope[part], = torch.autograd.grad(logits, h, grad)
         ctx.head, ctx.temperature, ctx.rows, ctx.weights = head, temperature, rows, weights
         ctx.save_for_backward(hidden, targets, entropy, slope)
         return logprobs, entropy
@@ -584,7 +591,7 @@ class _BlockLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, head, vocabulary, hidden, targets, temperature, chunk_elements):
-        ctx.blocks = memory.blocks(vocabulary, min(memory.BLOCK, max(128, chunk_elements // max(1, len(hidden)))))
+        ctx.blocks = memory.blocks(vocabulary, min(memory.BLOCK, max(128, chunk_elements // 2 // max(1, len(hidden)))))
         m = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # (n,)
         total, mean, own = torch.zeros_like(m), torch.zeros_like(m), torch.zeros_like(m)
         for rows in ctx.blocks:
