@@ -554,7 +554,8 @@ class _HeadLogprobs(torch.autograd.Function):
                     grad[few] = _over(p, temperature)
             if slope is not None:
                 slope[part], = torch.autograd.grad(logits, h, grad)
-        ctx.head, ctx.temperature, ctx.rows, ctx.weights = head, temperature, rows, weights
+            del logits, grad  # or the next ones would be held beside them
+        ctx.head, ctx.temperature, ctx.rows, ctx.weights = head, temperature, max(1, rows // 2), weights
         ctx.save_for_backward(hidden, targets, entropy, slope)
         return logprobs, entropy
 
@@ -576,6 +577,7 @@ class _HeadLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
             grad_hidden[part], *chunk = torch.autograd.grad(
                 logits, (h, *ctx.weights), _over(grad, ctx.temperature).to(logits.dtype))
+            del logits, logp, p, grad
             for total, new in zip(grad_weights, chunk):
                 total += new
         return None, grad_hidden, None, None, None, *grad_weights
