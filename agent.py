@@ -402,7 +402,8 @@ def cheapest_order(trajectories: list[Trajectory], batch_size: int) -> list[Traj
     """Reordered so that passes of `batch_size` take few tokens: by length, or by group where that is less.
 
     Neighbours in length need less padding; the members of a group share their prompt, which `token_logprobs` forwards
-    once. A function of token counts only.
+    once. The longest come first: what is too large fails at once, and what follows fits where they were in memory. A
+    function of token counts only.
     """
     def cost(order):
         tokens = 0
@@ -415,8 +416,8 @@ def cheapest_order(trajectories: list[Trajectory], batch_size: int) -> list[Traj
     longest = {}
     for t in trajectories:
         longest[t.group_id] = max(longest.get(t.group_id, 0), len(t.token_ids))
-    by_length = sorted(trajectories, key=lambda t: len(t.token_ids))
-    by_group = sorted(trajectories, key=lambda t: (longest[t.group_id], t.group_id, len(t.token_ids)))
+    by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
+    by_group = sorted(trajectories, key=lambda t: (-longest[t.group_id], t.group_id, -len(t.token_ids)))
     return min(by_length, by_group, key=cost)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lora import head_logits
+from memory import tiled
 
 FAMILY = {"llama", "qwen2", "qwen3"}
 
@@ -23,10 +24,11 @@ def fits(model) -> bool:
     if model.config.model_type not in FAMILY:
         return False
     for module in model.base_model.modules():
-        adapted = hasattr(module, "lora_A")
+        adapted, forward = hasattr(module, "lora_A"), vars(module).get("forward")
         if (adapted and module.lora_on and not module.lora_merged or isinstance(module, nn.Linear) and (
                 type(module) is not nn.Linear or module.weight.device != model.device)
-                or len(module._forward_hooks) > adapted or module._forward_pre_hooks or "forward" in vars(module)):
+                or len(module._forward_hooks) > adapted or module._forward_pre_hooks
+                or forward and getattr(forward, "func", None) is not tiled):
             return False
     return True
 

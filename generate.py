@@ -172,8 +172,11 @@ def draw(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top
         ordered, index = z.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         z = z.masked_fill(torch.zeros_like(before, dtype=torch.bool).scatter(1, index, before >= top_p), -torch.inf)
-    z = z - z.amax(-1, keepdim=True)
-    weight = F.pad(z.exp(), (0, -z.shape[1] % block)).unflatten(1, (-1, block))  # (R, blocks, block)
+    peak = z.amax(-1, keepdim=True)  # (R, 1)
+    weight = (z - peak).exp_()  # (R, V)
+    if z.shape[1] % block:
+        weight = F.pad(weight, (0, -z.shape[1] % block))
+    weight = weight.unflatten(1, (-1, block))  # (R, blocks, block)
     sums = weight.sum(-1)  # (R, blocks)
     cumulative = sums.double().cumsum(-1)  # (R, blocks); float64: a uniform near 1 must stay under the total
     total = cumulative[:, -1:]  # (R, 1)
@@ -190,7 +193,8 @@ def draw(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top
     if forced is not None:
         ids = torch.where(forced >= 0, forced, ids)
     ids = ids.clamp(max=z.shape[1] - 1)  # where logits are not finite no search ends inside
-    return ids, z.gather(1, ids[:, None])[:, 0] - total[:, 0].log().float(), total.isfinite()[:, 0]
+    logprobs = (z.gather(1, ids[:, None]) - peak)[:, 0] - total[:, 0].log().float()  # (R,)
+    return ids, logprobs, total.isfinite()[:, 0]
 
 
 class Engine:

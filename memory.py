@@ -337,15 +337,17 @@ def checkpoint_layers(model, offload: bool = False):
 
 def tile_mlps(model, tokens: int):
     """An MLP sees `tokens` tokens at a time; each tile runs again in the backward pass, so one alone is ever held."""
-    def tiled(run, x):
-        if x[..., 0].numel() <= tokens:
-            return run(x)
-        parts = x.flatten(0, -2).split(tokens)  # (tokens, D) each
-        return torch.cat([again(run, part) for part in parts]).view(x.shape)
     for layer in layers_of(model):
         mlp = getattr(layer, "mlp", None)
         if mlp and all(isinstance(m, nn.Linear) or not list(m.parameters()) for m in mlp.children()):  # no experts
-            mlp.forward = partial(tiled, mlp.forward)
+            mlp.forward = partial(tiled, mlp.forward, tokens)
+
+
+def tiled(run, tokens, x):
+    if x[..., 0].numel() <= tokens:
+        return run(x)
+    parts = x.flatten(0, -2).split(tokens)  # (tokens, D) each
+    return torch.cat([again(run, part) for part in parts]).view(x.shape)
 
 
 def again(run, hidden, *rest, before=lambda: None, offload=False):

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 import fused
 import generate
 import lora
+import memory
 from generate import Engine, Row
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
@@ -101,6 +102,11 @@ def test_merged_adapters_run_fused_unmerged_ones_and_hooks_do_not():
         assert not fused.fits(plain)
         handle.remove()
     assert fused.fits(plain)
+    memory.tile_mlps(plain, 4)  # the same product, a few tokens at a time
+    assert fused.fits(plain)
+    plain.model.layers[0].self_attn.forward = lambda *_, **__: None
+    assert not fused.fits(plain)
+    del plain.model.layers[0].self_attn.forward
     plain.model.layers[0].mlp.down_proj = torch.nn.utils.skip_init(type("Four", (torch.nn.Linear,), {}), 64, 48, bias=False)
     assert not fused.fits(plain)
 
