@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lora import head_logits
+from logprobs import head_logits
 from memory import tiled
 
 FAMILY = {"llama", "qwen2", "qwen3"}

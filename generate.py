@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from fused import Fused, fits
-from lora import head_logits
+from logprobs import head_logits
 from run import UserError
 
 WINDOW = 4  # decode steps between two looks at the results, where decoding is static

@@ -90,6 +90,9 @@ class Ranks:
                 error = type(raised), *raised.args, *([raised.code] if isinstance(raised, Stop) else [])
         out, error = self.gather((out, error))[0]
         if error:
+            until = time.monotonic() + GRACE
+            while self.rank == 0 and self.alive and time.monotonic() < until:
+                time.sleep(0.05)  # a process that ends with something unread takes back what it sent
             raise error[0](*error[1:])
         return out
 
@@ -151,6 +154,7 @@ class Ranks:
             port = self.gather(None)[0]
             self.peers = {0: socket.create_connection((os.environ["MASTER_ADDR"], port))}
             self.peers[0].sendall(self.rank.to_bytes(4, "big"))
+        self.alive = {*self.peers}
         for rank, peer in self.peers.items():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
@@ -167,6 +171,7 @@ class Ranks:
         except OSError:
             pass
         self.gone = self.gone or said.decode() or self.names[rank]
+        self.alive.discard(rank)
         for other in self.peers.values() if self.rank == 0 else ():
             try:
                 other.sendall(self.gone.encode())

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dpo
 import grpo
+import logprobs
 import lora
 import memory
 import reward_weighted
@@ -255,11 +256,11 @@ def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk_el
     hidden = (torch.randn(37, 128, generator=torch.Generator().manual_seed(0)) * 3).double().requires_grad_()
     targets = torch.arange(37) * 26 % 960
     model.get_input_embeddings().table.dtype = torch.float64
-    logp = (lora.head_logits(model, hidden) / 0.7).float().log_softmax(-1)
+    logp = (logprobs.head_logits(model, hidden) / 0.7).float().log_softmax(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     weights = torch.linspace(-1, 2, 37)
     wanted, = torch.autograd.grad((expected[0] * weights + expected[1] * weights.flip(0)).sum(), hidden)
-    found = lora._BlockLogprobs.apply(lambda h, rows: lora.head_logits(model, h, rows), 964, hidden, targets, 0.7,
+    found = logprobs._BlockLogprobs.apply(lambda h, rows: logprobs.head_logits(model, h, rows), 964, hidden, targets, 0.7,
                                       chunk_elements)
     got, = torch.autograd.grad((found[0] * weights + found[1] * weights.flip(0)).sum(), hidden)
     assert all((a - b).abs().max() < 3e-5 for a, b in zip(expected, found))
@@ -289,7 +290,7 @@ def test_only_hidden_targets_lse_and_entropy_are_kept(tiny):
     hidden = torch.randn(50, 128, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        lora._BlockLogprobs.apply(lambda h, rows: lora.head_logits(model, h, rows), 964, hidden, torch.zeros(50).long(), 1.0, 2**14)
+        logprobs._BlockLogprobs.apply(lambda h, rows: logprobs.head_logits(model, h, rows), 964, hidden, torch.zeros(50).long(), 1.0, 2**14)
     assert kept == [(50, 128), (50,), (50,), (50,)]
 
 

@@ -1,0 +1,222 @@
+"""What the policy says: log-probability and entropy of every trained token, with little memory. lora.py hands it on.
+
+    token_logprobs     the one function that algorithms call, and the one place that shifts
+    hidden_states      rows that begin alike go through the model as one packed row, their beginning once
+    causal_attention   the attention of every model here: the stock kernel, or two matmuls, or one of packed rows
+    _HeadLogprobs      head and softmax in chunks of tokens: no (B, T, V) tensor ever exists
+    _BlockLogprobs     the same in blocks of the vocabulary, for a head in int8
+"""
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+import memory
+
+
+def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**23):
+    """log pi(token t | tokens before t) and the policy's entropy there, both in nats, float32, differentiable.
+
+    token_ids, loss_mask: (B, T), right-padded. Returns logprobs (B, T), entropy (B, T), both 0.0 where the mask is 0.
+    The one place in this project that shifts: column t belongs to token t, predicted from column t - 1; column 0 is
+    0.0. No attention mask is needed: behind a causal mask right padding is invisible to real tokens.
+    The head runs on masked positions only, a chunk of them at a time, so that no (B, T, V) tensor ever exists; tokens
+    before the first masked column that all rows have in common (system prompt, a group's task) go through once.
+    """
+    hidden, index = hidden_states(model, token_ids, loss_mask)  # (N, D), (B, T)
+    where, head = loss_mask[:, 1:].bool(), model.get_output_embeddings()
+    own = hidden[index[:, :-1][where]], token_ids[:, 1:][where], temperature, chunk_elements  # (n, D), (n,)
+    if hasattr(head, "part"):
+        logprobs, entropy = _BlockLogprobs.apply(partial(head_logits, model), len(head.weight), *own)  # (n,) (n,)
+    else:
+        logprobs, entropy = _HeadLogprobs.apply(
+            partial(head_logits, model), *own, *[p for p in head.parameters() if p.requires_grad])  # (n,) (n,)
+    blank = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
+    at = F.pad(where, (1, 0))  # (B, T)
+    return blank.masked_scatter(at, logprobs), blank.masked_scatter(at, entropy)
+
+
+def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
+    """The last hidden states (N, D) and, per token, the row of them that is its own: index (B, T).
+
+    Where all rows begin alike, N = P + B (T - P) instead of B T: one packed row [prefix, row 1 .. row B], positions
+    going on after the prefix in each. share None: where the model can, and a tenth of the tokens is saved.
+    """
+    B, T = token_ids.shape
+    alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
+    P = int(alike.long().cumprod(0).sum()) if share is not False else 0
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or T
+    if share is None and (not getattr(model, "shares_prefix", False) or (B - 1) * P < 0.1 * B * T or window < T):
+        P = 0
+    device, column = token_ids.device, torch.arange(T, device=token_ids.device)
+    row = torch.arange(B, device=device)[:, None]
+    if not P:
+        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state  # (B, T, D)
+        return hidden.flatten(0, 1), row * T + column
+    packed = torch.cat([token_ids[0, :P], token_ids[:, P:].flatten()])[None]  # (1, P + B * (T - P))
+    position = torch.cat([column[:P], column[P:].repeat(B)])[None]
+    hidden = model.base_model(input_ids=packed, position_ids=position, use_cache=False,
+                              shared_prefix=(P, B)).last_hidden_state  # (1, P + B * (T - P), D)
+    return hidden[0], torch.where(column < P, column, row * (T - P) + column)
+
+
+def head_logits(model, hidden, rows: slice | None = None):
+    """(N, D) -> (N, V): the output head with the scalings that Cohere, Granite and Gemma 2 put behind it.
+
+    rows: only those of V, of a head that is a memory.Table.
+    """
+    head, config = model.get_output_embeddings(), model.config
+    logits = head(hidden) if rows is None else head.part(hidden, rows)
+    if getattr(config, "logit_scale", None):
+        logits = logits * config.logit_scale
+    if getattr(config, "logits_scaling", None):
+        logits = logits / config.logits_scaling
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Log-probability and entropy of log_softmax(head(hidden) / temperature), in chunks over N.
+
+    With p = softmax(z), H = -sum p log p:  d logp_y / dz = onehot(y) - p,  dH / dz = -p (log p + H). A token's
+    log-probability is one number: forward keeps d logp / d hidden (N, D) while the chunk's softmax is at hand, and
+    backward only scales its rows. Where entropy carries a gradient, or the head trains, backward runs the head again.
+    """
+
+    @staticmethod
+    def forward(ctx, head, hidden, targets, temperature, chunk_elements, *weights):
+        vocabulary = head(hidden[:1]).shape[-1]
+        rows = max(1, chunk_elements // vocabulary)
+        at_once = max(1, (2**19 if hidden.is_cpu else 2**21) // vocabulary)  # in float32; a CPU's stay in its cache
+        logprobs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[1] and not weights else None  # (N, D)
+        for i in range(0, len(hidden), rows):
+            part = slice(i, i + rows)
+            with torch.set_grad_enabled(slope is not None):
+                h = hidden[part].detach().requires_grad_(slope is not None)
+                logits = head(h)  # (n, V)
+            grad = torch.empty_like(logits) if slope is not None else None  # (n, V), of the logits
+            for j in range(0, len(h), at_once):
+                few, of_all = slice(j, j + at_once), slice(i + j, i + min(j + at_once, rows))
+                logp = F.log_softmax(_over(logits.detach()[few].float(), temperature), dim=-1)  # (few, V)
+                p, target = logp.exp(), targets[of_all, None]
+                logprobs[of_all] = logp.gather(1, target)[:, 0]
+                entropy[of_all] = -logp.mul_(p).sum(-1)
+                if slope is not None:
+                    p = p.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=p.dtype))
+                    grad[few] = _over(p, temperature)
+            if slope is not None:
+                slope[part], = torch.autograd.grad(logits, h, grad)
+            del logits, grad  # or the next ones would be held beside them
+        ctx.head, ctx.temperature, ctx.rows, ctx.weights = head, temperature, max(1, rows // 2), weights
+        ctx.save_for_backward(hidden, targets, entropy, slope)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, targets, entropy, slope = ctx.saved_tensors
+        if slope is not None and (grad_entropy == 0).all():
+            return None, (slope * grad_logprobs[:, None]).to(hidden.dtype), None, None, None
+        grad_hidden, grad_weights = torch.empty_like(hidden), [torch.zeros_like(w) for w in ctx.weights]
+        for i in range(0, len(hidden), ctx.rows):
+            part = slice(i, i + ctx.rows)
+            with torch.enable_grad():
+                h = hidden[part].detach().requires_grad_()
+                logits = ctx.head(h)  # (n, V)
+            logp = F.log_softmax(_over(logits.detach().float(), ctx.temperature), dim=-1)  # (n, V)
+            p = logp.exp()
+            grad = logp.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
+            grad.addcmul_(p, grad_logprobs[part, None], value=-1)
+            grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            grad_hidden[part], *chunk = torch.autograd.grad(
+                logits, (h, *ctx.weights), _over(grad, ctx.temperature).to(logits.dtype))
+            del logits, logp, p, grad
+            for total, new in zip(grad_weights, chunk):
+                total += new
+        return None, grad_hidden, None, None, None, *grad_weights
+
+
+class _BlockLogprobs(torch.autograd.Function):
+    """The same over blocks of the vocabulary, with an online logsumexp: one pass over a head too large to unpack.
+
+    Running maximum m, total = sum exp(z - m) and mean = sum exp(z - m) z are rescaled when m rises; then
+    lse = m + log total, log p = z_y - lse, H = lse - mean / total. Kept for the backward pass, which goes over the
+    blocks again: hidden, targets, lse and H.
+    """
+
+    @staticmethod
+    def forward(ctx, head, vocabulary, hidden, targets, temperature, chunk_elements):
+        ctx.blocks = memory.blocks(vocabulary, min(memory.BLOCK, max(128, chunk_elements // 2 // max(1, len(hidden)))))
+        m = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # (n,)
+        total, mean, own = torch.zeros_like(m), torch.zeros_like(m), torch.zeros_like(m)
+        for rows in ctx.blocks:
+            z = _over(head(hidden, rows).float(), temperature)  # (n, v)
+            before, m = m, torch.maximum(m, z.amax(-1))
+            inside = (targets >= rows.start) & (targets < rows.stop)
+            own += z.gather(1, (targets - rows.start).clamp(0, z.shape[1] - 1)[:, None])[:, 0] * inside
+            weight, decay = (z - m[:, None]).exp_(), (before - m).exp_()
+            total = total * decay + weight.sum(-1)
+            mean = mean * decay + weight.mul_(z).sum(-1)
+        lse = m + total.log()
+        entropy = lse - mean / total
+        ctx.head, ctx.temperature = head, temperature
+        ctx.save_for_backward(hidden, targets, lse, entropy)
+        return own - lse, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, targets, lse, entropy = ctx.saved_tensors
+        total = torch.zeros_like(hidden, dtype=torch.float32)
+        for rows in ctx.blocks:
+            with torch.enable_grad():
+                h = hidden.detach().requires_grad_()
+                logits = ctx.head(h, rows)  # (n, v)
+            logp = _over(logits.detach().float(), ctx.temperature) - lse[:, None]
+            p = logp.exp()
+            grad = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None]).mul_(p).neg_()
+            inside = (targets >= rows.start) & (targets < rows.stop)
+            grad.scatter_add_(1, (targets - rows.start).clamp(0, grad.shape[1] - 1)[:, None],
+                              (grad_logprobs * inside)[:, None])
+            total += torch.autograd.grad(logits, h, _over(grad, ctx.temperature).to(logits.dtype))[0]
+        return None, None, total.to(hidden.dtype), None, None, None
+
+
+def _over(x, temperature):
+    return x if temperature == 1 else x / temperature  # a pass over (n, V) is not free
+
+
+def causal_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, dropout=0.0,
+                     shared_prefix=None, **kwargs):
+    """The attention of every model `load_model` opens: the stock kernel, but for two cases.
+
+    shared_prefix (P, B): the one row is `hidden_states`' [prefix, row 1 .. row B]; each row sees the prefix and itself.
+    On a CPU with gradients it is two matmuls, query heads of a KV head stacked as query rows: forward and backward take
+    a half to an eighth of the time of the fused kernel, whose grouped-query backward is slow there. The stock kernel
+    still serves whatever needs no gradient (so logits equal the stock model's to the bit), is masked, or is too large
+    to keep (B, H, T, S) weights of.
+    """
+    if shared_prefix:
+        P, rows = shared_prefix
+        def unpacked(x):  # (1, H, P + B * W, D) -> (B, H, W, D)
+            return x[0, :, P:].unflatten(1, (rows, -1)).transpose(0, 1)
+        keys, values = (torch.cat([x[:, :, :P].expand(rows, -1, -1, -1), unpacked(x)], 2)
+                        for x in (key, value))  # (B, H_kv, P + W, D)
+        head, tail = (causal_attention(module, q, k, v, None, scaling, None, dropout)[0] for q, k, v in (
+            (query[:, :, :P], key[:, :, :P], value[:, :, :P]), (unpacked(query), keys, values)))
+        return torch.cat([head, tail.flatten(0, 1)[None]], 1), None  # (1, P + B * W, H, D)
+    B, H, T, D = query.shape
+    S, groups = key.shape[2], H // key.shape[1]
+    if attention_mask is None and S > T:  # the queries are the last T of S positions
+        attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
+    ours = query.is_cpu and torch.is_grad_enabled() and not dropout
+    if not ours or attention_mask is not None and S == T or B * H * T * S * query.element_size() > 2**25:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                      sliding_window=sliding_window, **kwargs)
+    ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)  # (T, S): keys hidden from a query
+    bias = query.new_zeros(T, S).masked_fill_(ahead, -torch.inf)
+    scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
+    weights = (scores.view(B, H // groups, groups, T, S) + bias).softmax(-1)  # (B, H_kv, groups, T, S)
+    out = weights.view(B, H // groups, groups * T, S) @ value  # (B, H_kv, groups * T, D)
+    return out.view(B, H, T, -1).transpose(1, 2), None
