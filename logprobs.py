@@ -31,9 +31,45 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     else:
         logprobs, entropy = _HeadLogprobs.apply(
             partial(head_logits, model), *own, *[p for p in head.parameters() if p.requires_grad])  # (n,) (n,)
+    if hidden.dtype == torch.float16:
+        logprobs, entropy = _Scaled.apply(logprobs), _Scaled.apply(entropy)
     blank = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     at = F.pad(where, (1, 0))  # (B, T)
     return blank.masked_scatter(at, logprobs), blank.masked_scatter(at, entropy)
+
+
+GRADIENT_SCALE = 2.0**12  # float16 ends at 6e-8, where a token's share of a step's loss soon is
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is GRADIENT_SCALE times as large: through float16 layers. `Unscaled` takes it back.
+
+    Constant, where others search for it: what overflows is an update that is skipped (Run.may_update).
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * GRADIENT_SCALE
+
+
+class Unscaled(torch.autograd.Function):
+    """A float32 weight in the dtype and on the device of `like`; its gradient returns in float32, unscaled.
+
+    So in float16 a loss must be of `token_logprobs`' numbers, as all losses here are.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, like):
+        ctx.device = weight.device
+        return weight.to(like.device, like.dtype, non_blocking=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.device, torch.float32) / GRADIENT_SCALE, None
 
 
 def hidden_states(model, token_ids, loss_mask, share: bool | None = None):

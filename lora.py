@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import memory
 from budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
-from logprobs import causal_attention, head_logits, hidden_states, token_logprobs  # noqa: F401
+from logprobs import Unscaled, causal_attention, head_logits, hidden_states, token_logprobs  # noqa: F401
 from memory import OPTIMS, adamw  # noqa: F401
 from run import UserError
 from tiny import make_tiny
@@ -314,8 +314,10 @@ def _lora_hook(linear, inputs, output):
     if not linear.lora_on or linear.lora_merged and not torch.is_grad_enabled():
         return output
     x, work = inputs[0], linear.lora_work if torch.is_inference_mode_enabled() else None
-    A, B = work or (part.weight.to(x.device, x.dtype, non_blocking=True)  # float32 masters, cast here
-                    for part in (linear.lora_A, linear.lora_B))
+    def cast(weight):  # from the float32 that trains
+        return Unscaled.apply(weight, x) if half else weight.to(x.device, x.dtype, non_blocking=True)
+    half = x.dtype == torch.float16
+    A, B = work or (cast(part.weight) for part in (linear.lora_A, linear.lora_B))
     if work == []:
         work += A, B
     if linear.lora_merged:

@@ -1,12 +1,12 @@
-"""What `fused.py` and static decoding change: the same rollouts with and without, alternating in one process.
+"""Rollouts by transformers' `model.generate`, by our engine on the stock modules, and on `fused.py`, in turns.
 
     python bench/rollout.py --model_path .real/smollm2 --dtype bfloat16 --cases 1x8x32 8x8x64
     python bench/rollout.py --cases 1x1x64 8x8x64                       the tiny model
 
 A case is prompts x samples x tokens (prompts of 110 tokens). Each rollout counts whole: merging the adapter, packing
-the weights, prompts, decoding. `ratio` is stock / it, the median over rounds of pairs that ran one after the other, in
-wall seconds and, for a machine that others share, in CPU seconds. The last line is JSON; bench/results/rollout.json
-holds it too, under the model's name.
+the weights, prompts, decoding; `generate` is spared the merging, its model is plain. `ratio` is stock / it, `generate`
+`model.generate` / it, the medians over rounds of pairs that ran one after the other, in wall seconds and, for a machine
+that others share, in CPU seconds. The last line is JSON; bench/results/rollout.json holds it too, under the model's name.
 """
 import argparse
 import datetime
@@ -15,12 +15,13 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-MODES = {"stock": {"fused": False, "static": False}, "fused": {"fused": True, "static": False},
+MODES = {"generate": None, "stock": {"fused": False, "static": False}, "fused": {"fused": True, "static": False},
          "fused_static": {"fused": True, "static": True}}
 
 
@@ -33,11 +34,24 @@ def main():
     parser.add_argument("--results", default=str(ROOT / "bench" / "results"))
     args = parser.parse_args()
     import torch
+    from transformers import AutoModelForCausalLM
 
     from generate import generate
     from lora import fast_float32, load_model, merged
+    from tiny import make_tiny
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=16, dtype=args.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model_path == "tiny":
+            make_tiny()[0].save_pretrained(folder)
+        plain = AutoModelForCausalLM.from_pretrained(folder if args.model_path == "tiny" else args.model_path,
+                                                     dtype=args.dtype).to(model.device).eval()
+
+    def transformers_rollout(ids, samples, tokens):
+        ids = torch.tensor(ids, device=model.device).repeat_interleave(samples, 0)
+        out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, pad_token_id=0,
+                             max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None)
+        assert out.shape[1] == ids.shape[1] + tokens
     cases = {}
     for case in args.cases:
         prompts, samples, tokens = map(int, case.split("x"))
@@ -46,17 +60,21 @@ def main():
         for i in range(1 + args.rounds):
             for mode, options in MODES.items():
                 began = time.perf_counter(), time.process_time()
-                with merged(model):
-                    generate(model, ids, group_size=samples, max_new_tokens=tokens if i else 2, seed=i,
-                             slots=prompts * samples, **options)
-                    if torch.cuda.is_available():
-                        torch.cuda.synchronize()
+                if mode == "generate":
+                    transformers_rollout(ids, samples, tokens if i else 2)
+                else:
+                    with merged(model):
+                        generate(model, ids, group_size=samples, max_new_tokens=tokens if i else 2, seed=i,
+                                 slots=prompts * samples, **options)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
                 if i:
                     took[mode].append((time.perf_counter() - began[0], time.process_time() - began[1]))
         cases[case] = {mode: {
             "seconds": statistics.median(t[0] for t in times), "cpu_seconds": statistics.median(t[1] for t in times),
-            **{name: statistics.median(a[k] / b[k] for a, b in zip(took["stock"], times))
-               for k, name in enumerate(("ratio", "cpu_ratio"))}} for mode, times in took.items()}
+            **{name: statistics.median(a[k] / b[k] for a, b in zip(took[base], times))
+               for base, names in (("stock", ("ratio", "cpu_ratio")), ("generate", ("generate", "cpu_generate")))
+               for k, name in enumerate(names)}} for mode, times in took.items()}
         print(case, {mode: {k: round(v, 2) for k, v in row.items()} for mode, row in cases[case].items()}, flush=True)
     name = os.path.basename(os.path.normpath(args.model_path))
     result = {"model": name, "dtype": args.dtype, "fused": getattr(model, "fuses", False), "cases": cases,

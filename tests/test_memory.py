@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,20 @@ def test_only_hidden_targets_lse_and_entropy_are_kept(tiny):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         logprobs._BlockLogprobs.apply(lambda h, rows: logprobs.head_logits(model, h, rows), 964, hidden, torch.zeros(50).long(), 1.0, 2**14)
     assert kept == [(50, 128), (50,), (50,), (50,)]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "int8_head": True}], ids=str)
+@pytest.mark.parametrize("merging", [False, True])
+def test_float16_loses_no_small_gradient(tiny, options, merging):
+    """A token's share of a loss over 10^5 tokens is under what float16 holds: it goes through the layers scaled."""
+    found = []
+    for dtype in ("float32", "float16"):
+        model = load(tiny, dtype=dtype, **options)
+        with merged(model) if merging and dtype == "float16" else nullcontext():
+            logprobs, entropy = token_logprobs(model, IDS, torch.ones_like(IDS))
+            (1e-7 * (logprobs * torch.linspace(-1, 1, IDS.numel()).view(IDS.shape)).sum() - 1e-8 * entropy.sum()).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert found[0].norm() < 1e-4 and (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
 # ------------------------------------------------------------------------------------------------------------- optimiser
