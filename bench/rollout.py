@@ -5,8 +5,9 @@
 
 A case is prompts x samples x tokens (prompts of 110 tokens). Each rollout counts whole: merging the adapter, packing
 the weights, prompts, decoding; `generate` is spared the merging, its model is plain. `ratio` is stock / it, `generate`
-`model.generate` / it, the medians over rounds of pairs that ran one after the other, in wall seconds and, for a machine
-that others share, in CPU seconds. The last line is JSON; bench/results/rollout.json holds it too, under the model's name.
+is model.generate / it, the medians over rounds of pairs that ran one after the other, in wall seconds and, for a
+machine that others share, in CPU seconds. The last line is JSON; bench/results/rollout.json holds it too, under the
+model's name.
 """
 import argparse
 import datetime
@@ -49,8 +50,8 @@ def main():
 
     def transformers_rollout(ids, samples, tokens):
         ids = torch.tensor(ids, device=model.device).repeat_interleave(samples, 0)
-        out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, pad_token_id=0,
-                             max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None)
+        out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
+                             max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None, pad_token_id=0)
         assert out.shape[1] == ids.shape[1] + tokens
     cases = {}
     for case in args.cases:
