@@ -52,26 +52,30 @@ def main(config_class, train, doc):
     program = os.path.basename(sys.argv[0]) + (f": rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else "")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")   # a model's words must not stop a run in an ASCII terminal
+    words, code = "", 0
     try:
         with Signals() as signals:
             train(parse(config_class, sys.argv[1:], doc))
     except Stop as stop:
-        print(f"{program}: {stop}", file=sys.stderr)
-        sys.exit(stop.code)
+        words, code = str(stop), stop.code
     except UserError as error:
-        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        words, code = " ".join(str(error).split()), 2
     except Exception as error:                          # RuntimeError: how torch says it of a CPU
         if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
             raise
         where = f", step {signals.run.step}" if signals.run else ""
         reason = str(error).strip().splitlines()[0][:200]
-        print(f"{program}: out of memory{where}, peak {peak_memory_mb():.0f} MB: {reason} "
-              "A smaller --batch_size gives the same result with less memory", file=sys.stderr)
-        sys.exit(1)
+        words, code = (f"out of memory{where}, peak {peak_memory_mb():.0f} MB: {reason} "
+                       "A smaller --batch_size gives the same result with less memory"), 1
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the checkpoints that were written are whole", file=sys.stderr)
-        sys.exit(130)
+        words, code = "interrupted; the checkpoints that were written are whole", 130
+    if words:
+        print(f"{program}: {words}", file=sys.stderr)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:        # gloo's threads may abort one that ends in order
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 def mix(*parts):
