@@ -81,7 +81,7 @@ def measure(point) -> dict:
     from envs import schemas
     from generate import Row
     if not attention:
-        lora.causal_attention = lambda module, query, *_, **__: (query.transpose(1, 2), None)
+        lora.causal_attention = lambda module, query, *_, **__: (query.transpose(1, 2).contiguous(), None)
         generate.row_attention = lora.causal_attention
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))
