@@ -8,6 +8,7 @@
 Against what torch's allocator reports of the same step on a CPU the ratio is 1.000 (tests/test_memory.py). Not counted:
 what a kernel takes inside itself, CUDA's context (300 to 500 MiB), what the allocator rounds up.
 """
+import gc
 import weakref
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -151,6 +152,8 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
     """
     from generate import Engine, Row
     from lora import freeze_reference, load_model, merged, token_logprobs
+    if options.get("load_in_4bit"):
+        import bitsandbytes.functional  # noqa: F401  what it makes while it is imported is not the model's
     cuda, found = device.startswith("cuda"), {}
     with nullcontext(Bytes()) if cuda else Bytes(kind if device == "meta" else "real") as count:
         def lap(name):
@@ -159,6 +162,7 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
         model, _ = load_model(**options, device=device)
+        gc.collect()  # the skeleton's shapes, which a run on a device does not hold
         lap("loading")
         frozen = freeze_reference(model) if keep_start else None  # noqa: F841  (held to be counted)
         optimizer = adamw(model, optim, lr=1e-5) if (optim, device) != ("adamw8bit", "meta") else None

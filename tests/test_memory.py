@@ -4,6 +4,7 @@ import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -370,16 +371,23 @@ def real_step(model, rows, tokens, optim):
     optimizer.step()
 
 
+def host_of(model):
+    """What lies beside the device: streamed layers, and the table that they bring along."""
+    return [*getattr(model, "stream", SimpleNamespace(hosts=[])).hosts,
+            *(t for module in model.modules() if isinstance(module, Table) for t in module.hosted or ())]
+
+
 @pytest.mark.parametrize("rows, tokens, options", [
     (2, 400, {"lora_r": 8}), (3, 600, {"lora_r": 8}), (2, 200, {"lora_r": 0}), (1, 1024, {"lora_r": 8, **FOUR_BIT}),
-    (2, 512, {"lora_r": 8, "load_in_4bit": True}), (1, 1024, {"lora_r": 8, **FOUR_BIT, "int8_head": True, "mlp_tokens": 256})], ids=str)
+    (2, 512, {"lora_r": 8, "load_in_4bit": True}), (1, 1024, {"lora_r": 8, **FOUR_BIT, "int8_head": True, "mlp_tokens": 256}),
+    (2, 1024, {"lora_r": 8, **FOUR_BIT, "int8_head": True, "stream_layers": True})], ids=str)
 def test_the_count_is_what_torch_allocates(wide, rows, tokens, options):
     """Two witnesses of a real step on the CPU: the same ruler on its tensors, and the allocator's own log."""
     counted = measure({"path": wide, **options}, rows=rows, tokens=tokens, kind="cpu")
     ruled = measure({"path": wide, **options}, rows=rows, tokens=tokens, kind="cpu", device="cpu")
     assert abs(counted["update"] / ruled["update"] - 1) < 0.01
     model = load_model(wide, device="cpu", **options)[0]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers()]}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers(), *host_of(model)]}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:
         real_step(model, rows, tokens, "adamw")
     events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
