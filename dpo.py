@@ -13,7 +13,7 @@ should not fall. Only sampled tokens count: tool results and templates are conte
 `max_tokens` is dropped, not cut: half an episode earned no reward. Left out: the aot losses, which sort the
 micro-batch; f-divergences, WPO's and LD-DPO's weights; a moving reference; rounds of fresh episodes (run it again).
 
-    python dpo.py                       the tiny model, equations, from nothing: about 5 minutes on 2 CPU cores
+    python dpo.py                       the tiny model, equations, from nothing: about 3 minutes on a CPU core
     python agent.py --model_path path/to/model --env gsm8k --num_tasks 64 --group_size 8 --output traces.jsonl
     python dpo.py --model_path path/to/model --trajectories traces.jsonl --min_gap 0.5
     python dpo.py --model_path path/to/model --dataset pairs.jsonl --loss sigmoid,sft --loss_weights 1.0,0.2

@@ -11,7 +11,7 @@
 No importance ratio: it is `sft_loss` on chosen data, so episodes may come from anywhere, and what failed is not
 unlearnt, only outweighed. Left out: AWR's value network (group means stand in for it) and its buffer of older episodes.
 
-    python reward_weighted.py           the tiny model, equations, from nothing: under 5 minutes on a CPU core
+    python reward_weighted.py           the tiny model, equations, from nothing: about 3 minutes on a CPU core
     python reward_weighted.py --weight_per episode --weighting filter --top_share 0.25      RAFT: a task's best 2 of 8
     python reward_weighted.py --model_path runs/grpo/base --trajectories runs/grpo/trajectories.jsonl       offline
 
