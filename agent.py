@@ -96,8 +96,11 @@ class ToolPool:
         self.calls += len(calls)
         return job
 
-    def wait(self, job) -> list[tuple[str, bool, float]]:
-        """(text for the model, error, env.reward after it) of each call; blocks until done or a call overruns."""
+    def wait(self, job, paid: float = 0.0) -> list[tuple[str, bool, float]]:
+        """(text for the model, error, env.reward after it) of each call; blocks until done or a call overruns.
+
+        paid: env.reward before them, which is all that a call that overran is known to leave.
+        """
         while not job["done"].is_set():
             began = job["began"]
             left = self.timeout if began is None else began + self.timeout - time.monotonic()
@@ -112,7 +115,7 @@ class ToolPool:
                 raise RuntimeError(f"{self.abandoned} tool calls overran --tool_timeout {self.timeout:g} s, the last "
                                    f"one {job['calls'][len(done)]['name']}; mend the tool or raise the limit")
             late = f"error: TimeoutError: no answer within {self.timeout:g} s"
-            return done + [(late, True, done[-1][2] if done else 0.0)] * (len(job["calls"]) - len(done))
+            return done + [(late, True, done[-1][2] if done else paid)] * (len(job["calls"]) - len(done))
         return job["results"]
 
     def _start(self):
@@ -170,10 +173,13 @@ class Episode:
         task = {k: v for k, v in task.items() if k != "env"}
         try:
             first = env.reset(**task)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuntimeError(f"world {env_name}: reset failed on task {str(task)[:200]}: "
                                f"{type(error).__name__}: {error}") from error
         system = getattr(env, "system_prompt", None)
+        for what, text in (("reset() returned", first), ("system_prompt is", system)):
+            if not isinstance(text, (str, type(None))):
+                raise UserError(f"world {env_name}: {what} {text!r:.60}, it must be text or None")
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": first or ""}]
         ids = chat.prompt(messages)
         self.trajectory = Trajectory(
@@ -217,7 +223,7 @@ class Episode:
             return self.finish("max_tool_calls") if t.info["tool_calls"] > self.limits.max_tool_calls else calls
         try:
             reply = self.env._reply(text) if hasattr(self.env, "_reply") and not self.stuck else None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuntimeError(f"world {t.info['env']}: _reply() on task {str(t.info['task'])[:200]} raised "
                                f"{type(error).__name__}: {error}") from error
         self._pay_turn()
@@ -240,7 +246,7 @@ class Episode:
         for error in self.errors:
             t.messages.append({"role": "tool", "name": "", "content": error, "reward": 0.0})
             shown.append(error)
-        if getattr(self.env, "done", False):
+        if not self.stuck and getattr(self.env, "done", False):
             return self.finish("done")
         ids = self.chat.results(self.calls, shown, self.stop)
         self.tool_tokens += len(ids)
@@ -260,7 +266,7 @@ class Episode:
         self.next_ids = ids
 
     def _pay_turn(self):
-        reward = _paid(self.env)
+        reward = self.paid if self.stuck else _paid(self.env)
         self.trajectory.rewards[-1] += reward - self.paid
         self.paid = reward
 
@@ -268,16 +274,20 @@ class Episode:
         """The last turn gets what get_reward() says beyond what was paid. RuntimeError if our side fails."""
         t, env = self.trajectory, self.env
         t.stop_reason, self.next_ids = reason, None
-        where = f"world {t.info['env']}: get_reward() on task {str(t.info['task'])[:200]}"
+        def where(member):
+            return f"world {t.info['env']}: {member} on task {str(t.info['task'])[:200]}"
+        member = "get_reward()"
         try:
             total = float(env.get_reward()) if not self.stuck else self.paid
+            member = "_reward_parts"
             t.reward_parts = {k: float(v) for k, v in getattr(env, "_reward_parts", {}).items()}
+            member = "_check()"
             t.info["success"] = not self.stuck and (bool(env._check()) if hasattr(env, "_check") else total > 0)
-        except Exception as error:
-            raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(f"{where(member)} raised {type(error).__name__}: {error}") from error
         if not all(map(math.isfinite, (total, *t.reward_parts.values(), *t.rewards))):
             t.reward = math.nan
-            t.info["not_finite"] = f"{where} is {total}, parts {t.reward_parts}, paid before {t.rewards}: not finite"
+            t.info["not_finite"] = f"{where('get_reward()')} is {total}, parts {t.reward_parts}, paid before {t.rewards}: not finite"
             return
         t.rewards[-1] += total - self.paid
         t.reward = math.fsum(t.rewards)
@@ -362,7 +372,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             for entry in [entry for entry in paused if entry[0] <= due]:
                 _, row, job = entry
                 paused.remove(entry)
-                results = pool.wait(job)
+                results = pool.wait(job, episodes[row].paid)
                 episodes[row].stuck = job["abandoned"]
                 episodes[row].trajectory.info["timeouts"] += job["abandoned"]
                 episodes[row].take_results(results)

@@ -458,7 +458,8 @@ def train(config: Config) -> dict:
         with merged(model) if config.merge_lora else nullcontext():
             return evaluate(
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots, run=run) if config.eval_tasks else {}
+                step=-1, temperature=config.temperature, slots=config.slots, tool_timeout=config.tool_timeout,
+                tool_steps=config.tool_steps, run=run) if config.eval_tasks else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
@@ -486,7 +487,6 @@ def train(config: Config) -> dict:
         metrics = {**summarise(trajectories), "groups_dropped": dropped, **group_shares(trajectories)}
         run.trajectories(step, trajectories[:config.save_trajectories])
 
-        # Rewards: bias and scale, then KL's k1, then shuffling where a control experiment asks for it.
         batch = cheapest_order(trajectories, config.batch_size)
         token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
         turns = turn_index(sampled_mask)  # (B, T)
@@ -499,22 +499,36 @@ def train(config: Config) -> dict:
                 width = max(len(t.token_ids) for t in batch[part])
                 ids, m = token_ids[part, :width], sampled_mask[part, :width]
                 out[part, :width] = token_logprobs(model, ids, m, config.temperature)[0]
-            return run.ranks.add(out)  # (B, T)
+            return out  # (B, T), 0 where other ranks' micro-batches are
 
-        ref_logprobs = None
+        # Sums over ranks stay outside of both blocks: a rank that is gone ends the run there, and the policy is saved.
+        ref_logprobs = trainer_logprobs = None
         if config.kl_coef:
             with reference(model, frozen):
                 ref_logprobs = logprobs_now()
-        turn_rewards = [[(r - config.reward_bias / len(t.rewards)) * config.reward_scaling for r in t.rewards]
-                        for t in batch]
+            ref_logprobs = run.ranks.add(ref_logprobs)  # (B, T)
+        if config.importance_correction or config.kl_coef and config.kl_estimator == "k1":
+            with update_weights():
+                trainer_logprobs = logprobs_now()
+            trainer_logprobs = run.ranks.add(trainer_logprobs)  # (B, T)
+
+        # Rewards: bias and scale, shuffling where a control experiment asks for it, then KL's k1.
+        rewards_of = {id(t): [(r - config.reward_bias / len(t.rewards)) * config.reward_scaling for r in t.rewards]
+                      for t in trajectories}
+        if config.shuffle_rewards:  # where an episode has one advantage it keeps one reward
+            if config.credit == "episode":
+                rewards_of = {i: [math.fsum(rewards)] + [0.0] * (len(rewards) - 1) for i, rewards in rewards_of.items()}
+            places = [(rewards, j) for rewards in rewards_of.values()
+                      for j in range(1 if config.credit == "episode" else len(rewards))]
+            drawn = np.random.default_rng([config.seed, step]).permutation([rewards[j] for rewards, j in places])
+            for (rewards, j), r in zip(places, drawn.tolist()):
+                rewards[j] = r
+        turn_rewards = [rewards_of[id(t)] for t in batch]
         if config.kl_coef and config.kl_estimator == "k1":
-            k1 = kl_estimate(sampled_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
+            # Not the sampler's: a group's std would make an advantage of what sampler and trainer differ by.
+            k1 = kl_estimate(trainer_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
             turn_rewards = [[r - config.kl_coef * k1[i][turns[i] == j].sum().item() for j, r in enumerate(rewards)]
                             for i, rewards in enumerate(turn_rewards)]
-        if config.shuffle_rewards:
-            flat = [r for rewards in turn_rewards for r in rewards]
-            flat = np.random.default_rng([config.seed, step]).permutation(flat).tolist()
-            turn_rewards = [[flat.pop() for _ in rewards] for rewards in turn_rewards]
 
         # Advantages (B, T)
         group_ids = [t.group_id for t in batch]
@@ -530,8 +544,7 @@ def train(config: Config) -> dict:
         counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
         old_logprobs = sampled_logprobs
         if config.importance_correction:
-            with update_weights():
-                old_logprobs = logprobs_now()
+            old_logprobs = trainer_logprobs
             advantages = advantages * importance_correction(
                 old_logprobs, sampled_logprobs, mask, config.importance_correction)
 

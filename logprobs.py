@@ -80,7 +80,7 @@ def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
     """
     B, T = token_ids.shape
     alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
-    P = int(alike.long().cumprod(0).sum()) if share is not False else 0
+    P = min(int(alike.long().cumprod(0).sum()), T - 1) if share is not False else 0
     window = getattr(model.config.get_text_config(), "sliding_window", None) or T
     if share is None and (not getattr(model, "shares_prefix", False) or (B - 1) * P < 0.1 * B * T or window < T):
         P = 0

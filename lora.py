@@ -361,8 +361,8 @@ def merged(model):
                 linear.lora_work = []
             elif linear.lora_on:
                 put_aside[linear] = linear.weight.data
-                linear.weight.data = (linear.weight.data.float() + linear.lora_scale * (
-                    linear.lora_B.weight.data @ linear.lora_A.weight.data)).to(linear.weight.dtype)
+                A, B = (part.weight.data.to(linear.weight.device) for part in (linear.lora_A, linear.lora_B))
+                linear.weight.data = (linear.weight.data.float() + linear.lora_scale * (B @ A)).to(linear.weight.dtype)
                 linear.lora_merged = True
         yield
     finally:
@@ -477,8 +477,7 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
         raise UserError(f"{folder}: only plain LoRA adapters are read here; "
                         f"this one has {', '.join(odd) or 'another peft_type or bias'}")
-    add_lora(model, config["r"], config["lora_alpha"], dropout or config.get("lora_dropout", 0.0),
-             config["target_modules"], config.get("use_rslora", False))
+    add_lora(model, config["r"], config["lora_alpha"], dropout, config["target_modules"], config.get("use_rslora", False))
     load_weights(model, folder)
     if not any(linear.lora_B.weight.any() for linear in lora_linears(model).values()):
         print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero", file=sys.stderr)

@@ -97,7 +97,7 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
     out = torch.zeros_like(values)
     for pool in dict.fromkeys(pools):
         rows = [i for i, p in enumerate(pools) if p == pool]
-        last = values[rows].sort(descending=True).values[math.ceil(top_share * len(rows)) - 1]
+        last = values[rows].sort(descending=True).values[math.ceil(top_share * len(rows) - 1e-9) - 1]
         out[rows] = (values[rows] >= last).to(values)
     return out
 
@@ -387,7 +387,8 @@ def train(config: Config) -> dict:
         with merged(model) if config.merge_lora else nullcontext():
             return evaluate(
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots, run=run) if held_out else {}
+                step=-1, temperature=config.temperature, slots=config.slots, tool_timeout=config.tool_timeout,
+                tool_steps=config.tool_steps, run=run) if held_out else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()

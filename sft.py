@@ -357,10 +357,10 @@ def train(config: Config) -> dict:
             metrics["eval/success"] = held_out_success()
         run.log(step, metrics, {"seconds": seconds})
         bar.set_postfix(loss=f"{loss:.3f}")
+        run.end(step + 1, metrics.get("eval/success"))
         if config.max_seconds and run.ranks.first(lambda: time.time() - training_began > config.max_seconds):
             total = step + 1
             break
-        run.end(step + 1, metrics.get("eval/success"))
     folder, after = run.last(total), held_out_success()
     result = {"success_before": before, "success_after": after, "steps": total, "seed": config.seed,
               "held_out_loss": None}

@@ -59,11 +59,22 @@ def load(name: str) -> type:
                     raise
         else:
             module = importlib.import_module(place)
-    except (OSError, ImportError, SyntaxError) as error:
-        raise UserError(f"world {name!r}: {error}") from None
+    except (OSError, ImportError, SyntaxError, SystemExit) as error:
+        what = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
+        raise UserError(f"world {name!r}: {what}") from None
     if not inspect.isclass(getattr(module, class_name, None)):
         raise UserError(f"world {name!r}: {place} has no class {class_name}")
-    return getattr(module, class_name)
+    cls = getattr(module, class_name)
+    for method in ("reset", "get_reward"):
+        if not callable(getattr(cls, method, None)):
+            raise UserError(f"world {name!r}: {class_name} has no {method}(); see envs/template.py")
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise UserError(f"world {name!r}: {class_name}() must need no argument ({error})") from None
+    except ValueError:
+        pass  # a signature that cannot be read
+    return cls
 
 
 def tools(env) -> dict:
@@ -230,7 +241,13 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
     if dataset is None or dataset == name:
         if not hasattr(cls, "_tasks"):
             raise UserError(f"world {name!r} makes no tasks of its own; give --dataset path/to/tasks.jsonl")
-        return [{**task, "env": name} for task in cls._tasks(split, n, seed)]
+        if not isinstance(inspect.getattr_static(cls, "_tasks"), (staticmethod, classmethod)):
+            raise UserError(f"world {name!r}: _tasks(split, n, seed) must be a @staticmethod")
+        rows = cls._tasks(split, n, seed)
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise UserError(f"world {name!r}: _tasks({split!r}, {n}, {seed}) returned {rows!r:.60}, it must be a list of "
+                            "dicts, the arguments of reset()")
+        return [{**task, "env": name} for task in rows]
     path = eval_dataset if split == "test" and eval_dataset else dataset
     needed, rows = _needed(cls), []
     for row in read_rows(path):
