@@ -287,7 +287,8 @@ class Episode:
             raise RuntimeError(f"{where(member)} raised {type(error).__name__}: {error}") from error
         if not all(map(math.isfinite, (total, *t.reward_parts.values(), *t.rewards))):
             t.reward = math.nan
-            t.info["not_finite"] = f"{where('get_reward()')} is {total}, parts {t.reward_parts}, paid before {t.rewards}: not finite"
+            t.info["not_finite"] = (f"{where('get_reward()')} is {total}, parts {t.reward_parts}, "
+                                    f"paid before {t.rewards}: not finite")
             return
         t.rewards[-1] += total - self.paid
         t.reward = math.fsum(t.rewards)

@@ -361,7 +361,10 @@ def read_pairs(path: str, rows: list[dict], chat_of) -> list[tuple[Trajectory, T
                 if not shared:
                     raise ValueError('no "prompt" field, and chosen and rejected do not begin with the same message')
                 prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-            prompt = [{**m, "loss": 0} for m in messages(prompt, "user", "prompt")]
+            prompt = messages(prompt, "user", "prompt")
+            if all(isinstance(side, list) and side[:len(prompt)] == prompt for side in (chosen, rejected)):
+                chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]  # whole conversations
+            prompt = [{**m, "loss": 0} for m in prompt]
             pair = []
             for name, side in (("chosen", chosen), ("rejected", rejected)):
                 told = prompt + messages(side, "assistant", name)
@@ -378,7 +381,10 @@ def chats(tokenizer, env: str | None, generation_config):
     made, own = {}, envs.schemas(envs.load(env)) if env and "," not in env else []
 
     def chat_of(tools):
-        tools = json.loads(tools) if isinstance(tools, str) else own if tools is None else tools
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else own if tools is None else tools
+        except ValueError:
+            raise ValueError('"tools" is text, but not JSON') from None
         try:
             key = json.dumps(tools)
             return made.get(key) or made.setdefault(key, Chat(tokenizer, tools, generation_config))
@@ -455,7 +461,7 @@ def train(config: Config) -> dict:
     if config.learning_rate is None:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
     episodes = read_episodes(config.trajectories) if config.trajectories else []
-    rows = envs.read_rows(config.dataset) if (config.dataset or "").endswith((".jsonl", ".parquet")) else []
+    rows = envs.read_rows(config.dataset) if (config.dataset or "").endswith((".jsonl", ".csv", ".parquet")) else []
     if rows and not any(row.keys() & {"chosen", "rejected"} for row in rows):
         if not (config.env or episodes):
             raise UserError(f'{config.dataset}:{rows[0].pop("_line")}: no "chosen" field; has: {", ".join(rows[0])} '

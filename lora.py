@@ -290,8 +290,10 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     head = model.get_output_embeddings()
     every = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     linears = {name: m for name, m in every.items() if m is not head and wanted(name)}
-    if not linears:
-        raise UserError(f"--lora_target_modules {targets}: no Linear of that name; the model has: "
+    named = targets if isinstance(targets, (list, tuple, set)) else []
+    unknown = [t for t in named if not any(name == t or name.endswith("." + t) for name in linears)]
+    if not linears or unknown:
+        raise UserError(f"--lora_target_modules: no Linear called {', '.join(unknown) or targets}; the model has: "
                         + ", ".join(sorted({name.rsplit(".", 1)[-1] for name in every})))
     generator = torch.Generator().manual_seed(seed)
     for linear in linears.values():
@@ -477,7 +479,8 @@ def load_adapter(model, folder: str, dropout: float = 0.0):
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
         raise UserError(f"{folder}: only plain LoRA adapters are read here; "
                         f"this one has {', '.join(odd) or 'another peft_type or bias'}")
-    add_lora(model, config["r"], config["lora_alpha"], dropout, config["target_modules"], config.get("use_rslora", False))
+    add_lora(model, config["r"], config["lora_alpha"], dropout, config["target_modules"],
+             config.get("use_rslora", False))
     load_weights(model, folder)
     if not any(linear.lora_B.weight.any() for linear in lora_linears(model).values()):
         print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero", file=sys.stderr)
@@ -519,8 +522,16 @@ def merge(source: str, folder: str):
 
 if __name__ == "__main__":
     if len(sys.argv) != 4 or sys.argv[1] != "merge":
-        sys.exit(__doc__)
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
     try:
+        try:
+            os.makedirs(sys.argv[3], exist_ok=True)
+            held = os.listdir(sys.argv[3])
+        except OSError as error:
+            raise UserError(f"{sys.argv[3]}: cannot write there ({error.strerror})") from None
+        if held:  # it may be the adapter's base: the adapter would then be applied twice
+            raise UserError(f"{sys.argv[3]}: is not empty; give a new folder")
         merge(*sys.argv[2:])
     except UserError as error:
         print(f"lora.py: {error}", file=sys.stderr)

@@ -209,7 +209,7 @@ class Config:
                            low=1, aliases=("total_epochs",))
     max_steps: int | None = flag(
         None, "updates; beats num_epochs with --trajectories, else ends the run sooner", group="training", low=1)
-    batch_size: int = flag(16, "episodes in one forward pass of an update: memory only", group="training", low=1)
+    batch_size: int = flag(16, "episodes in one forward pass", group="training", low=1)
     gradient_accumulation_steps: int = flag(2, "forward passes of an update", group="training", low=1)
     learning_rate: float | None = flag(
         None, "AdamW step size; default: 1e-4 with LoRA, 1e-5 without, 2e-3 for tiny", group="training", low=0)

@@ -66,7 +66,8 @@ def main(config_class, train, doc):
         where = f", step {signals.run.step}" if signals.run else ""
         reason = str(error).strip().splitlines()[0][:200]
         words, code = (f"out of memory{where}, peak {peak_memory_mb():.0f} MB: {reason} "
-                       "A smaller --batch_size gives the same result with less memory"), 1
+                       "A smaller --batch_size (outside grpo with more --gradient_accumulation_steps) gives the same "
+                       "result with less memory"), 1
     except KeyboardInterrupt:
         words, code = "interrupted; the checkpoints that were written are whole", 130
     if words:
@@ -171,10 +172,14 @@ class Run:
     def _open(self, values):
         """On rank 0: take the folder -> finished, checkpoint, its state."""
         import yaml  # arrives with transformers
+        if values.get("overwrite") and (values.get("resume") or values.get("resume_anyway")):
+            raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
         if values.get("resume_anyway"):
             values["resume"] = values["resume"] or "newest"
         self._enter(values)
         files = [path.strip() for name in DATA if values.get(name) for path in values[name].split(",")]
+        model = values.get("model_path")
+        self.model = str((newest_checkpoint(model) if model and os.path.isdir(model) else None) or model)
         self.data = {path: fingerprint(path) for path in files if os.path.isfile(path)}
         found = None, None, None
         if values.get("resume") and (self.folder / OWNED[0]).exists():
@@ -246,6 +251,8 @@ class Run:
 
     def _go_on(self, values):
         """Find and check the checkpoint to go on from, and take back what was written after it."""
+        if not self._written_by():
+            raise UserError(f"{self.folder / OWNED[0]}: is not what a run has written; mend it, or give --overwrite")
         if self._written_by() != self.algorithm:
             raise UserError(f"{self.folder}: holds a {self._written_by()} run, not one of {self.algorithm}")
         known = options(type(self.config))
@@ -286,6 +293,9 @@ class Run:
                 mend = (f"--resume previous goes on from {found[-2].name}" if found[1:] and not previous else
                         "there is no other one to go on from: --overwrite starts anew")
                 raise UserError(f"{error}; {mend}") from None
+            if state.get("model", self.model) != self.model:        # another start and reference
+                raise UserError(f"--model_path {self.config.model_path}: has a newer checkpoint than the one this run "
+                                f"began with, {state['model']}; move it away, or begin anew from either")
             for path, expected in state["data"].items():
                 if self.data.get(path) != expected:
                     raise UserError(f"{path}: is not the file this run began with (then {expected['bytes']} bytes)")
@@ -479,7 +489,7 @@ class Run:
                 for name in lines:
                     sync(self.folder / name)
                 state = {"step": step, "algorithm": self.algorithm, "extra": extra, "score": self.score,
-                         "bad": self.bad, "lines": lines, "data": self.data,
+                         "bad": self.bad, "lines": lines, "data": self.data, "model": self.model,
                          "versions": {name: version(name) for name in ("torch", "transformers")},
                          "files": {file.relative_to(temporary).as_posix(): fingerprint(file) for file in files}}
                 replace_file(temporary / "state.json", to_json(state, indent=1))

@@ -196,6 +196,7 @@ def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> 
             if tools is None:
                 tools = envs.schemas(world) if world else []
             try:
+                tools = json.loads(tools) if isinstance(tools, str) and tools.lstrip().startswith("[") else tools
                 check_tools(tools)
                 if system and what[0].get("role") != "system":
                     what = [{"role": "system", "content": system}, *what]

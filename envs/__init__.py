@@ -245,8 +245,8 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
             raise UserError(f"world {name!r}: _tasks(split, n, seed) must be a @staticmethod")
         rows = cls._tasks(split, n, seed)
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise UserError(f"world {name!r}: _tasks({split!r}, {n}, {seed}) returned {rows!r:.60}, it must be a list of "
-                            "dicts, the arguments of reset()")
+            raise UserError(f"world {name!r}: _tasks({split!r}, {n}, {seed}) returned {rows!r:.60}, it must be a list "
+                            "of dicts, the arguments of reset()")
         return [{**task, "env": name} for task in rows]
     path = eval_dataset if split == "test" and eval_dataset else dataset
     needed, rows = _needed(cls), []

@@ -144,7 +144,15 @@ def _parquet_rows(path):
     try:
         for number, row in enumerate(table.to_pylist(), 1):
             _finite(json.loads(json.dumps(row)))
-            rows.append({**row, "_line": number})
+            rows.append({**_without_padding(row), "_line": number})
     except (TypeError, ValueError) as error:  # TypeError: dates, decimals, binary within a list
         raise UserError(f"{path}:{number}: {error}") from None
     return rows
+
+
+def _without_padding(value):
+    """Arrow gives every call the arguments of all calls of its column, null where a call has none: those go."""
+    if isinstance(value, dict):
+        return {k: {a: v for a, v in x.items() if v is not None} if k == "arguments" and isinstance(x, dict)
+                else _without_padding(x) for k, x in value.items()}
+    return [_without_padding(x) for x in value] if isinstance(value, list) else value

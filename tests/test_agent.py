@@ -558,6 +558,11 @@ def test_a_hanging_tool_is_left_behind_and_its_episode_goes_on(monkeypatch):
     check_logprobs(MODEL, [stuck, other])
 
 
+def test_a_time_out_takes_back_nothing_that_was_paid(monkeypatch):
+    t = play(monkeypatch, [call("pay", amount=1)], [call("sleep", seconds=30)], [call("pay", amount=5)], "fine", tool_timeout=0.3)
+    assert t.rewards == [1.0, 0.0, 0.0, 0.0] and t.reward == 1.0 and t.info["timeouts"] == 1
+
+
 def test_a_hanging_async_tool(monkeypatch):
     t = play(monkeypatch, [call("doze", seconds=30)], "fine", tool_timeout=0.3)
     assert "TimeoutError" in results_of(t)[0] and t.info["timeouts"] == 1

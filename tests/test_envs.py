@@ -160,7 +160,8 @@ def test_a_file_that_cannot_be_imported(tmp_path, text, says):
 
 def test_a_file_may_hold_dataclasses(tmp_path):
     (tmp_path / "my.py").write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Card:\n    n: int\n"
-                                    "class World:\n    def reset(self, **_):\n        self.card = Card(1)\n    def f(self, n: int) -> str:\n        return str(n)\n")
+                                    "class World:\n    def reset(self, **_):\n        self.card = Card(1)\n    def f(self, n: int) -> str:\n        return str(n)\n"
+                                    "    def get_reward(self):\n        return 0.0\n")
     env = envs.load(f"{tmp_path / 'my.py'}:World")()
     env.reset()
     assert envs.call(env, "f", {"n": 2.0}) == ("2", False)

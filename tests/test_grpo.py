@@ -1,4 +1,5 @@
 """The loop of grpo.py: what must not change a step does not, what must stop it does, and it learns."""
+import contextlib
 import dataclasses
 import json
 import math
@@ -51,6 +52,50 @@ def test_micro_batch_size_changes_no_gradient(base, tmp_path):
 def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_trainer(base, tmp_path):
     _, (metrics,) = run(base, tmp_path)
     assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["sampler_gap_max"] < 1e-4 and metrics["clip_high"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_policy_and_start_are_one_k1_makes_no_advantage(base, tmp_path, dtype):
+    """The sampler's log-probs differ from the trainer's by rounding: a group's std must not make an advantage of that."""
+    _, (metrics,) = run(base, tmp_path, dtype=dtype, kl_coef=0.3, kl_estimator="k1", reward_scaling=0.0)
+    assert metrics["advantage_abs"] == 0
+
+
+@pytest.mark.parametrize("credit", ["turn", "episode"])
+def test_shuffling_knows_no_batch_size_and_keeps_episodes_rewards_whole(base, tmp_path, monkeypatch, credit):
+    seen = []
+    for size in (16, 4):
+        with monkeypatch.context() as patch:
+            whole = grpo.group_advantages
+            patch.setattr(grpo, "group_advantages", lambda rewards, ids, *a: seen.append(sorted(zip(ids, rewards.tolist()))) or whole(rewards, ids, *a))
+            run(base, tmp_path, batch_size=size, shuffle_rewards=True, credit=credit)
+    assert seen[0] == seen[1]
+    if credit == "episode":
+        with open(tmp_path / "trajectories.jsonl") as f:
+            paid = sorted(json.loads(line)["reward"] for line in f)
+        assert sorted(r for _, r in seen[0]) == pytest.approx(paid, abs=1e-5)
+
+
+def test_a_rank_that_dies_in_the_reference_pass_leaves_the_policy_to_be_saved(base, tmp_path, monkeypatch):
+    """Sums over ranks end the run where a peer is gone; the weights must then be the policy's, not the start's."""
+    switched, add = [], grpo.reference
+
+    @contextlib.contextmanager
+    def reference(model, frozen):
+        switched.append(True)
+        with add(model, frozen):
+            yield
+        switched.pop()
+    monkeypatch.setattr(grpo, "reference", reference)
+    monkeypatch.setattr("ranks.Ranks.add", lambda self, tensor: tensor if not switched else pytest.fail("in the block"))
+    run(base, tmp_path, kl_coef=0.1, importance_correction=2.0)
+
+
+def test_evaluation_knows_the_time_tools_may_take(base, tmp_path, monkeypatch):
+    told, evaluate = [], grpo.evaluate
+    monkeypatch.setattr(grpo, "evaluate", lambda *a, **options: told.append((options["tool_timeout"], options["tool_steps"])) or evaluate(*a, **options))
+    run(base, tmp_path, eval_tasks=2, tool_timeout=60.0, tool_steps=2)
+    assert told == [(60.0, 2)] * 2
 
 
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):

@@ -2,6 +2,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -879,3 +881,24 @@ def test_smollm2_logprobs_and_merge():
         with merged(model):
             assert (logits_of(model, ids) - unmerged).abs().max() < 1e-3
         assert torch.equal(logits_of(model, ids), unmerged)
+
+
+def test_rows_that_are_alike_and_train_nothing_go_through(tiny):
+    """Masked whole and identical, as a collapsed policy's truncated episodes are: the shared prefix would be all of them."""
+    ids = torch.arange(5, 13).repeat(2, 1)
+    logprobs, entropy = token_logprobs(load(tiny, lora_r=4), ids, torch.zeros_like(ids))
+    assert not logprobs.any() and not entropy.any()
+
+
+def test_a_name_that_no_linear_has_is_refused(tiny):
+    with pytest.raises(UserError, match="no Linear called v_porj; the model has: .*v_proj"):
+        load(tiny, lora_r=4, lora_target_modules="q_proj,v_porj")
+
+
+@pytest.mark.parametrize("target, says", [("base", "is not empty; give a new folder"), ("a_file/x", "cannot write there")])
+def test_merge_overwrites_nothing(tmp_path, target, says):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    (tmp_path / "a_file").touch()
+    done = subprocess.run([sys.executable, lora.__file__, "merge", "nowhere", str(tmp_path / target)], capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

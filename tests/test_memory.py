@@ -530,7 +530,7 @@ def test_dry_run(module, tmp_path, capsys):
     flags = last.partition("with ")[2].partition(" it needs")[0].split()
     assert last.startswith("does not fit; with --") and flags
     again = dict(zip((f[2:] for f in flags if f.startswith("--")), [None] * len(flags)))
-    assert again.keys() <= {"slots", "batch_size", "gradient_checkpointing", "no_merge_lora", "load_in_4bit"}
+    assert again.keys() <= {"slots", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "no_merge_lora", "load_in_4bit"}
     if module is sft:
         module.train(module.Config(**config, memory_mb=1))
         assert "lower --max_tokens" in capsys.readouterr().out

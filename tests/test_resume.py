@@ -259,6 +259,22 @@ def test_resume_anyway_takes_other_micro_batches_but_no_other_step(place, stoppe
     assert len(mine) == len(whole) and mine == pytest.approx(whole, rel=1e-4)
 
 
+def test_resume_and_overwrite_together_are_refused(place, stopped, tmp_path):
+    with pytest.raises(UserError, match="give one of them"):
+        sft.train(replace(stopped(tmp_path / "run"), overwrite=True))
+    assert run.newest_checkpoint(tmp_path / "run").name == "step_000002"
+
+
+def test_a_start_that_went_on_is_another_start(place, stopped, tmp_path, monkeypatch):
+    sft.train(toy(place, tmp_path / "start"))
+    again = replace(toy(place, tmp_path / "run"), model_path=str(tmp_path / "start"))
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    sft.train(replace(toy(place, tmp_path / "start"), max_steps=4, resume="newest"))
+    with pytest.raises(UserError, match="start: has a newer checkpoint than the one this run began with, .*step_000003"):
+        sft.train(replace(again, resume="newest"))
+
+
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_goes_on(place, stopped, tmp_path):
     sft.train(toy(place, tmp_path / "whole"))
     again = stopped(tmp_path / "run")

@@ -229,7 +229,7 @@ def test_success_and_our_own_bugs(program):
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained 0.0001\n", "")
     done = program("--fail", "memory")
     assert done.returncode == 1 and re.fullmatch(r"toy.py: out of memory, peak \d+ MB: CUDA out of memory. Tried to allocate 2.00 GiB. "
-                                                 "A smaller --batch_size gives the same result with less memory\n", done.stderr), done.stderr
+                                                 r"A smaller --batch_size \(outside grpo with more --gradient_accumulation_steps\) gives the same result with less memory\n", done.stderr), done.stderr
     done = program("--fail", "bug")
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 

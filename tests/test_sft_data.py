@@ -213,7 +213,7 @@ def test_loss_and_gradient_are_trls(tokenizer, tmp_path):
     ([ASK, {**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
      "message 1: the tool call is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
     ([ASK, {**ANSWER, "content": "<tool_call>\n{oops"}],
-     "message 1: the tool call is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
+     "message 1: the tool call is not valid JSON: Expecting property name enclosed in double quotes at character 1; a text that opens a tool call must hold a whole one"),
     ([ASK, {**CALLING, "tool_calls": [{**CALL, "id": "a"}, {**CALL, "id": "b"}]}, {**TOOL, "tool_call_id": "b"}, ANSWER],
      "message 2: results must stand in the order of their calls, by their tool_call_id"),
 ])
