@@ -143,7 +143,7 @@ class Chat:
         """
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise ValueError("messages must be a list of objects")
-        messages = [{"loss": m["weight"], **m} if "weight" in m else m for m in messages]  # OpenAI's name for it
+        messages = [m if m.get("weight") is None else {"loss": m["weight"], **m} for m in messages]  # OpenAI's
         ids, mask, said, calls, due, need, where = [], [], [], [], [], ("system", "user"), "at the start"
         last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=-1)
         for i, m in enumerate(messages[:last + 1]):
@@ -226,7 +226,8 @@ class Chat:
             return text, [_checked(call) for call in calls]
         content, calls, errors = parse_tool_calls(text)
         if errors:
-            raise ValueError(f"{errors[0].removeprefix('error: ')}; a text that opens a tool call must hold a whole one")
+            raise ValueError(errors[0].removeprefix("error: ")
+                             + "; a text that opens a tool call must hold a whole one")
         return (content, calls) if calls else (text, [])
 
     def _thoughtful(self, text, calls):

@@ -113,6 +113,9 @@ def test_accepted(tmp_path, monkeypatch):
     path = f"{tmp_path}/c.parquet"
     parquet.write_table(pyarrow.table({"messages": [[ASK, ANSWER]] * 2, "n": [1, None]}), path)
     assert envs.read_rows(path) == [{"messages": [ASK, ANSWER], "n": n, "_line": i} for i, n in ((1, 1), (2, None))]
+    calls = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {k: 1}}]}] for k in "ab"]
+    parquet.write_table(pyarrow.table({"messages": calls}), path)  # Arrow gives both calls both arguments
+    assert [row["messages"] for row in envs.read_rows(path)] == calls
     for columns, says in (({"img": [b"\xff"]}, 'column "img" is binary; rows to learn from are text and numbers'), ({"a": [1.0, float("nan")]}, 'field "a": not a finite number'),
                           ({"day": pyarrow.array([1], pyarrow.date32())}, "Object of type date is not JSON serializable"), ({}, "no rows")):
         parquet.write_table(pyarrow.table(columns), path)

@@ -285,6 +285,7 @@ USER, GOOD, BAD = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "c
 @pytest.mark.parametrize("row", [
     {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {"prompt": [USER], "chosen": "4", "rejected": [BAD], "tools": "[]"},
+    {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD], "tools": None}], ids=str)
 def test_every_form_of_a_row_is_the_same_pair(tiny, row):
     (pair,) = dpo.read_pairs("f", [{"_line": 1, **row}], dpo.chats(tiny[1], None, None))

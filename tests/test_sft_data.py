@@ -106,6 +106,8 @@ def test_trained_are_the_assistants_turns_and_loss_0_takes_one_out(chat, tokeniz
     episode = Trajectory(*chat.conversation(messages))
     assert spelled(tokenizer, episode) == [call, "43<|im_end|>"]
     assert tokenizer.decode(episode.token_ids).endswith("43<|im_end|>")  # what follows the last answer is cut
+    assert chat.conversation([{**m, "weight": m.pop("loss")} if "loss" in m else m for m in map(dict, messages)]) == (
+        episode.token_ids, episode.loss_mask)  # OpenAI's name for it
     assert chat.conversation([*messages, TOOL, SYSTEM]) == (episode.token_ids, episode.loss_mask)
 
 
