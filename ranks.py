@@ -6,6 +6,7 @@ losses are divided by counts over the whole step, so that one flat all-reduce gi
 process would have. Rank 0 writes. Beside torch's process group each rank holds a plain connection to rank 0: the kernel
 closes it however a process ends, and so the others learn who is gone, where a collective would only wait.
 """
+import atexit
 import functools
 import os
 import socket
@@ -30,6 +31,13 @@ def join():
     return _joined() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else Ranks(int(os.environ.get("RANK", 0)), 1)
 
 
+def _close():
+    """While Python still stands: gloo's threads, left to the end of the process, now and then abort it."""
+    import torch.distributed as dist
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class Ranks:
     """rank of world. gone: the rank that has left before the work was done, or None. Alone all of it does nothing.
 
@@ -51,6 +59,7 @@ class Ranks:
         # Who waits is waiting for a rollout, however long; who is gone is told by the connections.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=7))
+        atexit.register(_close)
         if rank:
             from tqdm import tqdm
             sys.stdout = open(os.devnull, "w")  # what rank 0 says is enough

@@ -20,6 +20,7 @@ from ranks import Ranks
 ROOT = Path(run.__file__).parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
 DRIVER = '''
+import os
 import sys
 from pathlib import Path
 import dpo, grpo, reward_weighted, sft
@@ -42,6 +43,9 @@ grpo.train(grpo.Config(output_dir=str(out / "grpo"), tasks_per_step=6, group_siz
 grpo.rollout = played
 grpo.train(grpo.Config(output_dir=str(out / "plays"), tasks_per_step=3, group_size=2, max_tokens=200, max_new_tokens=6,
                        save_trajectories=6, batch_size=3, save_every=1, success_rate_ub=0.9, **{**common, "max_steps": 2, "eval_tasks": 3}))
+if "RANK" in os.environ:  # as run.main leaves
+    sys.stdout.flush()
+    os._exit(0)
 '''
 
 
