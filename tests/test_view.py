@@ -153,7 +153,7 @@ def test_ceiling_and_truth_are_told_by_episodes_or_by_a_world_of_ours(tmp_path, 
     assert view.ceiling([says(0.5, True)]) is None
     (tmp_path / "world.py").write_text("""open(__file__ + '.ran', 'w')
 class World:
-    _ceiling = staticmethod(lambda: 0.81)
+    _ceiling, get_reward = staticmethod(lambda: 0.81), lambda self: 0.0
     def reset(self, meeting, **_):
         self.outcome, self.probability = meeting > 5, meeting / 10
 """)
