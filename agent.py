@@ -96,7 +96,7 @@ class ToolPool:
         self.calls += len(calls)
         return job
 
-    def wait(self, job, paid: float = 0.0) -> list[tuple[str, bool, float]]:
+    def wait(self, job, paid: float) -> list[tuple[str, bool, float]]:
         """(text for the model, error, env.reward after it) of each call; blocks until done or a call overruns.
 
         paid: env.reward before them, which is all that a call that overran is known to leave.

@@ -271,15 +271,16 @@ def mend(config, now: list[int], limit: int, need) -> str:
             if not over(now) or own == value or value == "half" and own == 1:
                 continue
             new = replace(config, **{name: own // 2 if value == "half" else value})
-            if name == "batch_size" and (parts := getattr(config, "gradient_accumulation_steps", None)):
+            parts = name == "batch_size" and config.gradient_accumulation_steps
+            if parts:
                 new = replace(new, gradient_accumulation_steps=2 * parts)  # a step keeps its size
             try:
                 less = need(new)
             except ValueError:  # a UserError: this flag needs another that is not set, --lora_r say
                 continue
             if over(less) < 0.99 * over(now):
-                if name == "batch_size" and new.gradient_accumulation_steps:
-                    changed["gradient_accumulation_steps"] = new.gradient_accumulation_steps
+                if parts:
+                    changed["gradient_accumulation_steps"] = 2 * parts
                 now, config, changed[name] = less, new, getattr(new, name)
     flags = " ".join(f"--{name}" if value is True else f"--no_{name}" if value is False else f"--{name} {value}"
                      for name, value in changed.items())

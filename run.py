@@ -72,7 +72,7 @@ def main(config_class, train, doc):
         words, code = "interrupted; the checkpoints that were written are whole", 130
     if words:
         print(f"{program}: {words}", file=sys.stderr)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:        # gloo's threads may abort one that ends in order
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:        # gloo's threads may abort its orderly end
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     if code:

@@ -382,10 +382,12 @@ def test_from_a_world_alone_it_plays_pairs_trains_and_tells(start, tmp_path, cap
     assert len((tmp_path / "o" / "trajectories.jsonl").read_text().splitlines()) == 24
 
 
-def test_a_pair_file_needs_no_world(start, tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}+1?", "chosen": str(i + 1), "rejected": str(i + 2)}) + "\n"
-                            for i in range(12)))
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_pair_file_needs_no_world(start, tmp_path, kind):
+    path = tmp_path / f"pairs.{kind}"
+    rows = [{"prompt": f"{i}+1?", "chosen": str(i + 1), "rejected": str(i + 2)} for i in range(12)]
+    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)] if kind == "csv" else map(json.dumps, rows)
+    path.write_text("".join(line + "\n" for line in lines))
     result, (line,) = run(start, tmp_path / "o", dataset=str(path))
     assert result["success_before"] is None and line["loss"] == pytest.approx(math.log(2), abs=1e-5)
 

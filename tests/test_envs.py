@@ -158,6 +158,21 @@ def test_a_file_that_cannot_be_imported(tmp_path, text, says):
             envs.load(f"{tmp_path / 'my.py'}:World")
 
 
+CONTRACT = "class World:\n    def reset(self, **_):\n        pass\n    def get_reward(self):\n        return 0.0\n"
+
+
+@pytest.mark.parametrize("text, says", [
+    ("import sys\nsys.exit(4)\n", "it calls sys.exit(4)"), ("class World:\n    def reset(self):\n        pass\n", "World has no get_reward()"),
+    (CONTRACT + "    reset = 3\n", "World has no reset()"), (CONTRACT + "    def __init__(self, size):\n        pass\n", "World() must need no argument"),
+    (CONTRACT + "    def _tasks(self, split, n, seed):\n        return [{}]\n", "_tasks(split, n, seed) must be a @staticmethod"),
+    *((CONTRACT + f"    _tasks = staticmethod(lambda *_: {out})\n", f"returned {out}, it must be a list of dicts") for out in ("[]", "None", "[1, 2]"))])
+def test_a_world_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
+    (tmp_path / "my.py").write_text(text)
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        envs.tasks(f"{tmp_path / 'my.py'}:World", "train", 3, 0)
+    assert "my.py:World" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_file_may_hold_dataclasses(tmp_path):
     (tmp_path / "my.py").write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Card:\n    n: int\n"
                                     "class World:\n    def reset(self, **_):\n        self.card = Card(1)\n    def f(self, n: int) -> str:\n        return str(n)\n"

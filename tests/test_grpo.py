@@ -78,12 +78,12 @@ def test_shuffling_knows_no_batch_size_and_keeps_episodes_rewards_whole(base, tm
 
 def test_a_rank_that_dies_in_the_reference_pass_leaves_the_policy_to_be_saved(base, tmp_path, monkeypatch):
     """Sums over ranks end the run where a peer is gone; the weights must then be the policy's, not the start's."""
-    switched, add = [], grpo.reference
+    switched, whole = [], grpo.reference
 
     @contextlib.contextmanager
     def reference(model, frozen):
         switched.append(True)
-        with add(model, frozen):
+        with whole(model, frozen):
             yield
         switched.pop()
     monkeypatch.setattr(grpo, "reference", reference)

@@ -902,3 +902,19 @@ def test_merge_overwrites_nothing(tmp_path, target, says):
     (tmp_path / "a_file").touch()
     done = subprocess.run([sys.executable, lora.__file__, "merge", "nowhere", str(tmp_path / target)], capture_output=True, text=True)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_dropout_is_the_flag_s_whatever_the_adapter_was_trained_with(tiny, tmp_path, dropout):
+    save_model(load(tiny, lora_r=4, lora_dropout=0.3), tmp_path)
+    model = load(str(tmp_path), lora_r=4, lora_dropout=dropout)
+    assert {linear.lora_dropout for linear in lora_linears(model).values()} == {dropout}
+
+
+def test_merging_takes_the_adapter_to_where_the_base_is(tiny):
+    """--optim adamw_cpu keeps A and B on the CPU; the meta device stands for a GPU."""
+    model = load(tiny, lora_r=4)
+    for linear in lora_linears(model).values():
+        linear.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+    with merged(model):
+        assert all(linear.weight.is_meta and linear.lora_merged for linear in lora_linears(model).values())

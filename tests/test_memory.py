@@ -531,6 +531,10 @@ def test_dry_run(module, tmp_path, capsys):
     assert last.startswith("does not fit; with --") and flags
     again = dict(zip((f[2:] for f in flags if f.startswith("--")), [None] * len(flags)))
     assert again.keys() <= {"slots", "batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "no_merge_lora", "load_in_4bit"}
+    if "batch_size" in again and module is not grpo:  # there a step is batch_size x gradient_accumulation_steps
+        was, now = (c.batch_size * c.gradient_accumulation_steps for c in (
+            module.Config(**config), module.Config(**{**config, **{f[2:]: int(n) for f, n in zip(flags, flags[1:]) if n.isdigit()}})))
+        assert was == now
     if module is sft:
         module.train(module.Config(**config, memory_mb=1))
         assert "lower --max_tokens" in capsys.readouterr().out
