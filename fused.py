@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from logprobs import head_logits
 from memory import tiled
-
-FAMILY = {"llama", "qwen2", "qwen3"}
+from pointwise import FAMILY, mlp, norm
 
 
 def fits(model) -> bool:
@@ -28,7 +27,7 @@ def fits(model) -> bool:
         if (adapted and module.lora_on and not module.lora_merged or isinstance(module, nn.Linear) and (
                 type(module) is not nn.Linear or module.weight.device != model.device)
                 or len(module._forward_hooks) > adapted or module._forward_pre_hooks
-                or forward and getattr(forward, "func", None) is not tiled):
+                or forward and getattr(forward, "func", None) not in (tiled, mlp, norm)):
             return False
     return True
 

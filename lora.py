@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memory
+import pointwise
 from budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
 from logprobs import Unscaled, causal_attention, head_logits, hidden_states, token_logprobs  # noqa: F401
 from memory import OPTIMS, adamw  # noqa: F401
@@ -107,6 +108,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
                  lora_target_modules, use_rslora, seed)
     if not lora_r:
         model.requires_grad_(train)
+    pointwise.install(model)
     if mlp_tokens:
         memory.tile_mlps(model, mlp_tokens)
     if gradient_checkpointing:
@@ -323,7 +325,7 @@ def _lora_hook(linear, inputs, output):
     if work == []:
         work += A, B
     if linear.lora_merged:
-        return _MergedLoRA.apply(output, x, A, B, linear.lora_scale)
+        return _MergedLoRA.apply(output, x, A, B, linear.lora_scale, getattr(x, "again", None))
     x = F.dropout(x, linear.lora_dropout, training=linear.training)
     return output + F.linear(F.linear(x, A), B) * linear.lora_scale
 
@@ -332,16 +334,18 @@ class _MergedLoRA(torch.autograd.Function):
     """The identity on output = (W + scale B A) x, which gives A and B the gradients they have in that sum."""
 
     @staticmethod
-    def forward(ctx, output, x, A, B, scale):
-        ctx.scale = scale
-        ctx.save_for_backward(x, A, B)
+    def forward(ctx, output, x, A, B, scale, again):
+        ctx.scale, ctx.again = scale, again  # again(): x once more, which then is not kept
+        ctx.save_for_backward(None if again else x, A, B)
         return output
 
     @staticmethod
     def backward(ctx, grad):
         x, A, B = ctx.saved_tensors
-        x, g = x.flatten(0, -2), grad.flatten(0, -2) * ctx.scale  # (N, in), (N, out)
-        return grad, None, (g @ B).T @ x, g.T @ (x @ A.T), None  # x gets its gradient through the merged weight
+        again, ctx.again = ctx.again, None  # what it holds is free with this node's tensors
+        x, g = (again() if again else x).flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
+        grad_A, grad_B = (g @ B * ctx.scale).T @ x, ((x @ A.T * ctx.scale).T @ g).T
+        return grad, None, grad_A, grad_B, None, None  # x gets its gradient through the merged weight
 
 
 def lora_linears(model) -> dict:
