@@ -6,15 +6,15 @@ gradients. The Engine compares it with the stock modules before it trusts it; ev
 no plain Linears (4 bits), an adapter that is not merged and modules with hooks stay with the stock modules.
 
 Memory: none. The joint weights take the place of the model's own tensors, which become views of them; they are put
-together layer by layer. Only a CPU with bfloat16 weights holds a second copy of the Linears while an Engine lives, in
-oneDNN's own layout: a product of few rows takes 25 to 35 % less time there.
+together layer by layer. A CPU with bfloat16 weights holds them in oneDNN's own layout, in which a product of few rows
+takes 25 to 35 % less time: merged weights instead of the model's tensors, others beside them while an Engine lives.
 """
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from logprobs import head_logits
-from memory import tiled
+from memory import give_back_memory, tiled
 from pointwise import FAMILY, mlp, norm
 
 
@@ -40,7 +40,7 @@ class Fused:
         self.model, self.attention = model, attention
         self.packs = (model.device.type == "cpu" and model.dtype == torch.bfloat16
                       and torch.backends.mkldnn.is_available())
-        self.layers = []
+        self.layers, self.packed = [], []
         for layer in model.base_model.layers:
             a, mlp = layer.self_attn, layer.mlp
             heads = a.q_proj.out_features // a.head_dim, a.k_proj.out_features // a.head_dim  # H, H_kv
@@ -73,6 +73,15 @@ class Fused:
             x = x + down(F.silu(gate) * up)
         return F.rms_norm(x, x.shape[-1:], base.norm.weight, eps)
 
+    def drop_merged(self):
+        """Merged weights that are packed go; `lora.merged` keeps the base's, and brings them back where it ends."""
+        for linears, weight in self.packed:
+            if all(getattr(linear, "lora_merged", False) for linear in linears):
+                linears[0].lora_packed = weight
+                for linear in linears:
+                    linear.weight.data = linear.weight.data.new_empty(0)  # stock modules would fail, not err
+        give_back_memory()
+
     def _linear(self, *linears):
         """One product for all of them: x -> their outputs, one behind the other."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -80,8 +89,11 @@ class Fused:
         if not self.packs:
             weight = joined([linear.weight for linear in linears])
             return lambda x: F.linear(x, weight, bias)
-        weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
-        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        weight = getattr(linears[0], "lora_packed", None)  # by an Engine before, of the same merged weights
+        if weight is None:
+            weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.packed.append((linears, weight))
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

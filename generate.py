@@ -88,7 +88,7 @@ class RowCache:
     def reserve(self, needed: int):
         """Room for `needed` tokens a row; when it grows, all tensors are new ones."""
         if needed > self.capacity:
-            self.capacity = -(-max(needed, self.capacity * 5 // 4) // 64) * 64
+            self.capacity = -(-max(needed, self.capacity * 9 // 8) // 32) * 32
             for tensors in (self.keys, self.values):
                 for i, t in enumerate(tensors):
                     tensors[i] = t if t is None else F.pad(t, (0, 0, 0, self.capacity - t.shape[2]))
@@ -247,6 +247,8 @@ class Engine:
         try:
             fused = Fused(model, row_attention)
             model.fuses = getattr(model, "fuses", False) or self._agrees(fused)
+            if model.fuses:
+                fused.drop_merged()
         except Exception:  # a part of it is not what this family has
             model.fuses = False
         return fused if model.fuses else None

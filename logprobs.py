@@ -250,9 +250,17 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sl
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       sliding_window=sliding_window, **kwargs)
+    out = memory.again(partial(_attend, scaling), query, key, value)
+    return out.transpose(1, 2), None
+
+
+def _attend(scaling, query, key, value):
+    """query (B, H, T, D): the last T of S positions; key, value (B, H_kv, S, D) -> (B, H, T, D)."""
+    B, H, T, D = query.shape
+    heads, S = key.shape[1:3]
     ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)  # (T, S): keys hidden from a query
     bias = query.new_zeros(T, S).masked_fill_(ahead, -torch.inf)
-    scores = (query * scaling).reshape(B, H // groups, groups * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
-    weights = (scores.view(B, H // groups, groups, T, S) + bias).softmax(-1)  # (B, H_kv, groups, T, S)
-    out = weights.view(B, H // groups, groups * T, S) @ value  # (B, H_kv, groups * T, D)
-    return out.view(B, H, T, -1).transpose(1, 2), None
+    scores = (query * scaling).reshape(B, heads, H // heads * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
+    weights = scores.view(B, heads, H // heads, T, S).add_(bias).softmax(-1)  # (B, H_kv, groups, T, S)
+    out = weights.view(B, heads, H // heads * T, S) @ value  # (B, H_kv, groups * T, D)
+    return out.view(B, H, T, -1)

@@ -7,7 +7,6 @@ own format.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
-import ctypes
 import inspect
 import json
 import math
@@ -24,7 +23,7 @@ import memory
 import pointwise
 from budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
 from logprobs import Unscaled, causal_attention, head_logits, hidden_states, token_logprobs  # noqa: F401
-from memory import OPTIMS, adamw  # noqa: F401
+from memory import OPTIMS, adamw, give_back_memory  # noqa: F401
 from run import UserError
 from tiny import make_tiny
 
@@ -306,7 +305,8 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         nn.init.zeros_(B.weight)
         linear.lora_A, linear.lora_B = A, B
         linear.lora_scale = alpha / (math.sqrt(r) if use_rslora else r)
-        linear.lora_dropout, linear.lora_on, linear.lora_merged, linear.lora_work = dropout, True, False, None
+        linear.lora_dropout, linear.lora_on, linear.lora_merged = dropout, True, False
+        linear.lora_work = linear.lora_packed = None
         linear.lora_hook = linear.register_forward_hook(_lora_hook)
     names = sorted({name.rsplit(".", 1)[-1] for name in linears}) if targets == "all-linear" else targets
     model.lora_config = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names,
@@ -373,18 +373,10 @@ def merged(model):
         yield
     finally:
         for linear, weight in put_aside.items():
-            linear.weight.data, linear.lora_merged = weight, False
+            linear.weight.data, linear.lora_merged, linear.lora_packed = weight, False, None
         for linear in lora_linears(model).values():
             linear.lora_work = None
         give_back_memory()
-
-
-def give_back_memory():
-    """Freed memory returns to the system. glibc would keep it, and rollout and update each add their own peak."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):
-        pass  # not glibc
 
 
 def merge_adapter(model):

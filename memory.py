@@ -10,6 +10,7 @@
 
 budget.py counts what each of them saves.
 """
+import ctypes
 import os
 from functools import partial
 
@@ -330,9 +331,10 @@ def checkpoint_layers(model, offload: bool = False):
     """Every layer keeps its input alone and runs again in the backward pass; offload: the inputs wait in the host."""
     stream = getattr(model, "stream", None)
     for i, layer in enumerate(layers_of(model)):
-        before = partial(stream.enter, i) if stream else lambda: None
+        def run_again(run, hidden, *rest, before=partial(stream.enter, i) if stream else lambda: None):
+            return again(lambda hidden: run(hidden, *rest), hidden, before=before, offload=offload)
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(again, before=before, offload=offload)
+        layer._gradient_checkpointing_func = run_again
 
 
 def tile_mlps(model, tokens: int):
@@ -350,39 +352,49 @@ def tiled(run, tokens, x):
     return torch.cat([again(run, part) for part in parts]).view(x.shape)
 
 
-def again(run, hidden, *rest, before=lambda: None, offload=False):
-    if rest:
-        run = partial(lambda run, hidden: run(hidden, *rest), run)
+def again(run, *inputs, before=lambda: None, offload=False):
+    """run(*inputs), tensors all, of which nothing but the inputs is kept: it runs again in the backward pass.
+
+    before: called then. offload: the inputs wait in the host.
+    """
     if not torch.is_grad_enabled():
-        return run(hidden)
-    return _Again.apply(run, before, offload, hidden, hidden.new_empty(0, requires_grad=True))
+        return run(*inputs)
+    return _Again.apply(run, before, offload, inputs[0].new_empty(0, requires_grad=True), *inputs)
 
 
 class _Again(torch.autograd.Function):
-    """run(hidden), whose graph is made only in the backward pass (re-entrant; arXiv 1604.06174).
+    """run(*inputs), whose graph is made only in the backward pass (re-entrant; arXiv 1604.06174).
 
     Not torch's own: that finds saved tensors by hooks, keeps random states by default on all devices, cannot call
     Stream.enter first, and re-entrant it would need an input that asks for a gradient: here an empty tensor does.
     """
 
     @staticmethod
-    def forward(ctx, run, before, offload, hidden, _):
-        ctx.run, ctx.before, ctx.device = run, before, hidden.device
+    def forward(ctx, run, before, offload, _, *inputs):
+        ctx.run, ctx.before, ctx.device = run, before, inputs[0].device
         ctx.random = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if ctx.device.type == "cuda" else [])
-        ctx.save_for_backward(to_host(hidden) if offload else hidden)
-        return run(hidden)
+        ctx.save_for_backward(*(to_host(t) if offload else t for t in inputs))
+        return run(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
         ctx.before()
-        hidden = ctx.saved_tensors[0].to(ctx.device, non_blocking=True).detach().requires_grad_()
+        inputs = [t.to(ctx.device, non_blocking=True).detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.random.fork_rng([ctx.device] if ctx.device.type == "cuda" else []), torch.enable_grad():
             torch.set_rng_state(ctx.random[0])  # the dropout of the first time
             if ctx.device.type == "cuda":
                 torch.cuda.set_rng_state(ctx.random[1])
-            out = ctx.run(hidden)
+            out = ctx.run(*inputs)
         torch.autograd.backward(out, grad)
-        return None, None, None, hidden.grad, None
+        return None, None, None, None, *(t.grad for t in inputs)
+
+
+def give_back_memory():
+    """Freed memory returns to the system. glibc would keep it, and rollout and update each add their own peak."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        pass  # not glibc
 
 
 # ------------------------------------------------------------------------------------------------------------ optimiser

@@ -5,7 +5,7 @@ came, an MLP its gate and its up product; what is a pointwise formula of these i
 and that also for the gradient of an adapter behind it (`lora._MergedLoRA`). Forward numbers are the stock ones to
 the bit, and without gradients the stock modules run themselves.
 """
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +27,9 @@ def install(model):
 def norm(module, stock, x):
     if not torch.is_grad_enabled() or module.weight.requires_grad:
         return stock(x)
-    return _RMSNorm.apply(x, module.weight, module.variance_epsilon)
+    out = _RMSNorm.apply(x, module.weight, module.variance_epsilon)
+    out.again = cache(partial(rms_norm, x.detach(), module.weight, module.variance_epsilon))
+    return out
 
 
 def mlp(module, stock, x):
@@ -35,7 +37,7 @@ def mlp(module, stock, x):
         return stock(x)
     gate, up = module.gate_proj(x), module.up_proj(x)  # (..., inner) each
     product = _SwiGLU.apply(gate, up)
-    product.again = partial(swiglu, gate.detach(), up.detach())
+    product.again = cache(partial(swiglu, gate.detach(), up.detach()))
     return module.down_proj(product)
 
 
@@ -57,6 +59,15 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
+@torch.no_grad()
+def rms_norm(x, weight, eps):
+    out = torch.empty_like(x)
+    for some, of_out in pieces(x, out):
+        unit, _ = normalised(some, eps)
+        torch.mul(weight, unit.to(x.dtype), out=of_out)
+    return out
+
+
 class _RMSNorm(torch.autograd.Function):
     """weight * (x / rms(x)) over the last axis, rms in float32 (arXiv 1910.07467), of which x is kept."""
 
@@ -64,11 +75,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, eps):
         ctx.eps = eps
         ctx.save_for_backward(x, weight)
-        out = torch.empty_like(x)
-        for some, of_out in pieces(x, out):
-            unit, _ = normalised(some, eps)
-            torch.mul(weight, unit.to(x.dtype), out=of_out)
-        return out
+        return rms_norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx, grad):

@@ -458,10 +458,11 @@ def train(config: Config) -> dict:
                 for first, token_ids, loss_mask, w in micro:
                     run.check()
                     torch.manual_seed(mix(config.seed, "dropout", step, first))
-                    logprobs, _ = token_logprobs(model, token_ids, loss_mask, config.temperature)  # (b, t)
+                    logprobs = token_logprobs(model, token_ids, loss_mask, config.temperature)[0]  # (b, t)
                     part = reward_weighted_loss(logprobs, w, weight_sum)
                     part.backward()
                     loss += part.item()
+                    del logprobs, part  # a graph left over lies between the next one's tensors
             run.ranks.add_gradients(weights)
             loss = sum(run.ranks.gather(loss))
             lr = learning_rate(step, (iteration + done / len(batches)) / iterations, config)

@@ -338,10 +338,11 @@ def train(config: Config) -> dict:
             run.check()
             torch.manual_seed(mix(config.seed, "dropout", step, part.start))
             token_ids, loss_mask, _ = collate(batch[part], model.device)  # (B, T) each
-            logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)
+            logprobs = token_logprobs(model, token_ids, loss_mask)[0]  # (B, T)
             part = sft_loss(logprobs, loss_mask, num_tokens)
             part.backward()
             loss += part.item()
+            del logprobs, part  # a graph left over lies between the next one's tensors
         run.ranks.add_gradients(weights)
         loss = sum(run.ranks.gather(loss))
         for group in optimizer.param_groups:

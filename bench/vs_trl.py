@@ -170,9 +170,10 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
             part = slice(i, i + args.batch_size)
             width = max(len(t.token_ids) for t in batch[part])
             ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
-            logprobs, _ = token_logprobs(model, ids, m)
-            loss, _ = LOSSES["grpo"](logprobs, old, adv, m, counts, clip_eps_low=0.2, clip_eps_high=0.2)
+            logprobs = token_logprobs(model, ids, m)[0]
+            loss = LOSSES["grpo"](logprobs, old, adv, m, counts, clip_eps_low=0.2, clip_eps_high=0.2)[0]
             loss.backward()
+            del logprobs, loss
     if optimizer:
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
         optimizer.step()
