@@ -574,7 +574,7 @@ def train(config: Config) -> dict:
                 loss, parts = forward(model, [pairs[i] for i in part], ref_sums[part], counts, losses, config)
                 loss.backward()
                 metrics.update({name: x.item() for name, x in parts.items()})
-                del loss, parts  # a graph left over lies between the next one's tensors
+                del loss, parts  # or the graph lies in the way of the next
         run.ranks.add_gradients(weights)
         metrics = run.ranks.total(metrics)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()

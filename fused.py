@@ -13,21 +13,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import pointwise
 from logprobs import head_logits
 from memory import give_back_memory, tiled
-from pointwise import FAMILY, mlp, norm
 
 
 def fits(model) -> bool:
     """Is every module what it was built as, with weights that hold the whole policy?"""
-    if model.config.model_type not in FAMILY:
+    if model.config.model_type not in pointwise.FAMILY:
         return False
     for module in model.base_model.modules():
         adapted, forward = hasattr(module, "lora_A"), vars(module).get("forward")
         if (adapted and module.lora_on and not module.lora_merged or isinstance(module, nn.Linear) and (
                 type(module) is not nn.Linear or module.weight.device != model.device)
                 or len(module._forward_hooks) > adapted or module._forward_pre_hooks
-                or forward and getattr(forward, "func", None) not in (tiled, mlp, norm)):
+                or forward and getattr(forward, "func", None) not in (tiled, pointwise.mlp, pointwise.norm)):
             return False
     return True
 
@@ -91,8 +91,8 @@ class Fused:
             return lambda x: F.linear(x, weight, bias)
         weight = getattr(linears[0], "lora_packed", None)  # by an Engine before, of the same merged weights
         if weight is None:
-            weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+            weights = [linear.weight.detach() for linear in linears]
+            weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
         self.packed.append((linears, weight))
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

@@ -575,7 +575,7 @@ def train(config: Config) -> dict:
                         gap = masked(logprobs.detach() - sampled_logprobs[part, :width], m).abs()
                         sums["sampler_gap"] += token_mean(gap, m, counts).item()
                         gap_max = max(gap_max, gap.max().item())
-                    del logprobs, entropy, kl, in_loss, loss, seen  # a graph left over lies between the next one's tensors
+                    del logprobs, entropy, kl, in_loss, loss, seen  # or the graph lies in the way of the next
             run.ranks.add_gradients(weights)
             sums = run.ranks.total(sums)
             if update == 0:

@@ -242,7 +242,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sl
             (query[:, :, :P], key[:, :, :P], value[:, :, :P]), (unpacked(query), keys, values)))
         return torch.cat([head, tail.flatten(0, 1)[None]], 1), None  # (1, P + B * W, H, D)
     B, H, T, D = query.shape
-    S, groups = key.shape[2], H // key.shape[1]
+    S = key.shape[2]
     if attention_mask is None and S > T:  # the queries are the last T of S positions
         attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
     ours = query.is_cpu and torch.is_grad_enabled() and not dropout

@@ -256,7 +256,7 @@ def fast_float32() -> bool:
     Before the first matmul it also bounds oneDNN's cache of compiled shapes: its 1,024, which batches of ever new
     lengths fill, hold over 1 GB.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:
         matmul = torch.backends.mkldnn.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "bf16"

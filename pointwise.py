@@ -1,9 +1,9 @@
 """RMSNorm and SwiGLU of the Llama family that keep less for the backward pass than the stock modules do.
 
 A stock norm keeps its input in float32, a stock MLP four tensors of its inner width. Here a norm keeps its input as it
-came, an MLP its gate and its up product; what is a pointwise formula of these is computed again: 1 / rms, silu(gate) * up,
-and that also for the gradient of an adapter behind it (`lora._MergedLoRA`). Forward numbers are the stock ones to
-the bit, and without gradients the stock modules run themselves.
+came, an MLP its gate and its up product. What is a pointwise formula of these is computed again, also where a merged
+adapter asks for its own input: that tensor carries `again()` for `lora._MergedLoRA`. Forward numbers are the stock
+ones to the bit; without gradients the stock modules run themselves.
 """
 from functools import cache, partial
 
@@ -20,7 +20,7 @@ def install(model):
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(norm, module, module.forward)
-            elif type(module).__name__.endswith("MLP"):
+            elif type(module).__name__.endswith("MLP") and model.config.hidden_act == "silu":
                 module.forward = partial(mlp, module, module.forward)
 
 
@@ -61,7 +61,7 @@ class _SwiGLU(torch.autograd.Function):
 
 @torch.no_grad()
 def rms_norm(x, weight, eps):
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     for some, of_out in pieces(x, out):
         unit, _ = normalised(some, eps)
         torch.mul(weight, unit.to(x.dtype), out=of_out)
@@ -80,7 +80,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         for some, of_grad, of_out in pieces(x, grad, out):
             unit, scale = normalised(some, ctx.eps)
             g = (of_grad * weight).float()

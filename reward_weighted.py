@@ -462,7 +462,7 @@ def train(config: Config) -> dict:
                     part = reward_weighted_loss(logprobs, w, weight_sum)
                     part.backward()
                     loss += part.item()
-                    del logprobs, part  # a graph left over lies between the next one's tensors
+                    del logprobs, part  # or the graph lies in the way of the next
             run.ranks.add_gradients(weights)
             loss = sum(run.ranks.gather(loss))
             lr = learning_rate(step, (iteration + done / len(batches)) / iterations, config)

@@ -342,7 +342,7 @@ def train(config: Config) -> dict:
             part = sft_loss(logprobs, loss_mask, num_tokens)
             part.backward()
             loss += part.item()
-            del logprobs, part  # a graph left over lies between the next one's tensors
+            del logprobs, part  # or the graph lies in the way of the next
         run.ranks.add_gradients(weights)
         loss = sum(run.ranks.gather(loss))
         for group in optimizer.param_groups:
