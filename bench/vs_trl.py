@@ -46,7 +46,7 @@ def arguments(argv=None):
     parser.add_argument("--repeats", type=int, default=2, help="steps that count in each turn, after one to warm up")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"),
                         help="our frozen weights; also those of TRL's second row")
-    parser.add_argument("--batch_size", type=int, default=4, help="our sequences in one forward of the update")
+    parser.add_argument("--batch_size", type=int, default=8, help="our sequences in one forward of the update")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="ours; TRL's is what ships")
     parser.add_argument("--trl_batch_size", type=int, default=8, help="per_device_train_batch_size; 8 ships")
     parser.add_argument("--trl_config", type=json.loads, default="{}",
