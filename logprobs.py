@@ -228,9 +228,9 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sl
 
     shared_prefix (P, B): the one row is `hidden_states`' [prefix, row 1 .. row B]; each row sees the prefix and itself.
     On a CPU with gradients it is two matmuls, query heads of a KV head stacked as query rows: forward and backward take
-    a half to an eighth of the time of the fused kernel, whose grouped-query backward is slow there. The stock kernel
-    still serves whatever needs no gradient (so logits equal the stock model's to the bit), is masked, or is too large
-    to keep (B, H, T, S) weights of.
+    a half to an eighth of the time of the fused kernel, whose grouped-query backward is slow there, though the matmuls
+    run again in the backward pass, so that no (B, H, T, S) weights are kept. The stock kernel still serves whatever
+    needs no gradient (so logits equal the stock model's to the bit), is masked, or has over 32 MiB of such weights.
     """
     if shared_prefix:
         P, rows = shared_prefix

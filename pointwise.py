@@ -56,11 +56,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), swiglu(gate, grad)
 
 
 @torch.no_grad()
 def rms_norm(x, weight, eps):
+    """x (..., D), weight (D,) -> (..., D) in x's dtype."""
     out = x.new_empty(x.shape)
     for some, of_out in pieces(x, out):
         unit, _ = normalised(some, eps)
