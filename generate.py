@@ -16,6 +16,8 @@ On a GPU a fourth: decode steps run over tensors that stay in place, `WINDOW` of
 A row that ends inside a window, or waits for a tool, is frozen there: it is computed along and changes nothing. So one
 step is a CUDA graph, one for each bucket of rows and of context.
 """
+import math
+import mmap
 import sys
 from contextlib import contextmanager
 
@@ -28,7 +30,9 @@ from logprobs import head_logits
 from run import UserError
 
 WINDOW = 4  # decode steps between two looks at the results, where decoding is static
+PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache, and the system has no pages to fetch
 SPANS = 128  # the shortest context bucket; each further one is twice as long
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
 HELD = {"full_attention", "sliding_attention"}  # layer types whose whole past is keys and values
 
 
@@ -52,6 +56,15 @@ class Row:
         if len(self._uniforms) < n:
             self._uniforms = self._rng.random(64).tolist()[::-1] + self._uniforms
         return self._uniforms[:-n - 1:-1]
+
+
+def room(like, shape):
+    """Zeros of that dtype and device. A CPU's are pages of their own, which a cache that grows gives back at once."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    n = math.prod(shape)
+    pages = mmap.mmap(-1, max(1, n) * like.element_size(), **PRIVATE)  # zeros, which take no memory until written
+    return torch.frombuffer(pages, dtype=like.dtype)[:n].view(shape)
 
 
 class RowCache:
@@ -88,16 +101,18 @@ class RowCache:
     def reserve(self, needed: int):
         """Room for `needed` tokens a row; when it grows, all tensors are new ones."""
         if needed > self.capacity:
-            self.capacity = -(-max(needed, self.capacity * 9 // 8) // 32) * 32
+            self.capacity = -(-max(needed, self.capacity * 5 // 4) // 32) * 32
             for tensors in (self.keys, self.values):
-                for i, t in enumerate(tensors):
-                    tensors[i] = t if t is None else F.pad(t, (0, 0, 0, self.capacity - t.shape[2]))
+                for i, old in enumerate(tensors):
+                    if old is not None:
+                        tensors[i] = room(old, (*old.shape[:2], self.capacity, old.shape[3]))
+                        tensors[i][:, :, :old.shape[2]] = old
 
     def update(self, key, value, layer: int, *_, **__):
         """key, value (R, H_kv, C, D) of the aimed rows -> all of these rows' (R, H_kv, S, D), S the capacity."""
         for tensors, new in ((self.keys, key), (self.values, value)):
             if tensors[layer] is None:
-                tensors[layer] = new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3])
+                tensors[layer] = room(new, (self.slots, new.shape[1], self.capacity, new.shape[3]))
             new = new.transpose(1, 2).flatten(0, 1)  # (R * C, H_kv, D)
             tensors[layer][self.to_slot, :, self.to_position] = new if len(self.take) == len(new) else new[self.take]
         return self.keys[layer][self.read], self.values[layer][self.read]  # whole: a CPU's bf16 bmm copies slices of S
@@ -165,6 +180,11 @@ def draw(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top
     distribution (chat, evaluation); training episodes never use them. forced (R,): ids to take instead where they are
     not negative, or None. Never waits for the device.
     """
+    few = max(1, PIECE // logits.shape[1])
+    if logits.is_cpu and len(logits) > few:
+        parts = [draw(logits[i:i + few], uniforms[i:i + few], None if forced is None else forced[i:i + few],
+                      temperature, top_k, top_p, block) for i in range(0, len(logits), few)]
+        return tuple(torch.cat(part) for part in zip(*parts))
     z = logits.float() if temperature in (0, 1) else logits.float() / temperature  # (R, V)
     if top_k:
         z = z.masked_fill(z < z.topk(min(top_k, z.shape[1])).values[:, -1:], -torch.inf)
@@ -234,7 +254,7 @@ class Engine:
             self.uniforms = zeros(WINDOW, slots, dtype=torch.float64)
             self.drawn = zeros(2 * WINDOW + 1, slots, dtype=torch.float64)  # ids, log-probs, how often not finite
             self.stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=self.device)
-            self.now, self.graphs = zeros(1), {}  # now: which step of the window
+            self.now, self.graphs, self.captured = zeros(1), {}, 0  # now: which step of the window
             # Hooks before a layer (layers streamed from the host) are Python: a replayed graph would leave them out.
             self.refused = any(m._forward_pre_hooks for m in model.base_model.modules())  # no graphs of this model
         self.fused = self._fuse() if fused else None
@@ -410,10 +430,10 @@ class Engine:
         self.uniforms.copy_(torch.tensor(uniforms, dtype=torch.float64))
         self.now.zero_(), self.drawn[-1].zero_()
         # A frozen row writes its token where it will write it again when it goes on: that place must exist.
-        before = self.cache.capacity
         self.cache.reserve(max(row.length + (steps if row.state == "decode" else 1) for row in self.owner if row))
-        if self.cache.capacity > before:
+        if self.cache.capacity > self.captured:  # grown here, or by a prompt
             self.graphs.clear()  # they hold the addresses of the old cache
+            self.captured = self.cache.capacity
         span = SPANS
         while span < max(row.length for row in running) + steps:
             span *= 2

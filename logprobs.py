@@ -132,7 +132,6 @@ class _HeadLogprobs(torch.autograd.Function):
             with torch.set_grad_enabled(slope is not None):
                 h = hidden[part].detach().requires_grad_(slope is not None)
                 logits = head(h)  # (n, V)
-            grad = torch.empty_like(logits) if slope is not None else None  # (n, V), of the logits
             for j in range(0, len(h), at_once):
                 few, of_all = slice(j, j + at_once), slice(i + j, i + min(j + at_once, rows))
                 logp = F.log_softmax(_over(logits.detach()[few].float(), temperature), dim=-1)  # (few, V)
@@ -141,10 +140,10 @@ class _HeadLogprobs(torch.autograd.Function):
                 entropy[of_all] = -logp.mul_(p).sum(-1)
                 if slope is not None:
                     p = p.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=p.dtype))
-                    grad[few] = _over(p, temperature)
+                    logits.detach()[few] = _over(p, temperature)  # no graph of a head asks for the logits again
             if slope is not None:
-                slope[part], = torch.autograd.grad(logits, h, grad)
-            del logits, grad  # or the next ones would be held beside them
+                slope[part], = torch.autograd.grad(logits, h, logits.detach())
+            del logits  # or the next ones would be held beside them
         ctx.head, ctx.temperature, ctx.rows, ctx.weights = head, temperature, max(1, rows // 2), weights
         ctx.save_for_backward(hidden, targets, entropy, slope)
         return logprobs, entropy
@@ -232,30 +231,37 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sl
     run again in the backward pass, so that no (B, H, T, S) weights are kept. The stock kernel still serves whatever
     needs no gradient (so logits equal the stock model's to the bit), is masked, or has over 32 MiB of such weights.
     """
-    if shared_prefix:
-        P, rows = shared_prefix
-        def unpacked(x):  # (1, H, P + B * W, D) -> (B, H, W, D)
-            return x[0, :, P:].unflatten(1, (rows, -1)).transpose(0, 1)
-        keys, values = (torch.cat([x[:, :, :P].expand(rows, -1, -1, -1), unpacked(x)], 2)
-                        for x in (key, value))  # (B, H_kv, P + W, D)
-        head, tail = (causal_attention(module, q, k, v, None, scaling, None, dropout)[0] for q, k, v in (
-            (query[:, :, :P], key[:, :, :P], value[:, :, :P]), (unpacked(query), keys, values)))
-        return torch.cat([head, tail.flatten(0, 1)[None]], 1), None  # (1, P + B * W, H, D)
-    B, H, T, D = query.shape
-    S = key.shape[2]
-    if attention_mask is None and S > T:  # the queries are the last T of S positions
-        attention_mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
-    ours = query.is_cpu and torch.is_grad_enabled() and not dropout
-    if not ours or attention_mask is not None and S == T or B * H * T * S * query.element_size() > 2**25:
+    B, H, T, _ = query.shape
+    P, rows = shared_prefix or (0, B)
+    attention_mask = None if shared_prefix else attention_mask
+    keys = P + (T - P) // rows if shared_prefix else key.shape[2]  # that a row's last query sees
+    ours = (query.is_cpu and torch.is_grad_enabled() and not dropout and attention_mask is None
+            and B * H * T * keys * query.element_size() <= 2**25)
+    def stock(query, key, value):  # (B, H, T, D), (B, H_kv, S, D) twice -> (B, T, H, D)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-                                      sliding_window=sliding_window, **kwargs)
-    out = memory.again(partial(_attend, scaling), query, key, value)
-    return out.transpose(1, 2), None
+        mask, (T, S) = attention_mask, (query.shape[2], key.shape[2])
+        if mask is None and S > T:  # the queries are the last T of S positions
+            mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling,
+                                      sliding_window=sliding_window, **kwargs)[0]
+    attend = partial(_attend, scaling) if ours else stock
+    if shared_prefix:
+        attend = partial(_attend_packed, attend, P, rows)
+    return memory.again(attend, query, key, value) if ours else attend(query, key, value), None  # (B, T, H, D)
+
+
+def _attend_packed(attend, P, rows, query, key, value):
+    """One row [prefix, row 1 .. row B] (1, H or H_kv, P + B * W, D) -> (1, P + B * W, H, D)."""
+    def own(x):  # (1, H, P + B * W, D) -> (B, H, W, D)
+        return x[0, :, P:].unflatten(1, (rows, -1)).transpose(0, 1)
+    head = attend(*(x[:, :, :P] for x in (query, key, value)))  # (1, P, H, D)
+    keys, values = (torch.cat([x[:, :, :P].expand(rows, -1, -1, -1), own(x)], 2) for x in (key, value))
+    tail = attend(own(query), keys, values)  # (B, W, H, D) of keys and values (B, H_kv, P + W, D)
+    return torch.cat([head, tail.flatten(0, 1)[None]], 1)
 
 
 def _attend(scaling, query, key, value):
-    """query (B, H, T, D): the last T of S positions; key, value (B, H_kv, S, D) -> (B, H, T, D)."""
+    """query (B, H, T, D): the last T of S positions; key, value (B, H_kv, S, D) -> (B, T, H, D)."""
     B, H, T, D = query.shape
     heads, S = key.shape[1:3]
     ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)  # (T, S): keys hidden from a query
@@ -263,4 +269,4 @@ def _attend(scaling, query, key, value):
     scores = (query * scaling).reshape(B, heads, H // heads * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
     weights = scores.view(B, heads, H // heads, T, S).add_(bias).softmax(-1)  # (B, H_kv, groups, T, S)
     out = weights.view(B, heads, H // heads * T, S) @ value  # (B, H_kv, groups * T, D)
-    return out.view(B, H, T, -1)
+    return out.view(B, H, T, -1).transpose(1, 2)
