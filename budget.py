@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory import adamw
+from run import Stop
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -213,7 +214,7 @@ def dry_run(config, loss, *, rows: int = 1, merge: bool = False, merge_rollout: 
     """Print what config's run would need; then which flags to change, or, where it fits, its longest batch in earnest.
 
     rows: sequences per unit of batch_size; episodes: those a rollout has at once, if --slots allows; the others as in
-    `measure`. The limit is --memory_mb, else what is free. Returns the estimate in MiB.
+    `measure`. The limit is --memory_mb, else what is free. Returns the estimate in MiB. Stop, status 1: does not fit.
     """
     from lora import model_options
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -246,16 +247,15 @@ def dry_run(config, loss, *, rows: int = 1, merge: bool = False, merge_rollout: 
     show("estimate", found)
     print(f"{'limit':9} {limit / MIB:8,.0f} MiB " + ("(--memory_mb)" if config.memory_mb else f"(free {kind} memory)"))
     if max(need(found)) > limit:
-        print("does not fit; " + mend(config, need(found), limit, lambda config: need(count(config))))
-    else:
-        try:
-            tried = count(config, device=kind)
-            show("tried", tried)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
-                raise
-            limit = max(need(found)) // 2
-            print("tried: out of memory; " + mend(config, need(found), limit, lambda config: need(count(config))))
+        raise Stop("does not fit; " + mend(config, need(found), limit, lambda config: need(count(config))), 1)
+    try:
+        show("tried", count(config, device=kind))
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
+            raise
+        limit = max(need(found)) // 2
+        words = "tried: out of memory; " + mend(config, need(found), limit, lambda config: need(count(config)))
+        raise Stop(words, 1) from None
     return {name: value / MIB for name, value in found.items()}
 
 

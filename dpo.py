@@ -336,7 +336,7 @@ def read_pairs(path: str, rows: list[dict], chat_of) -> list[tuple[Trajectory, T
     """Rows {"prompt", "chosen", "rejected"} -> [(chosen, rejected)] with loss on what follows the prompt.
 
     Each is a text (the prompt a user message, the others an assistant turn) or a list of messages; without a prompt the
-    messages that chosen and rejected share are it. "tools": a list of schemas, or the same as JSON text.
+    messages that chosen and rejected share are it. "system": text before it. "tools": a list of schemas, or JSON text.
     chat_of(tools) -> Chat. UserError: `FILE:LINE: what is wrong`.
     """
     def messages(value, role, name):
@@ -364,6 +364,8 @@ def read_pairs(path: str, rows: list[dict], chat_of) -> list[tuple[Trajectory, T
             prompt = messages(prompt, "user", "prompt")
             if all(isinstance(side, list) and side[:len(prompt)] == prompt for side in (chosen, rejected)):
                 chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]  # whole conversations
+            if row.get("system") and prompt[0].get("role") != "system":
+                prompt = messages(row["system"], "system", "system") + prompt
             prompt = [{**m, "loss": 0} for m in prompt]
             pair = []
             for name, side in (("chosen", chosen), ("rejected", rejected)):

@@ -125,25 +125,28 @@ class _HeadLogprobs(torch.autograd.Function):
         vocabulary = head(hidden[:1]).shape[-1]
         rows = max(1, chunk_elements // vocabulary)
         at_once = max(1, (2**19 if hidden.is_cpu else 2**21) // vocabulary)  # in float32; a CPU's stay in its cache
+        at_once = min(at_once, rows, max(1, len(hidden)))
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
         slope = torch.empty_like(hidden) if ctx.needs_input_grad[1] and not weights else None  # (N, D)
+        z, p = (hidden.new_empty(at_once, vocabulary, dtype=torch.float32) for _ in range(2))  # of all chunks
         for i in range(0, len(hidden), rows):
             part = slice(i, i + rows)
             with torch.set_grad_enabled(slope is not None):
                 h = hidden[part].detach().requires_grad_(slope is not None)
                 logits = head(h)  # (n, V)
-            for j in range(0, len(h), at_once):
-                few, of_all = slice(j, j + at_once), slice(i + j, i + min(j + at_once, rows))
-                logp = F.log_softmax(_over(logits.detach()[few].float(), temperature), dim=-1)  # (few, V)
-                p, target = logp.exp(), targets[of_all, None]
+            for first, few in zip(range(i, i + rows, at_once), logits.detach().split(at_once)):  # (few, V)
+                of_all = slice(first, first + len(few))
+                x, logp, target = z[:len(few)].copy_(few), p[:len(few)], targets[of_all, None]
+                torch.log_softmax(x if temperature == 1 else x.div_(temperature), dim=-1, out=logp)
+                probs = torch.exp(logp, out=x)
                 logprobs[of_all] = logp.gather(1, target)[:, 0]
-                entropy[of_all] = -logp.mul_(p).sum(-1)
-                if slope is not None:
-                    p = p.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=p.dtype))
-                    logits.detach()[few] = _over(p, temperature)  # no graph of a head asks for the logits again
+                entropy[of_all] = -logp.mul_(probs).sum(-1)
+                if slope is not None:  # no graph of a head asks for its logits again: the gradient takes their place
+                    probs.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=probs.dtype))
+                    few.copy_(probs if temperature == 1 else probs.div_(temperature))
             if slope is not None:
                 slope[part], = torch.autograd.grad(logits, h, logits.detach())
-            del logits  # or the next ones would be held beside them
+            del logits, few  # or the next ones would be held beside them
         ctx.head, ctx.temperature, ctx.rows, ctx.weights = head, temperature, max(1, rows // 2), weights
         ctx.save_for_backward(hidden, targets, entropy, slope)
         return logprobs, entropy

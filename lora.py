@@ -53,7 +53,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     adapter = os.path.exists(os.path.join(path, "adapter_config.json"))
     source = base_of(path) if adapter else path
     frozen = [name for name, on in (("load_in_4bit", load_in_4bit), ("int8_head", int8_head),
-                                    ("stream_layers", stream_layers)) if on]
+                                    ("stream_layers", stream_layers), ("dtype", dtype.endswith("16"))) if on]
     if frozen and train and not lora_r:
         raise UserError(f"--{frozen[0]} is for weights that stay as they are; give --lora_r, e.g. 16")
     if (stream_layers and train or offload_activations) and not gradient_checkpointing:

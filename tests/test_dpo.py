@@ -308,7 +308,19 @@ def test_turns_of_the_prompt_are_not_trained_and_tool_results_neither(tiny):
     assert "x - 5 = 4" in tiny[1].decode(rejected.token_ids) and rejected.loss_mask.count(1) == chosen.loss_mask.count(1)
 
 
+@pytest.mark.parametrize("row", [
+    {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}], ids=str)
+def test_a_system_text_beside_the_pair_opens_it(tiny, row):
+    (pair,) = dpo.read_pairs("f", [{"_line": 1, "system": "Count.", **row}], dpo.chats(tiny[1], None, None))
+    for t in pair:
+        assert tiny[1].decode(t.token_ids).startswith("<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>")
+    (own,) = dpo.read_pairs("f", [{"_line": 1, "system": "Count.", "prompt": [{"role": "system", "content": "Add."}, USER],
+                                   "chosen": "4", "rejected": "5"}], dpo.chats(tiny[1], None, None))
+    assert "Count" not in tiny[1].decode(own[0].token_ids) and "Add." in tiny[1].decode(own[0].token_ids)
+
+
 @pytest.mark.parametrize("row, words", [
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": 3}, 'pairs.jsonl:2: "system" must be text'),
     ({"prompt": "a", "rejected": "b"}, 'pairs.jsonl:2: no "chosen" field; has: prompt, rejected'),
     ({"prompt": "a", "chosen": "b"}, 'pairs.jsonl:2: no "rejected" field'),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pairs.jsonl:2: chosen and rejected are the same"),

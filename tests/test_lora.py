@@ -573,8 +573,10 @@ def test_full_model_round_trip(tiny, tmp_path):
 
 
 def test_weights_that_train_are_not_rounded_on_the_way_in(tiny):
-    exact, model = load(tiny), load(tiny, dtype="bfloat16")  # lora_r = 0: dtype is for frozen weights, and none is frozen
+    exact, model = load(tiny), load(tiny, dtype="auto")  # lora_r = 0: nothing is frozen
     assert all(torch.equal(p, q) for p, q in zip(exact.parameters(), model.parameters(), strict=True))
+    with pytest.raises(UserError, match="--dtype is for weights that stay as they are; give --lora_r"):
+        load(tiny, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("source", ["tiny", "folder"])

@@ -307,6 +307,9 @@ def test_tools_are_the_rows_own_or_the_given_worlds(tokenizer, tmp_path):
     for t in read(path, tokenizer, env="equations"):
         text = tokenizer.decode(t.token_ids)
         assert ("look(query)" in text) != (world in text) and ("Be brief." in text) == (world in text)
+    path = write(tmp_path, [{"messages": [ASK, ANSWER], "system": "Count."}])
+    for env in (None, "equations"):
+        assert "system\nCount." in tokenizer.decode(read(path, tokenizer, env=env)[0].token_ids)
     path = write(tmp_path, [{"messages": [ASK, ANSWER]}])
     assert "Solve for x with the tools." in tokenizer.decode(read(path, tokenizer, env="equations")[0].token_ids)
 
