@@ -368,7 +368,8 @@ def merged(model):
             elif linear.lora_on:
                 put_aside[linear] = linear.weight.data
                 A, B = (part.weight.data.to(linear.weight.device) for part in (linear.lora_A, linear.lora_B))
-                linear.weight.data = (linear.weight.data.float() + linear.lora_scale * (B @ A)).to(linear.weight.dtype)
+                weight = (B @ A).mul_(linear.lora_scale).add_(linear.weight.data)  # (out, in), float32
+                linear.weight.data = weight.to(linear.weight.dtype)
                 linear.lora_merged = True
         yield
     finally:

@@ -217,7 +217,8 @@ def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
     """What a row to learn from is, and its messages or episode; its fields tell. ValueError: in one line.
 
     token_ids ...            an episode of trajectories.jsonl: what its policy sampled is learnt
-    messages                 a conversation, "tools" and "system" beside it; of a message "loss" or "weight" 0: not learnt
+    messages                 a conversation, "tools" and "system" beside it; messages with "loss" or "weight" 0 are not
+                             learnt
     prompt, completion       each text or messages; the completion is learnt
     question, answer         GSM8K's written solution: each <<48/2=24>> becomes a call, answered by the world itself
     input_text, target_probability, target_reason, ground_truth_prob     a meeting as text, and the answer as JSON
