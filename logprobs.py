@@ -128,7 +128,7 @@ class _HeadLogprobs(torch.autograd.Function):
         at_once = min(at_once, rows, max(1, len(hidden)))
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
         slope = torch.empty_like(hidden) if ctx.needs_input_grad[1] and not weights else None  # (N, D)
-        z, p = (hidden.new_empty(at_once, vocabulary, dtype=torch.float32) for _ in range(2))  # of all chunks
+        z, p = (hidden.new_empty(at_once, vocabulary, dtype=torch.float32) for _ in range(2))  # every piece's in turn
         for i in range(0, len(hidden), rows):
             part = slice(i, i + rows)
             with torch.set_grad_enabled(slope is not None):
