@@ -254,7 +254,8 @@ class Engine:
             self.uniforms = zeros(WINDOW, slots, dtype=torch.float64)
             self.drawn = zeros(2 * WINDOW + 1, slots, dtype=torch.float64)  # ids, log-probs, how often not finite
             self.stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=self.device)
-            self.now, self.graphs, self.captured = zeros(1), {}, 0  # now: which step of the window
+            self.now, self.graphs = zeros(1), {}  # now: which step of the window
+            self.captured = 0  # capacity of the cache that the graphs hold
             # Hooks before a layer (layers streamed from the host) are Python: a replayed graph would leave them out.
             self.refused = any(m._forward_pre_hooks for m in model.base_model.modules())  # no graphs of this model
         self.fused = self._fuse() if fused else None
