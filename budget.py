@@ -8,8 +8,6 @@
 Against what torch's allocator reports of the same step on a CPU the ratio is 1.000 (tests/test_memory.py). Not counted:
 what a kernel takes inside itself, CUDA's context (300 to 500 MiB), what the allocator rounds up.
 """
-import gc
-import weakref
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memory import adamw
+from memory import Linear4bit, adamw
 from run import Stop
 
 aten = torch.ops.aten
@@ -54,6 +52,7 @@ class Bytes(TorchDispatchMode):
                 self.patches.enter_context(mock.patch.object(torch.Tensor, name, answer))
             self.patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", partial(
                 _fused_attention, F.scaled_dot_product_attention)))
+            self.patches.enter_context(mock.patch.object(Linear4bit, "dequantised", _dequantised))
         self.depth += 1
         return super().__enter__()
 
@@ -65,73 +64,94 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        x = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else args[0] if args else None
+        x = args[0] if args else None
+        x = x[0] if isinstance(x, (list, tuple)) and x else x
         if not isinstance(x, torch.Tensor) or not x.is_meta:
             if func is aten.copy_.default and args[1].is_meta:
                 return x
             out = func(*args, **kwargs)
-        elif func is aten._local_scalar_dense.default:
+            self.hold(*(out if isinstance(out, (list, tuple)) else (out,)))
+            return out
+        how, shapes = self.seen.get(func) or self.seen.setdefault(func, (_how(func), {}))
+        if how == "new":
+            return self.shaped(func, shapes, args, kwargs)
+        if how == "view":
+            return func(*args, **kwargs)
+        if how == "in place":
+            return args[0] if isinstance(args[0], torch.Tensor) else None
+        if how == "many":  # inference mode hands them over whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        if how == "number":
             return True  # and 1, and 1.0
-        elif func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
+        if how == "copy":
+            if kwargs.get("device") is None or kwargs["device"].type != "cpu":
+                return self.shaped(func, shapes, args, kwargs)
             new = torch.zeros if x.numel() < 2**16 else torch.empty  # memory that nobody touches costs nothing
             out = new(x.shape, dtype=kwargs.get("dtype") or x.dtype)
-        elif func is aten.index.Tensor:
+        elif how == "places":
+            out = x.new_empty(x.numel(), x.dim(), dtype=torch.long)
+        else:  # x[index]
             index = [i if i is None or i.dtype != torch.bool else i.new_empty(i.numel(), dtype=torch.long)
                      for i in args[1] for _ in range(i.dim() if i is not None and i.dtype == torch.bool else 1)]
             out = func(x, index)
-        elif func is aten.nonzero.default:
-            out = x.new_empty(x.numel(), x.dim(), dtype=torch.long)
-        else:
-            return self.shaped(func, args, kwargs)
-        self.hold(*(out if isinstance(out, (list, tuple)) else (out,)))
+        self.hold(out)
         return out
 
-    def shaped(self, func, args, kwargs):
+    def shaped(self, func, shapes, args, kwargs):
         """func(*args), its shapes from memory where they were seen: torch works them out in Python, 0.3 ms a time."""
-        if func not in self.seen:
-            schema = func._schema
-            composite, kernel = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-                                 for key in ("CompositeImplicitAutograd", "CPU"))
-            in_place = schema.is_mutable and schema.name[-1] == "_"
-            view = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
-            self.seen[func] = ("many" if composite and not kernel else "in place" if in_place else
-                               "view" if view else "new")
-        if self.seen[func] == "many":  # inference mode hands them over whole
-            with self:
-                return func.decompose(*args, **kwargs)
-        if self.seen[func] != "new":
-            in_place = self.seen[func] == "in place"
-            return func(*args, **kwargs) if not in_place else args[0] if isinstance(args[0], torch.Tensor) else None
-        key = func, *(_key(a) for a in args), *((name, _key(a)) for name, a in kwargs.items())
-        if key in self.seen:
-            out = [like and torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in self.seen[key]]
+        key = *map(_key, args), *((name, _key(a)) for name, a in kwargs.items())
+        if key in shapes:
+            out = [like and torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in shapes[key]]
         else:
             out = func(*args, **kwargs)
             out = out if isinstance(out, (list, tuple)) else (out,)
-            self.seen[key] = [(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in out]
+            shapes[key] = [(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in out]
         self.hold(*out)
         return tuple(out) if len(out) > 1 else out[0]
 
     def hold(self, *tensors):
         for t in tensors:
-            if not isinstance(t, torch.Tensor) or t.is_meta and self.kind == "real":
-                continue
-            storage = t.untyped_storage()
-            if not hasattr(storage, "counted"):  # its Python object lives as long as the memory does
-                storage.counted = self
-                place = "now" if t.is_meta or self.kind != "cuda" else "host"
-                self.add(place, storage.nbytes())
-                weakref.finalize(storage, self.add, place, -storage.nbytes())
+            if isinstance(t, torch.Tensor) and (self.kind != "real" or not t.is_meta):
+                storage = t.untyped_storage()
+                if not hasattr(storage, "counted"):  # its Python object lives as long as the memory does
+                    place = "now" if t.is_meta or self.kind != "cuda" else "host"
+                    storage.counted = _Counted(self, place, storage.nbytes())
 
-    def add(self, place, nbytes):
-        setattr(self, place, getattr(self, place) + nbytes)
-        self.peak = max(self.peak, self.now)
+
+class _Counted:
+    def __init__(self, count: Bytes, place: str, nbytes: int):
+        self.count, self.place, self.nbytes = count, place, nbytes
+        setattr(count, place, getattr(count, place) + nbytes)
+        count.peak = max(count.peak, count.now)
+
+    def __del__(self):
+        setattr(self.count, self.place, getattr(self.count, self.place) - self.nbytes)
+
+
+def _how(func) -> str:
+    """What `Bytes` does about an operation."""
+    own = {aten._local_scalar_dense.default: "number", aten._to_copy.default: "copy", aten.nonzero.default: "places",
+           aten.index.Tensor: "index"}
+    schema = func._schema
+    composite, kernel = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+                         for key in ("CompositeImplicitAutograd", "CPU"))
+    in_place = schema.is_mutable and schema.name[-1] == "_"
+    view = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
+    return own.get(func) or (
+        "many" if composite and not kernel else "in place" if in_place else "view" if view else "new")
 
 
 def _key(a):
     if isinstance(a, torch.Tensor):
         return a.shape, a.stride(), a.dtype
     return tuple(map(_key, a)) if isinstance(a, (list, tuple)) else (type(a), a)
+
+
+def _dequantised(linear, dtype):
+    """Linear4bit's, of which bitsandbytes tells no shapes: the scales in float32 and the weights (out, in)."""
+    scales = torch.empty_like(linear.scale, dtype=torch.float32)  # noqa: F841  (held to be counted)
+    return linear.weight.new_empty(linear.out_features, linear.in_features, dtype=dtype)
 
 
 def _fused_attention(stock, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
@@ -153,8 +173,6 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
     """
     from generate import Engine, Row
     from lora import freeze_reference, load_model, merged, token_logprobs
-    if options.get("load_in_4bit"):
-        import bitsandbytes.functional  # noqa: F401  what it makes while it is imported is not the model's
     cuda, found = device.startswith("cuda"), {}
     with nullcontext(Bytes()) if cuda else Bytes(kind if device == "meta" else "real") as count:
         def lap(name):
@@ -163,7 +181,6 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
         model, _ = load_model(**options, device=device)
-        gc.collect()  # the skeleton's shapes, which a run on a device does not hold
         lap("loading")
         frozen = freeze_reference(model) if keep_start else None  # noqa: F841  (held to be counted)
         optimizer = adamw(model, optim, lr=1e-5) if (optim, device) != ("adamw8bit", "meta") else None

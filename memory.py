@@ -33,15 +33,15 @@ class Linear4bit(nn.Linear):
     """
 
     def __init__(self, weight, bias=None):
-        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
         nn.Module.__init__(self)  # not nn.Linear's, which would allocate W
         self.out_features, self.in_features = weight.shape
         n, device = weight.numel(), weight.device
-        if weight.is_meta:  # bitsandbytes would keep its meta tensors for later calls
+        if weight.is_meta:
             packed, scale, nested, code, offset = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
                 ((n // 2, 1), torch.uint8), (n // 64, torch.uint8), (-(-n // 2**14), torch.float32),
                 (256, torch.float32), ((), torch.float32)))
         else:
+            from bitsandbytes.functional import quantize_4bit, quantize_blockwise
             own = 2**16 if device.type == "cpu" else n  # a CPU's kernel takes 64 bytes a weight while it works
             parts = [quantize_4bit(part, quant_type="nf4") for part in weight.flatten().split(own)]
             packed, absmax = torch.cat([p for p, _ in parts]), torch.cat([state.absmax for _, state in parts])

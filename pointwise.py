@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 FAMILY = {"llama", "qwen2", "qwen3"}
-PIECE = 2**17  # numbers of a norm in float32 at once: on a CPU they stay in its cache
+PIECE = 2**17  # numbers of a norm in float32 at once: on a CPU they stay in its cache; a GPU, which waits for
+GPU_PIECE = 2**20  # launches, takes more of them
 
 
 def install(model):
@@ -98,6 +99,6 @@ def normalised(x, eps):
 
 
 def pieces(*tensors):
-    """The same rows of each tensor (..., D), PIECE numbers at a time."""
-    rows = max(1, PIECE // tensors[0].shape[-1])
+    """The same rows of each tensor (..., D), PIECE or GPU_PIECE numbers at a time."""
+    rows = max(1, (PIECE if tensors[0].is_cpu else GPU_PIECE) // tensors[0].shape[-1])
     return zip(*(t.flatten(0, -2).split(rows) for t in tensors))
