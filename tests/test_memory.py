@@ -420,7 +420,7 @@ def test_the_promise(name, flags, limit):
     found = bench().update_bytes(name, 1024, bench().FLAGS[flags])
     began = time.process_time()
     again = bench().update_bytes(name, 1024, bench().FLAGS[flags])
-    assert time.process_time() - began < 4  # 1 to 2 s of one core; a loaded machine is slower
+    assert time.process_time() - began < 3  # 1 to 1.5 s of one core; a loaded machine is slower
     assert found["update"] == again["update"] <= limit * 2**20
     assert bench().update_bytes(name, 1024, {})["update"] > 4 * found["update"]
 
