@@ -10,15 +10,9 @@ and `parse_tool_calls` (chat.py) do the templates and the reading of calls.
     python agent.py --model_path runs/grpo                       chat with the agent; its tool calls are shown
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
-import asyncio
-import inspect
 import json
 import math
 import os
-import queue
-import threading
-import time
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +20,7 @@ from tqdm import tqdm
 
 import envs
 from chat import Chat, parse_tool_calls
+from envs.pool import ToolPool, paid
 from generate import Engine, Row
 from lora import DTYPES, load_model
 from run import UserError, finite, flag, main, mix
@@ -72,87 +67,6 @@ class Trajectory:
         return out
 
 
-# ---------------------------------------------------------------------------------------------------- running tools
-class ToolPool:
-    """Daemon threads that run tool calls while the model decodes, and one event loop that all async tools share.
-
-    Every job runs one episode's calls of one turn, in order. A thread that overruns is never joined: it is left behind
-    and another one started in its place. RuntimeError once more than `max_abandoned` calls were left behind.
-    """
-
-    def __init__(self, threads: int, timeout: float, max_abandoned: int = 8):
-        self.timeout, self.max_abandoned, self.abandoned = timeout, max_abandoned, 0
-        self.jobs, self.threads, self.loop = queue.SimpleQueue(), 0, None
-        self.target, self.calls, self.faults = threads, 0, []  # faults: of the tools' own, as `envs.call` names them
-
-    def submit(self, env, calls) -> dict:
-        if self.threads < self.target:
-            self._start()
-        if self.loop is None and any(inspect.iscoroutinefunction(envs.tools(env).get(c["name"])) for c in calls):
-            self.loop = asyncio.new_event_loop()
-            threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        job = {"env": env, "calls": calls, "results": [], "began": None, "done": threading.Event(), "abandoned": False}
-        self.jobs.put(job)
-        self.calls += len(calls)
-        return job
-
-    def wait(self, job, paid: float) -> list[tuple[str, bool, float]]:
-        """(text for the model, error, env.reward after it) of each call; blocks until done or a call overruns.
-
-        paid: env.reward before them, which is all that a call that overran is known to leave.
-        """
-        while not job["done"].is_set():
-            began = job["began"]
-            left = self.timeout if began is None else began + self.timeout - time.monotonic()
-            if left > 0:
-                job["done"].wait(left)
-                continue
-            job["abandoned"] = True
-            self.abandoned += 1
-            self._start()
-            done = list(job["results"])
-            if self.abandoned > self.max_abandoned:
-                raise RuntimeError(f"{self.abandoned} tool calls overran --tool_timeout {self.timeout:g} s, the last "
-                                   f"one {job['calls'][len(done)]['name']}; mend the tool or raise the limit")
-            late = f"error: TimeoutError: no answer within {self.timeout:g} s"
-            return done + [(late, True, done[-1][2] if done else paid)] * (len(job["calls"]) - len(done))
-        return job["results"]
-
-    def _start(self):
-        self.threads += 1
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self):
-        while (job := self.jobs.get()) is not None and self._run(job):
-            del job  # a thread that waits holds no result of 10 MB
-
-    def _run(self, job) -> bool:
-        for call in job["calls"]:
-            job["began"] = time.monotonic()
-            try:
-                text, error = envs.call(job["env"], call["name"], call["arguments"], self.loop, self.faults)
-            except BaseException as fault:  # KeyboardInterrupt raised by the tool: signals come to the main thread
-                text, error = f"error: {type(fault).__name__}", True
-            if job["abandoned"]:
-                return False  # a new thread has taken this one's place
-            job["results"].append((text, error, _paid(job["env"])))
-        job["done"].set()
-        return True
-
-    def check(self):
-        """RuntimeError if a fifth of the calls, of 20 at least, met one and the same fault of the tools' own."""
-        fault, times = Counter(self.faults).most_common(1)[0] if self.faults else ("", 0)
-        if times > 0.2 * max(self.calls, 20):
-            raise RuntimeError(f"{fault} in {times} of {self.calls} calls: it is broken, and the model cannot help it; "
-                               "what is the model's fault a tool returns as text, or raises as ValueError")
-
-    def close(self):
-        for _ in range(self.threads):
-            self.jobs.put(None)
-        if self.loop:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-
 # --------------------------------------------------------------------------------------------------------- episodes
 @dataclass(frozen=True)
 class Limits:
@@ -186,7 +100,7 @@ class Episode:
             token_ids=ids, loss_mask=[0] * len(ids), logprobs=[0.0] * len(ids), group_id=group_id, messages=messages,
             info={"env": env_name, "task": task, "tool_calls": 0, "tool_errors": 0, "parsed_turns": 0, "timeouts": 0})
         self.max_turns = limits.max_turns or getattr(env, "max_turns", 8)
-        self.paid, self.tool_tokens, self.stop, self.stuck = _paid(env), 0, None, False
+        self.paid, self.tool_tokens, self.stop, self.stuck = paid(env), 0, None, False
         if self.room < 1:
             raise UserError(f"world {env_name}: the prompt has {len(ids)} tokens, --max_tokens is {limits.max_tokens}")
 
@@ -266,7 +180,7 @@ class Episode:
         self.next_ids = ids
 
     def _pay_turn(self):
-        reward = self.paid if self.stuck else _paid(self.env)
+        reward = self.paid if self.stuck else paid(self.env)
         self.trajectory.rewards[-1] += reward - self.paid
         self.paid = reward
 
@@ -292,14 +206,6 @@ class Episode:
             return
         t.rewards[-1] += total - self.paid
         t.reward = math.fsum(t.rewards)
-
-
-def _paid(env) -> float:
-    """The world's running total, as a plain float: worlds count in NumPy's too, which JSON does not take. NaN: none."""
-    try:
-        return float(getattr(env, "reward", 0.0))
-    except Exception:
-        return math.nan  # `finish` says so; a tool's thread must not die of it
 
 
 def _cut(text: str, limit: int) -> str:
@@ -335,7 +241,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
     own = run.ranks.share(len(tasks)) if run else range(len(tasks))
     slots = min(slots, max(len(own), 1) * group_size)
-    engine = Engine(model, slots=slots, temperature=temperature, top_k=top_k, top_p=top_p,
+    engine = Engine(model, slots=slots, tokens=limits.max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                     stop_ids=frozenset().union(*(chat.stop_ids | chat.start_ids for chat in chats.values())))
     episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), tool_timeout), []
     for i in own:
@@ -404,7 +310,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Li
             turn = env._expert()
             ids = chats[name].turn(turn, []) if isinstance(turn, str) else chats[name].turn("", turn)
             if (calls := episode.take_turn(ids, [0.0] * len(ids))) is not None:
-                episode.take_results([(*envs.call(env, c["name"], c["arguments"]), _paid(env)) for c in calls])
+                episode.take_results([(*envs.call(env, c["name"], c["arguments"]), paid(env)) for c in calls])
         out.append(episode.trajectory)
     return out
 

@@ -206,12 +206,13 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
         if rollout:
             slots, prompt = rollout["slots"], rollout["max_tokens"] - rollout["max_new_tokens"]
             with merged(model) if merge_rollout else nullcontext():
-                engine = Engine(model.eval(), slots=slots)
+                engine = Engine(model.eval(), slots=slots, tokens=rollout["max_tokens"])
                 engine.add([Row([1] * prompt, group=i // rollout["group_size"], limit=2**30) for i in range(slots)])
                 engine.step()
-                for row in engine.owner:  # what lies between the first and the last token only fills the cache
-                    row.length = rollout["max_tokens"] - 1
-                engine.step()
+                for _ in range(1 + cuda):  # the second time it is a graph
+                    for row in engine.owner:  # what lies between the first and the last token only fills the cache
+                        row.length = rollout["max_tokens"] - 1
+                    engine.step()
             lap("rollout")
         del moments
         return {**found, "host": count.host}

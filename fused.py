@@ -22,7 +22,9 @@ def fits(model) -> bool:
     """Is every module what it was built as, with weights that hold the whole policy?"""
     if model.config.model_type not in pointwise.FAMILY:
         return False
-    for module in model.base_model.modules():
+    for name, module in model.base_model.named_modules():
+        if name.endswith(("lora_A", "lora_B")):  # part of the merged weight, wherever they are
+            continue
         adapted, forward = hasattr(module, "lora_A"), vars(module).get("forward")
         if (adapted and module.lora_on and not module.lora_merged or isinstance(module, nn.Linear) and (
                 type(module) is not nn.Linear or module.weight.device != model.device)

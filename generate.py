@@ -220,12 +220,13 @@ def draw(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top
 class Engine:
     """Decodes rows until each turn's stop id or limit. What comes next depends on token counts, never on the clock."""
 
-    def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0, top_k: int = 0,
-                 top_p: float = 1.0, fused: bool = True, static: bool | None = None):
+    def __init__(self, model, *, slots: int = 64, tokens: int = 0, stop_ids=(), temperature: float = 1.0,
+                 top_k: int = 0, top_p: float = 1.0, fused: bool = True, static: bool | None = None):
         """The engine of the weights as they are now; once they have changed, make a new one.
 
         fused: through `Fused`, if the model is of its family and it agrees with the stock modules. static: decode over
-        tensors that stay in place; None: on a GPU, there as CUDA graphs.
+        tensors that stay in place; None: on a GPU, there as CUDA graphs. tokens: that a row has in the end, if known;
+        where decoding is static there is room for them from the first step, and no graph has to be made again.
         UserError names a model whose attention cannot be held: Mamba, linear, shared, with sinks, soft-capped.
         """
         config = model.config.get_text_config()
@@ -256,8 +257,12 @@ class Engine:
             self.stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=self.device)
             self.now, self.graphs = zeros(1), {}  # now: which step of the window
             self.captured = 0  # capacity of the cache that the graphs hold
-            # Hooks before a layer (layers streamed from the host) are Python: a replayed graph would leave them out.
-            self.refused = any(m._forward_pre_hooks for m in model.base_model.modules())  # no graphs of this model
+            self.cache.reserve(tokens + WINDOW)
+            # No graphs of this model: hooks before a layer (layers streamed from the host) are Python, which a replayed
+            # graph would leave out, and some RoPE looks at the positions.
+            self.refused = getattr(model, "refuses_graphs", False) or any(
+                m._forward_pre_hooks or getattr(m, "rope_type", "") in ("dynamic", "longrope")
+                for m in model.base_model.modules())
         self.fused = self._fuse() if fused else None
 
     def _fuse(self) -> Fused | None:
@@ -351,11 +356,14 @@ class Engine:
                 first.setdefault(row.group, row)
         if not entering:
             return []
+        still = {row.group for row in self.waiting}
         if first:
             logits = self._forward(list(first.values()))
             for i, row in enumerate(first.values()):
-                self.prompts[row.group] = ([(k[row.slot, :, :row.length].clone(), v[row.slot, :, :row.length].clone())
-                                            for k, v in zip(self.cache.keys, self.cache.values)], logits[i], row.length)
+                own = [[t[row.slot, :, :row.length] for t in pair] for pair in zip(self.cache.keys, self.cache.values)]
+                if row.group in still:  # its first row will write on, or be gone
+                    own = [[t.clone() for t in pair] for pair in own]
+                self.prompts[row.group] = own, logits[i], row.length
         for row in entering:
             prompt, _, row.length = self.prompts[row.group]
             row.pending = []
@@ -363,7 +371,6 @@ class Engine:
                 for k, v, (prompt_k, prompt_v) in zip(self.cache.keys, self.cache.values, prompt):
                     k[row.slot, :, :row.length], v[row.slot, :, :row.length] = prompt_k, prompt_v
         logits = torch.stack([self.prompts[row.group][1] for row in entering])
-        still = {row.group for row in self.waiting}
         self.prompts = {group: kept for group, kept in self.prompts.items() if group in still}
         return self._draw(entering, logits)
 
@@ -466,13 +473,17 @@ class Engine:
         """The static step as a CUDA graph; None without a GPU, or where the model does what no graph can hold."""
         if self.device.type != "cuda" or self.refused:
             return None
-        graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g in self.graphs.values() if g), None)
-        try:  # one pool for all graphs: no two run at once. Tools run in threads: theirs is not our capture's business
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # One pool for all graphs that live: no two run at once. Tools run in threads: theirs is not this capture's.
+        pool = next((g.pool() for g in self.graphs.values() if g), None) or torch.cuda.graph_pool_handle()
+        try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._static_step(rows, span)
         except RuntimeError as error:
             print(f"note: decoding without CUDA graphs: {str(error).splitlines()[0]}", file=sys.stderr)
-            self.refused = True
+            torch.cuda.set_stream(stream)  # torch.cuda.graph leaves both behind where the capture's end raises
+            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            self.refused = self.model.refuses_graphs = True
             return None
         return graph
 
@@ -517,7 +528,8 @@ def generate(model, prompts, *, group_size: int = 1, max_new_tokens: int = 128, 
 
     `forced`: one list of ids per completion, taken in place of sampled tokens.
     """
-    engine = Engine(model, slots=min(slots, len(prompts) * group_size), stop_ids=stop_ids, **sampling)
+    engine = Engine(model, slots=min(slots, len(prompts) * group_size), stop_ids=stop_ids,
+                    tokens=max(map(len, prompts), default=0) + max_new_tokens, **sampling)
     rows = [Row(prompt, group=i, seed=(seed << 40) + i * group_size + g, limit=max_new_tokens,
                 forced=list(forced[i * group_size + g]) if forced else None)
             for i, prompt in enumerate(prompts) for g in range(group_size)]

@@ -91,7 +91,8 @@ def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
         return hidden.flatten(0, 1), row * T + column
     packed = torch.cat([token_ids[0, :P], token_ids[:, P:].flatten()])[None]  # (1, P + B * (T - P))
     position = torch.cat([column[:P], column[P:].repeat(B)])[None]
-    hidden = model.base_model(input_ids=packed, position_ids=position, use_cache=False,
+    no_mask = token_ids.new_ones(1, 1, 1, 1)  # or transformers makes one, square in all of the row's tokens
+    hidden = model.base_model(input_ids=packed, position_ids=position, use_cache=False, attention_mask=no_mask,
                               shared_prefix=(P, B)).last_hidden_state  # (1, P + B * (T - P), D)
     return hidden[0], torch.where(column < P, column, row * (T - P) + column)
 

@@ -50,6 +50,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     """
     path = newest(path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # where it is chosen, it compiles anew for every new shape
     adapter = os.path.exists(os.path.join(path, "adapter_config.json"))
     source = base_of(path) if adapter else path
     frozen = [name for name, on in (("load_in_4bit", load_in_4bit), ("int8_head", int8_head),

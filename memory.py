@@ -29,7 +29,8 @@ class Linear4bit(nn.Linear):
     """y = W x + b with W in NF4 and double quantisation (arXiv 2305.14314 section 3): 4.13 bits a weight.
 
     A weight is one of 16 levels times the scale of its block of 64; the scales are 8 bits each, with an offset and a
-    float32 scale per 256 of them. Every forward and backward makes W anew in the dtype of x, and drops it.
+    float32 scale per 256 of them. Every forward and backward makes W anew in the dtype of x, and drops it; only
+    decoding on a GPU does not.
     """
 
     def __init__(self, weight, bias=None):
@@ -61,7 +62,11 @@ class Linear4bit(nn.Linear):
             dtype=dtype, offset=self.offset, state2=scales))  # (out, in)
 
     def forward(self, x):
-        return _Matmul4bit.apply(x, self.weight, self)
+        if not torch.is_inference_mode_enabled() or x.is_meta:
+            return _Matmul4bit.apply(x, self.weight, self)
+        return torch.ops.bitsandbytes.gemm_4bit(  # few rows on a GPU: it reads W in 4 bits and never makes it
+            x, self.weight, (self.out_features, self.in_features), self.nested, 64, "nf4", bias=self.bias,
+            absmax_8bit=self.scale, absmax_code=self.code, absmax_offset=self.offset)
 
 
 class _Matmul4bit(torch.autograd.Function):
@@ -93,7 +98,7 @@ class Table(nn.Module):
             part = weight[rows].float()
             scale[rows] = part.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
             data[rows] = (part / scale[rows]).round().to(torch.int8)
-        self.hosted = (to_host(data), to_host(scale)) if host else None  # in a tuple: no buffers of the model's
+        self.hosted = (pinned(data), pinned(scale)) if host else None  # in a tuple: no buffers of the model's
         self.register_buffer("data", None if host else data)
         self.register_buffer("scale", None if host else scale)
 
@@ -150,6 +155,11 @@ class TableHead(nn.Module):
 
 def blocks(n: int, size: int = BLOCK):
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+def pinned(x):
+    """A tensor of the host as a GPU copies it fastest, and without waiting; where there is none, the tensor itself."""
+    return x.pin_memory() if torch.cuda.is_available() and not x.is_meta else x.to("cpu")
 
 
 def to_host(x):

@@ -12,7 +12,9 @@ of its own, and one that fails (out of memory, a missing library, the time limit
     grpo      two steps of grpo.py with the flags below under the cap: bytes allocated and reserved, context, seconds
     decode    tokens/s of `model.generate`, transformers' `generate_batch` and generate.py, all in bfloat16, resident,
               without the cap. Two runs of different length: their difference is decoding alone. `bandwidth`: bytes that
-              a step must read (weights once, keys and values of all rows) x steps/s, over the measured bandwidth
+              a step must read (weights once, keys and values of all rows) x steps/s, over the measured bandwidth.
+              cuDNN's attention is off for all three: where torch prefers it, it compiles at each new shape. Without
+              flash-attn `generate_batch` falls back to torch's attention and no graphs
     update    tokens/s of forward and backward over full rows, LoRA, with and without gradient checkpointing
 
 Written after each part to bench/results/gpu_NAME.json; the last line is that JSON.
@@ -67,7 +69,7 @@ def arguments(argv=None):
     parser.add_argument("--tokens", type=int, default=256, help="decoded by each row, in the longer of two runs")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, about")
     parser.add_argument("--length", type=int, default=1024, help="tokens of an episode and of a row of the update")
-    parser.add_argument("--timeout", type=int, default=400, help="seconds a part may take")
+    parser.add_argument("--timeout", type=int, default=900, help="seconds a part may take")
     parser.add_argument("--scratch", help="folder for the random models; default: the system's")
     parser.add_argument("--results", default=str(ROOT / "bench" / "results"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -138,7 +140,7 @@ def machine(args) -> dict:
 
 
 def limit(args) -> dict:
-    """Sets the cap -> MiB that the context took before anything was allocated. Nothing to cap on a CPU."""
+    """Sets the cap -> MiB that the bare context takes. Nothing to cap on a CPU."""
     import torch
     if device().type != "cuda":
         return {}
@@ -146,7 +148,7 @@ def limit(args) -> dict:
     torch.zeros(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
-    torch.cuda.set_per_process_memory_fraction(args.cap * 2**20 / total)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap * 2**20 / total))
     return {"context_mib": context / 2**20}
 
 
@@ -209,9 +211,11 @@ def grpo(args, folder: str, shape: str) -> dict:
     for m in metrics:
         assert m["tokens"] == args.length and m["grad_norm"] > 0, f"not the step that was asked for: {m}"
     memory = {"host_peak_mib": host_peak_mib()}
-    if context:
-        memory |= {"cap_mib": args.cap, "allocated_mib": torch.cuda.max_memory_allocated() / 2**20, **context,
-                   "reserved_mib": torch.cuda.max_memory_reserved() / 2**20}
+    if context:  # by now with the libraries' kernels and the graphs
+        free, total = torch.cuda.mem_get_info()
+        memory |= {"cap_mib": args.cap, "allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
+                   "reserved_mib": torch.cuda.max_memory_reserved() / 2**20, "bare_context_mib": context["context_mib"],
+                   "context_mib": (total - free - torch.cuda.memory_reserved()) / 2**20}
     return {**memory, "steps": steps, "flags": options, "prompt": size(words)}
 
 
@@ -219,7 +223,11 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+    import generate
     from lora import load_model
+    torch.backends.cuda.enable_cudnn_sdp(False)  # for all: it compiles at each new shape, every step of model.generate
+    engines, stock = [], generate.Engine
+    generate.Engine = lambda *a, **k: engines.append(stock(*a, **k)) or engines[-1]
     if engine == "generate.py":
         model, _ = load_model(folder, dtype="bfloat16", train=False)
     else:  # as transformers ships it
@@ -246,8 +254,8 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
                     num_blocks=rows * (2 + (args.prompt + tokens) // 256), max_batch_tokens=256 + rows))
             sizes = [len(x.generated_tokens) for x in out.values()]
         else:
-            from generate import generate
-            sizes = [len(ids) for ids, _ in generate(model, prompts.tolist(), max_new_tokens=tokens, slots=rows)]
+            found = generate.generate(model, prompts.tolist(), max_new_tokens=tokens, slots=rows)
+            sizes = [len(ids) for ids, _ in found]
         assert sizes == [tokens] * rows, f"{sizes[:4]} tokens, {tokens} wanted"
         return now() - began
     result, short = {}, max(1, args.tokens // 4)
@@ -264,8 +272,13 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
                 "tokens_per_second": rows / step, "step_ms": 1000 * step, "bytes_per_step": read,
                 "bandwidth": read / step / bandwidth if bandwidth else None,
                 "with_prompt_tokens_per_second": rows * args.tokens / statistics.median(b for _, b in times)}
+            if engines:  # did it run as it should?
+                result[str(rows)] |= {"fused": bool(engines[-1].fused), "graphs": sum(
+                    bool(graph) for graph in getattr(engines[-1], "graphs", {}).values())}
         except Exception as error:  # out of memory at this many rows; the others still count
             result[str(rows)] = {"error": first_line(error)}
+        engines.clear()
+        print("\n" + json.dumps(result), flush=True)  # what is left if the time runs out
         gc.collect()
         if device().type == "cuda":
             torch.cuda.empty_cache()
@@ -342,19 +355,23 @@ def run_worker(args, *what) -> dict:
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(what), "--cap", str(args.cap),
                "--tokens", str(args.tokens), "--prompt", str(args.prompt), "--length", str(args.length),
                "--rows", *map(str, args.rows)]
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch 2.9: ..._CUDA_...
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-                   "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
-    began = time.time()
+                   "PYTORCH_ALLOC_CONF": allocator, "PYTORCH_CUDA_ALLOC_CONF": allocator}
+    began, notes = time.time(), ""
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
         lines = done.stdout.strip().splitlines()
         result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {
             "error": f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"}
-    except subprocess.TimeoutExpired:
-        result = {"error": f"more than --timeout {args.timeout} s"}
+        notes = [line for line in done.stderr.splitlines() if line.startswith("note:")]
+    except subprocess.TimeoutExpired as late:
+        lines = (late.stdout or b"").decode().strip().splitlines()  # bytes, whatever `text` says
+        result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+        result["error"] = f"more than --timeout {args.timeout} s"
     shown = " ".join(w for w in what if isinstance(w, str) and not os.path.isabs(w))
     print(f"{shown:24} {time.time() - began:6.1f} s  {result.get('error', 'ok')}", flush=True)
-    return {**result, "seconds": round(time.time() - began, 1)}
+    return {**result, **({"notes": notes} if notes else {}), "seconds": round(time.time() - began, 1)}
 
 
 def main(args) -> dict:

@@ -321,8 +321,13 @@ def test_a_model_that_no_graph_can_hold_is_decoded_without(monkeypatch, capsys):
 
         def __exit__(self, *_):
             pass
+    left = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", Refuses)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", left.append)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: left.append(pool))
     engine = Engine(model, slots=2, static=True)
     engine.device = torch.device("cpu")
     monkeypatch.setattr(type(engine), "_capture", lambda self, rows, span, real=Engine._capture: _as_cuda(self, real, rows, span))
@@ -330,12 +335,18 @@ def test_a_model_that_no_graph_can_hold_is_decoded_without(monkeypatch, capsys):
     while engine.busy:
         engine.step()
     assert capsys.readouterr().err == "note: decoding without CUDA graphs: operation not permitted when stream is capturing\n"
+    assert left == ["stream", "pool"]  # torch.cuda.graph, where its end raises, leaves both as they were in the capture
+    assert Engine(model, slots=2, static=True).refused  # of this model nobody tries again
 
 
-    engine = Engine(model, slots=2, static=True)
-    assert not engine.refused
+def test_graphs_are_not_tried_where_they_would_be_wrong():
+    model = build("qwen2")
+    assert not Engine(model, slots=2, static=True).refused
     model.model.layers[0].register_forward_pre_hook(lambda *_: None)  # Python that a replay would not run
     assert Engine(model, slots=2, static=True).refused
+    config = build("llama_gqa").config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}  # it looks at the positions
+    assert Engine(type(build("llama_gqa"))(config).eval(), slots=2, static=True).refused
 
 
 def _as_cuda(engine, real, rows, span):

@@ -101,6 +101,17 @@ def test_a_4bit_weight_is_near_and_small(shape):
         assert nbytes * 8 / weight.numel() < 4.14
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_by_the_librarys_product_is_the_same_map(biased, dtype):
+    """bitsandbytes' gemm_4bit, fused on a GPU, unpacks on a CPU: to the bit what training computes."""
+    linear = Linear4bit(torch.randn(96, 128), torch.randn(96, dtype=dtype) if biased else None)
+    x = torch.randn(2, 3, 128, dtype=dtype)
+    with torch.inference_mode():
+        decoded = linear(x)
+    assert torch.equal(decoded, linear(x)) and decoded.dtype == dtype
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("int8_head", [False, True])
 def test_a_4bit_model_is_the_stock_model_of_its_weights(family, int8_head, tmp_path):
