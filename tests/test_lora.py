@@ -182,6 +182,21 @@ def test_a_shared_prefix_goes_through_once_and_changes_nothing(tiny, lora_r, che
     same_gradients(gradients(model, (ours[0] * ids).sum() + ours[1].sum()), expected)
 
 
+def test_a_packed_row_has_no_mask_of_its_square(tiny):
+    """transformers takes restarting positions for a packed batch, and would make (N, N) masks that nobody reads."""
+    class Squares(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
+                masks.append(out.numel())
+            return out
+    model, masks = load(tiny, lora_r=4), []
+    ids, mask = alike(rows=8, prefix=40, width=60)
+    with Squares():
+        token_logprobs(model, ids, mask)
+    assert count_tokens(model, ids, mask) == 40 + 8 * 20 and max(masks) < 100 * 100
+
+
 def test_the_prefix_ends_where_a_row_is_trained_or_differs(tiny):
     model, (ids, mask) = load(tiny, lora_r=4), alike()
     ids[1, 6] += 1
