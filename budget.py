@@ -167,9 +167,10 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
             temperature: float = 1.0, device: str = "meta") -> dict:
     """Bytes of a step of `load_model(**options)` -> weights, update, rollout (peaks on the device), host.
 
-    The update is one micro-batch, rows x tokens, all of them trained, no two rows alike, and the optimiser's step;
-    loss(logprobs, entropy, mask) is the algorithm's. merge: lora.merged. keep_start: the weights that the run starts
-    from are kept too. rollout: slots, group_size, max_tokens, max_new_tokens. device: "meta" counts, another one runs.
+    The update is a micro-batch, rows x tokens, all of them trained, no two rows alike, and the optimiser's step; as in
+    all but a run's first, gradients and moments are there before it. loss(logprobs, entropy, mask) is the algorithm's.
+    merge: lora.merged. keep_start: the weights that the run starts from are kept too. rollout: slots, group_size,
+    max_tokens, max_new_tokens. device: "meta" counts, another one runs.
     """
     from generate import Engine, Row
     from lora import freeze_reference, load_model, merged, token_logprobs
@@ -184,6 +185,17 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
         lap("loading")
         frozen = freeze_reference(model) if keep_start else None  # noqa: F841  (held to be counted)
         optimizer = adamw(model, optim, lr=1e-5) if (optim, device) != ("adamw8bit", "meta") else None
+        weights = [p for p in model.parameters() if p.requires_grad]
+        moments = [torch.empty(2, *p.shape, dtype=torch.uint8, device="meta") for p in weights if not optimizer]
+        if optim == "adamw":
+            optimizer.param_groups[0]["foreach"] = kind == "cuda" or None  # what AdamW itself chooses there
+
+        def step():
+            if optimizer and (optim, device) != ("adamw_cpu", "meta"):
+                optimizer.step()
+        for p in weights:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        step()  # for its moments
         vocabulary = model.get_input_embeddings().weight.shape[0]
         ids = torch.arange(rows * tokens, device=device).remainder_(vocabulary).view(rows, tokens)
         mask = torch.ones_like(ids)
@@ -192,13 +204,8 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
             logprobs, entropy = token_logprobs(model.train(), ids, mask, temperature)
             (loss(logprobs, entropy, mask) if loss else -logprobs.mean()).backward()
             del logprobs, entropy
-        weights = [p for p in model.parameters() if p.requires_grad]
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        moments = [torch.empty(2, *p.shape, dtype=torch.uint8, device="meta") for p in weights if not optimizer]
-        if optim == "adamw":
-            optimizer.param_groups[0]["foreach"] = kind == "cuda" or None  # what AdamW itself chooses there
-        if optimizer and (optim, device) != ("adamw_cpu", "meta"):
-            optimizer.step()
+        step()
         for p in weights:
             p.grad = None
         del ids, mask, weights
@@ -228,25 +235,27 @@ def free_memory(kind: str) -> int:
 
 
 def dry_run(config, loss, *, rows: int = 1, merge: bool = False, merge_rollout: bool = False, episodes: int = 0,
-            keep_start: bool = False) -> dict:
+            held_out: int = 0, keep_start: bool = False) -> dict:
     """Print what config's run would need; then which flags to change, or, where it fits, its longest batch in earnest.
 
-    rows: sequences per unit of batch_size; episodes: those a rollout has at once, if --slots allows; the others as in
-    `measure`. The limit is --memory_mb, else what is free. Returns the estimate in MiB. Stop, status 1: does not fit.
+    rows: sequences per unit of batch_size; episodes, held_out: those that training and evaluation have at once, if
+    --slots allows; the others as in `measure`. The limit is --memory_mb, else what is free. Returns the estimate in
+    MiB. Stop, status 1: does not fit.
     """
     from lora import model_options
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit = config.memory_mb * MIB if config.memory_mb else free_memory(kind)
 
     def count(config, device="meta"):
-        slots = min(getattr(config, "slots", 0), episodes)
+        plays = (episodes, getattr(config, "group_size", 1)), (held_out, getattr(config, "eval_group_size", 1))
+        slots, group = max(((min(config.slots, n), g) for n, g in plays), key=lambda play: (play[0], -play[1]))
         merging = getattr(config, "merge_lora", True)
         return measure(
             {"path": config.model_path, **model_options(config)}, rows=rows * config.batch_size,
             tokens=config.max_tokens, optim=config.optim, kind=kind, loss=loss, merge=merge and merging,
             merge_rollout=merge_rollout and merging, keep_start=keep_start, device=device,
             temperature=getattr(config, "temperature", 1.0), rollout=slots and {
-                "slots": slots, "group_size": getattr(config, "group_size", 1), "max_tokens": config.max_tokens,
+                "slots": slots, "group_size": group, "max_tokens": config.max_tokens,
                 "max_new_tokens": min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1)})
 
     def need(found):  # by update and rollout; on a CPU host memory is the same memory
@@ -257,13 +266,14 @@ def dry_run(config, loss, *, rows: int = 1, merge: bool = False, merge_rollout: 
         parts = [f"update of {rows * config.batch_size} x {config.max_tokens} tokens {found['update'] / MIB:,.0f}"]
         if "rollout" in found:
             parts += [f"rollout of {config.slots} episodes {found['rollout'] / MIB:,.0f}"]
-        print(f"{title:9} {max(need(found)) / MIB:8,.0f} MiB: {', '.join(parts)}; beside it {found['host'] / MIB:,.0f}")
+        print(f"{title:9} {max(need(found)) / MIB:8,.0f} MiB: {', '.join(parts)}; beside it {found['host'] / MIB:,.0f}",
+              flush=True)
 
-    if hasattr(config, "slots"):
-        config = replace(config, slots=max(1, min(config.slots, episodes)))
+    config = replace(config, slots=max(1, min(config.slots, max(episodes, held_out))))
+    print(f"{'limit':9} {limit / MIB:8,.0f} MiB " + ("(--memory_mb)" if config.memory_mb else f"(free {kind} memory)"),
+          flush=True)
     found = count(config)
     show("estimate", found)
-    print(f"{'limit':9} {limit / MIB:8,.0f} MiB " + ("(--memory_mb)" if config.memory_mb else f"(free {kind} memory)"))
     if max(need(found)) > limit:
         raise Stop("does not fit; " + mend(config, need(found), limit, lambda config: need(count(config))), 1)
     try:

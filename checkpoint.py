@@ -89,15 +89,18 @@ def remove(path):
 def optimizer_tensors(optimizer, named_parameters):
     """Every state tensor (exp_avg, exp_avg_sq, step, ...) as {"parameter name|key": CPU tensor}, for `Run.save`.
 
-    A plain number becomes a 0-dim tensor. CPU tensors are the optimizer's own, not copies. The learning rate is left
-    out: it is a function of the step.
+    A plain number becomes a 0-dim tensor. CPU tensors are the optimizer's own, not copies, but for one that several
+    parameters share (bitsandbytes' qmap), which safetensors refuses. The learning rate is left out: it is a function of
+    the step.
     """
     import torch
-    names, tensors = {p: name for name, p in named_parameters}, {}
+    names, tensors, held = {p: name for name, p in named_parameters}, {}, set()
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         tensors[f"{names[p]}|"] = torch.empty(0)                            # known, though perhaps without a state yet
         for key, value in optimizer.state.get(p, {}).items():
-            tensors[f"{names[p]}|{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+            tensor = torch.as_tensor(value).detach().cpu().contiguous()
+            tensors[f"{names[p]}|{key}"] = tensor.clone() if tensor.data_ptr() in held else tensor
+            held.add(tensor.data_ptr())
     return tensors
 
 

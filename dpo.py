@@ -254,7 +254,7 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
                               group="run", choices=("newest", "previous"), bare="newest")
-    resume_anyway: bool = flag(False, "resume with other --batch_size or memory flags; rounding differs", group="run")
+    resume_anyway: bool = flag(False, "resume with other --batch_size, --slots or ways to recompute", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played before, after and every eval_every steps", group="run", low=0)
@@ -480,7 +480,8 @@ def train(config: Config) -> dict:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
     if config.dry_run:
         return dry_run(config, partial(step_loss, config, losses), rows=2, merge=not config.lora_dropout,
-                       merge_rollout=True, episodes=config.num_tasks * config.group_size if tasks else 0)
+                       merge_rollout=True, episodes=config.num_tasks * config.group_size if tasks else 0,
+                       held_out=len(held_out))
     run = Run(config, "dpo")
     if run.finished:
         return run.finished

@@ -331,7 +331,7 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
                               group="run", choices=("newest", "previous"), bare="newest")
-    resume_anyway: bool = flag(False, "resume with other --batch_size or memory flags; rounding differs", group="run")
+    resume_anyway: bool = flag(False, "resume with other --batch_size, --slots or ways to recompute", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     save_trajectories: int = flag(16, "episodes of each step kept in trajectories.jsonl; 0: none", group="run", low=0)
@@ -435,7 +435,8 @@ def train(config: Config) -> dict:
     if config.dry_run:
         return dry_run(
             config, partial(step_loss, config), merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
-            episodes=config.tasks_per_step * config.group_size, keep_start=bool(config.kl_coef))
+            episodes=config.tasks_per_step * config.group_size, held_out=config.eval_tasks * config.eval_group_size,
+            keep_start=bool(config.kl_coef))
     run = Run(config, "grpo")
     if run.finished:
         return run.finished

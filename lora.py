@@ -57,7 +57,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     frozen = [name for name, on in (("load_in_4bit", load_in_4bit), ("int8_head", int8_head),
                                     ("stream_layers", stream_layers), ("dtype", dtype.endswith("16"))) if on]
     if frozen and train and not lora_r:
-        raise UserError(f"--{frozen[0]} is for weights that stay as they are; give --lora_r, e.g. 16")
+        other = ", or --dtype float32" if frozen[0] == "dtype" else ""
+        raise UserError(f"--{frozen[0]} is for weights that stay as they are; give --lora_r, e.g. 16{other}")
     if (stream_layers and train or offload_activations) and not gradient_checkpointing:
         raise UserError(f"--{'stream_layers' if stream_layers else 'offload_activations'} needs "
                         "--gradient_checkpointing: the backward pass has to run each layer again")

@@ -11,6 +11,7 @@
 budget.py counts what each of them saves.
 """
 import ctypes
+import logging
 import os
 from functools import partial
 
@@ -42,6 +43,7 @@ class Linear4bit(nn.Linear):
                 ((n // 2, 1), torch.uint8), (n // 64, torch.uint8), (-(-n // 2**14), torch.float32),
                 (256, torch.float32), ((), torch.float32)))
         else:
+            logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it misses a hub's kernel
             from bitsandbytes.functional import quantize_4bit, quantize_blockwise
             own = 2**16 if device.type == "cpu" else n  # a CPU's kernel takes 64 bytes a weight while it works
             parts = [quantize_4bit(part, quant_type="nf4") for part in weight.flatten().split(own)]

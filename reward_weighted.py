@@ -222,7 +222,7 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
                               group="run", choices=("newest", "previous"), bare="newest")
-    resume_anyway: bool = flag(False, "resume with other --batch_size or memory flags; rounding differs", group="run")
+    resume_anyway: bool = flag(False, "resume with other --batch_size, --slots or ways to recompute", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "updates between checkpoints; 0: at the end", group="run", low=0)
     save_trajectories: int = flag(16, "episodes of each iteration kept in trajectories.jsonl", group="run", low=0)
@@ -364,7 +364,8 @@ def train(config: Config) -> dict:
         return dry_run(
             config, lambda logprobs, _, mask: reward_weighted_loss(logprobs, mask.float(), mask.sum()),
             merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
-            episodes=0 if data else config.tasks_per_iteration * config.group_size)
+            episodes=0 if data else config.tasks_per_iteration * config.group_size,
+            held_out=len(held_out) * config.eval_group_size)
     run = Run(config, "reward_weighted")
     if run.finished:
         return run.finished

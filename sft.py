@@ -101,12 +101,13 @@ class Config:
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
                               group="run", choices=("newest", "previous"), bare="newest")
-    resume_anyway: bool = flag(False, "resume with other --batch_size or memory flags; rounding differs", group="run")
+    resume_anyway: bool = flag(False, "resume with other --batch_size, --slots or ways to recompute", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
     eval_tasks: int = flag(200, "held-out tasks played, at temperature 1, after (and before, if the model is not tiny)",
                            group="run", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", group="run", low=0)
+    slots: int = flag(64, "held-out episodes decoded at once", group="run", low=1)
 
 
 def sft_loss(logprobs, loss_mask, num_tokens):
@@ -292,7 +293,8 @@ def train(config: Config) -> dict:
     if not (config.env or rows):
         config = replace(config, env="equations")
     if config.dry_run:
-        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1))
+        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1), merge_rollout=True,
+                       held_out=config.eval_tasks)
     run = Run(config, "sft")
     if run.finished:
         return run.finished
@@ -317,7 +319,7 @@ def train(config: Config) -> dict:
             return None
         with merged(model):
             return evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens),
-                            seed=config.seed, step=-1, run=run)["success"]
+                            seed=config.seed, step=-1, slots=config.slots, run=run)["success"]
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,

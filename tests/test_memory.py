@@ -372,7 +372,11 @@ def test_adamw8bit_runs_or_says_why(tiny):
 
 # -------------------------------------------------------------------------------------------------------------- counting
 def real_step(model, rows, tokens, optim):
+    """A step as it is in a run that has begun: gradients of an earlier micro-batch, moments of an earlier step."""
     optimizer = lora.adamw(model, optim, lr=1e-5)
+    for p in (p for p in model.parameters() if p.requires_grad):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
     ids = torch.arange(rows * tokens).view(rows, tokens) % 900
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
