@@ -8,9 +8,11 @@
 Against what torch's allocator reports of the same step on a CPU the ratio is 1.000 (tests/test_memory.py). Not counted:
 what a kernel takes inside itself, CUDA's context (300 to 500 MiB), what the allocator rounds up.
 """
+import gc
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +20,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memory import Linear4bit, adamw
+import memory
+import pointwise
+from memory import adamw
 from run import Stop
 
 aten = torch.ops.aten
@@ -50,9 +54,12 @@ class Bytes(TorchDispatchMode):
                 own = getattr(torch.Tensor, name)
                 answer = property(lambda t, own=own, yes=yes: yes if t.is_meta else own.__get__(t))
                 self.patches.enter_context(mock.patch.object(torch.Tensor, name, answer))
-            self.patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", partial(
-                _fused_attention, F.scaled_dot_product_attention)))
-            self.patches.enter_context(mock.patch.object(Linear4bit, "dequantised", _dequantised))
+            blocks, pieces = memory.blocks, pointwise.pieces  # of a loop, the first two: the others take no more
+            for owner, name, ours in (
+                    (F, "scaled_dot_product_attention", partial(_fused_attention, F.scaled_dot_product_attention)),
+                    (memory.Linear4bit, "dequantised", _dequantised), (memory, "blocks", lambda *n: blocks(*n)[:2]),
+                    (pointwise, "pieces", lambda *tensors: islice(pieces(*tensors), 2))):
+                self.patches.enter_context(mock.patch.object(owner, name, ours))
         self.depth += 1
         return super().__enter__()
 
@@ -182,6 +189,8 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
         model, _ = load_model(**options, device=device)
+        if device != "meta":
+            gc.collect()  # what loading left in cycles
         lap("loading")
         frozen = freeze_reference(model) if keep_start else None  # noqa: F841  (held to be counted)
         optimizer = adamw(model, optim, lr=1e-5) if (optim, device) != ("adamw8bit", "meta") else None

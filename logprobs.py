@@ -130,13 +130,12 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
         slope = torch.empty_like(hidden) if ctx.needs_input_grad[1] and not weights else None  # (N, D)
         z, p = (hidden.new_empty(at_once, vocabulary, dtype=torch.float32) for _ in range(2))  # every piece's in turn
-        for i in range(0, len(hidden), rows):
-            part = slice(i, i + rows)
+        for part in memory.blocks(len(hidden), rows):
             with torch.set_grad_enabled(slope is not None):
                 h = hidden[part].detach().requires_grad_(slope is not None)
                 logits = head(h)  # (n, V)
-            for first, few in zip(range(i, i + rows, at_once), logits.detach().split(at_once)):  # (few, V)
-                of_all = slice(first, first + len(few))
+            for own in memory.blocks(len(h), at_once):
+                few, of_all = logits.detach()[own], slice(part.start + own.start, part.start + own.stop)  # (few, V)
                 x, logp, target = z[:len(few)].copy_(few), p[:len(few)], targets[of_all, None]
                 torch.log_softmax(x if temperature == 1 else x.div_(temperature), dim=-1, out=logp)
                 probs = torch.exp(logp, out=x)
@@ -158,8 +157,7 @@ class _HeadLogprobs(torch.autograd.Function):
         if slope is not None and (grad_entropy == 0).all():
             return None, (slope * grad_logprobs[:, None]).to(hidden.dtype), None, None, None
         grad_hidden, grad_weights = torch.empty_like(hidden), [torch.zeros_like(w) for w in ctx.weights]
-        for i in range(0, len(hidden), ctx.rows):
-            part = slice(i, i + ctx.rows)
+        for part in memory.blocks(len(hidden), ctx.rows):
             with torch.enable_grad():
                 h = hidden[part].detach().requires_grad_()
                 logits = ctx.head(h)  # (n, V)

@@ -3,7 +3,8 @@
     python bench/memory.py                  prints the README's table; the last line is JSON
 
 One micro-batch of one sequence through lora.token_logprobs, backward and AdamW, whose gradients and moments are there
-from the steps before, rank 16 on all Linears, bfloat16: the code of a run, on the meta device (budget.py). MiB of tensors on the GPU; CUDA's context comes on top, 300 to 500.
+from the steps before, rank 16 on all Linears, bfloat16: the code of a run, on the meta device (budget.py). MiB of
+tensors on the GPU; CUDA's context comes on top, 300 to 500.
 """
 import json
 import os
