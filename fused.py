@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import pointwise
 from logprobs import head_logits
-from memory import tiled
+from memory import give_back_memory, tiled
 
 
 def fits(model) -> bool:
@@ -38,9 +38,8 @@ class Fused:
     """`fused(ids, cache)` -> last hidden states; `fused.head(hidden)` -> logits. The weights as they are now."""
 
     @torch.no_grad()
-    def __init__(self, model, attention, agreed: bool):
-        """agreed: with the stock modules, so merged weights that are packed may go at once; else `drop_merged`."""
-        self.model, self.attention, self.agreed = model, attention, agreed
+    def __init__(self, model, attention):
+        self.model, self.attention = model, attention
         self.packs = (model.device.type == "cpu" and model.dtype == torch.bfloat16
                       and torch.backends.mkldnn.is_available())
         self.layers, self.packed = [], []
@@ -78,12 +77,12 @@ class Fused:
 
     def drop_merged(self):
         """Merged weights that are packed go; `lora.merged` keeps the base's, and brings them back where it ends."""
-        while self.packed:
-            linears, weight = self.packed.pop()
+        for linears, weight in self.packed:
             if all(getattr(linear, "lora_merged", False) for linear in linears):
                 linears[0].lora_packed = weight
                 for linear in linears:
                     linear.weight.data = linear.weight.data.new_empty(0)  # stock modules would fail, not err
+        give_back_memory()
 
     def _linear(self, *linears):
         """One product for all of them: x -> their outputs, one behind the other."""
@@ -97,8 +96,6 @@ class Fused:
             weights = [linear.weight.detach() for linear in linears]
             weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
         self.packed.append((linears, weight))
-        if self.agreed:
-            self.drop_merged()  # the next ones take its place in memory
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

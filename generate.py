@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from fused import Fused, fits
 from logprobs import head_logits
-from memory import give_back_memory
 from run import UserError
 
 WINDOW = 4  # decode steps between two looks at the results, where decoding is static
@@ -272,12 +271,10 @@ class Engine:
         if not fits(model) or not getattr(model, "fuses", True):
             return None
         try:
-            agreed = getattr(model, "fuses", False)
-            fused = Fused(model, row_attention, agreed)
-            model.fuses = agreed or self._agrees(fused)
+            fused = Fused(model, row_attention)
+            model.fuses = getattr(model, "fuses", False) or self._agrees(fused)
             if model.fuses:
                 fused.drop_merged()
-                give_back_memory()
         except Exception:  # a part of it is not what this family has
             model.fuses = False
         return fused if model.fuses else None
