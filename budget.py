@@ -156,7 +156,7 @@ def _key(a):
 
 
 def _dequantised(linear, dtype):
-    """Linear4bit's, of which bitsandbytes tells no shapes: the scales in float32 and the weights (out, in)."""
+    """Linear4bit's by its shapes, the scales in float32 and the weights (out, in): bitsandbytes takes 1 s to import."""
     scales = torch.empty_like(linear.scale, dtype=torch.float32)  # noqa: F841  (held to be counted)
     return linear.weight.new_empty(linear.out_features, linear.in_features, dtype=dtype)
 
@@ -172,7 +172,8 @@ def _fused_attention(stock, query, key, value, attn_mask=None, dropout_p=0.0, is
 def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind: str = "cuda", loss=None,
             merge: bool = False, merge_rollout: bool = False, keep_start: bool = False, rollout: dict | None = None,
             temperature: float = 1.0, device: str = "meta") -> dict:
-    """Bytes of a step of `load_model(**options)` -> weights, update, rollout (peaks on the device), host.
+    """Bytes of a step of `load_model(**options)` -> update, rollout (peaks on the device), host, loading (on
+    the meta device with a skeleton that a run's device never holds).
 
     The update is a micro-batch, rows x tokens, all of them trained, no two rows alike, and the optimiser's step; as in
     all but a run's first, gradients and moments are there before it. loss(logprobs, entropy, mask) is the algorithm's.

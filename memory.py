@@ -64,7 +64,7 @@ class Linear4bit(nn.Linear):
             dtype=dtype, offset=self.offset, state2=scales))  # (out, in)
 
     def forward(self, x):
-        if not torch.is_inference_mode_enabled() or x.is_meta:
+        if not torch.is_inference_mode_enabled() or x.is_meta:  # counted is what many rows take: W is made
             return _Matmul4bit.apply(x, self.weight, self)
         return torch.ops.bitsandbytes.gemm_4bit(  # few rows on a GPU: it reads W in 4 bits and never makes it
             x, self.weight, (self.out_features, self.in_features), self.nested, 64, "nf4", bias=self.bias,

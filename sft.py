@@ -293,8 +293,9 @@ def train(config: Config) -> dict:
     if not (config.env or rows):
         config = replace(config, env="equations")
     if config.dry_run:
+        plays = config.env or config.trajectories  # chats and answers have no world
         return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1), merge_rollout=True,
-                       held_out=config.eval_tasks)
+                       held_out=config.eval_tasks if plays else 0)
     run = Run(config, "sft")
     if run.finished:
         return run.finished

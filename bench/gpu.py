@@ -358,7 +358,7 @@ def run_worker(args, *what) -> dict:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch 2.9: ..._CUDA_...
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                    "PYTORCH_ALLOC_CONF": allocator, "PYTORCH_CUDA_ALLOC_CONF": allocator}
-    began, notes = time.time(), ""
+    began, notes = time.time(), []
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
         lines = done.stdout.strip().splitlines()
