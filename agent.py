@@ -19,11 +19,11 @@ import torch
 from tqdm import tqdm
 
 import envs
-from chat import Chat, parse_tool_calls
-from envs.pool import ToolPool, paid
-from generate import Engine, Row
+from envs.tool_pool import ToolPool, paid
+from experiment.run import UserError, finite, flag, main, mix
+from llm.chat import Chat, parse_tool_calls
+from llm.generate import Engine, Row
 from lora import DTYPES, load_model
-from run import UserError, finite, flag, main, mix
 
 
 @dataclass

@@ -40,7 +40,19 @@ from tqdm import tqdm
 import envs
 import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, collate, evaluate, read_trajectories, rollout
-from chat import Chat
+from experiment.run import (
+    Run,
+    UserError,
+    flag,
+    main,
+    mix,
+    nearest,
+    optimizer_tensors,
+    peak_memory_mb,
+    replace_file,
+    to_json,
+)
+from llm.chat import Chat
 from lora import (
     DTYPES,
     OPTIMS,
@@ -55,7 +67,6 @@ from lora import (
     save_model,
     token_logprobs,
 )
-from run import Run, UserError, flag, main, mix, nearest, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling.
 TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}

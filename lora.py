@@ -19,13 +19,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import memory
-import pointwise
-from budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
-from logprobs import Unscaled, causal_attention, head_logits, hidden_states, token_logprobs  # noqa: F401
-from memory import OPTIMS, adamw, give_back_memory  # noqa: F401
-from run import UserError
-from tiny import make_tiny
+from experiment.run import UserError
+from llm import memory, pointwise
+from llm.budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
+from llm.logprobs import Unscaled, causal_attention, head_logits, hidden_states, token_logprobs  # noqa: F401
+from llm.memory import OPTIMS, adamw, give_back_memory  # noqa: F401
+from llm.tiny import make_tiny
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # as stored

@@ -33,6 +33,7 @@ from tqdm import tqdm
 import envs
 import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, read_trajectories, rollout, summarise
+from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 from lora import (
     DTYPES,
     OPTIMS,
@@ -47,7 +48,6 @@ from lora import (
     save_model,
     token_logprobs,
 )
-from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 
 # The tiny model's schooling, as in grpo.py: both start from the same model.
 TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}

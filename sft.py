@@ -26,8 +26,9 @@ from tqdm import tqdm
 
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
-from chat import Chat
 from envs import gsm8k, meetings
+from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
+from llm.chat import Chat
 from lora import (
     DTYPES,
     OPTIMS,
@@ -41,7 +42,6 @@ from lora import (
     save_model,
     token_logprobs,
 )
-from run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
 
 
 @dataclass

@@ -179,9 +179,9 @@ def grpo(args, folder: str, shape: str) -> dict:
 
     import agent
     import grpo
-    from chat import Chat
     from envs import schemas
-    from generate import Row
+    from llm.chat import Chat
+    from llm.generate import Row
     flags, episodes = SHAPES[shape][1:]
     missing = set(flags) - set(grpo.Config.__dataclass_fields__)
     if missing:
@@ -223,7 +223,7 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    import generate
+    from llm import generate
     from lora import load_model
     torch.backends.cuda.enable_cudnn_sdp(False)  # for all: it compiles at each new shape, every step of model.generate
     engines, stock = [], generate.Engine
@@ -328,7 +328,7 @@ def make_model(shape: str, folder: Path):
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from tiny import make_tiny
+    from llm.tiny import make_tiny
     tokenizer = make_tiny()[1]
     config = Qwen2Config(**SHAPES[shape][0], bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
                          pad_token_id=tokenizer.pad_token_id, dtype="bfloat16", architectures=["Qwen2ForCausalLM"])

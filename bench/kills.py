@@ -26,8 +26,8 @@ from tqdm import tqdm  # noqa: E402
 
 import grpo  # noqa: E402
 import sft  # noqa: E402
-from run import UserError, checkpoints, read_state  # noqa: E402
-from tiny import make_tiny  # noqa: E402
+from experiment.run import UserError, checkpoints, read_state  # noqa: E402
+from llm.tiny import make_tiny  # noqa: E402
 
 SAVE_EVERY = 2
 CONFIGS = {

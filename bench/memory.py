@@ -13,8 +13,8 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-from budget import MIB, measure  # noqa: E402
-from tiny import make_tiny  # noqa: E402
+from llm.budget import MIB, measure  # noqa: E402
+from llm.tiny import make_tiny  # noqa: E402
 
 # hidden, layers, heads, KV heads, MLP, vocabulary, tied: config.json of the Qwen2.5 models
 MODELS = {"Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True), "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),

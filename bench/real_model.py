@@ -37,7 +37,7 @@ def main():
     args = parser.parse_args()
     import grpo
     import sft
-    from tiny import TINY_TEMPLATE
+    from llm.tiny import TINY_TEMPLATE
 
     model = os.path.join(args.out, "model")
     shutil.rmtree(model, ignore_errors=True)

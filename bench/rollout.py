@@ -37,9 +37,9 @@ def main():
     import torch
     from transformers import AutoModelForCausalLM
 
-    from generate import generate
+    from llm.generate import generate
+    from llm.tiny import make_tiny
     from lora import fast_float32, load_model, merged
-    from tiny import make_tiny
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=16, dtype=args.dtype)
     with tempfile.TemporaryDirectory() as folder:

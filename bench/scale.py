@@ -74,12 +74,12 @@ def measure(point) -> dict:
     from transformers import AutoTokenizer
 
     import agent
-    import generate
     import grpo
     import lora
-    from chat import Chat
     from envs import schemas
-    from generate import Row
+    from llm import generate
+    from llm.chat import Chat
+    from llm.generate import Row
     if not attention:
         lora.causal_attention = lambda module, query, *_, **__: (query.transpose(1, 2).contiguous(), None)
         generate.row_attention = lora.causal_attention
@@ -114,7 +114,7 @@ def make_model(folder):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tiny import make_tiny
+    from llm.tiny import make_tiny
     tokenizer = make_tiny()[1]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(

@@ -90,7 +90,7 @@ def measured(side: str, steps: list[dict], model, args) -> dict:
     """The worker's line. steps: {"rollout": s, "step": s} each, the first one a warm-up."""
     import torch
 
-    from run import peak_memory_mb
+    from experiment.run import peak_memory_mb
     steps, tokens = steps[1:], args.prompts * args.samples * args.tokens
     assert len(steps) == args.repeats, f"{len(steps)} steps measured, {args.repeats} wanted"
     frozen = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
@@ -144,8 +144,8 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     import torch
 
     from agent import Trajectory, cheapest_order, collate
-    from generate import generate
     from grpo import LOSSES, Counts, group_advantages
+    from llm.generate import generate
     from lora import merged, token_logprobs
     began = now()
     with merged(model):
@@ -299,7 +299,7 @@ def make_random(folder: str):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tiny import make_tiny
+    from llm.tiny import make_tiny
     tokenizer = make_tiny()[1]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(

@@ -30,8 +30,8 @@ import typing
 import zlib
 from dataclasses import dataclass, field
 
-from envs.rows import read_rows, whole
-from run import UserError
+from experiment.data import read_rows, whole
+from experiment.run import UserError
 
 ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard",
         "gsm8k": "envs.gsm8k:GSM8K", "meetings": "envs.meetings:Meetings",

@@ -21,7 +21,6 @@ import torch
 
 import agent
 import envs
-import run
 from agent import (
     Limits,
     Trajectory,
@@ -34,9 +33,10 @@ from agent import (
     summarise,
     transcript,
 )
-from chat import Chat, parse_tool_calls
+from experiment import run
+from experiment.run import UserError
+from llm.chat import Chat, parse_tool_calls
 from lora import add_lora, lora_linears, make_tiny, merged, token_logprobs
-from run import UserError
 
 ROOT = Path(agent.__file__).parent
 MODEL, TOKENIZER = make_tiny()

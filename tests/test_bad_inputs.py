@@ -17,10 +17,10 @@ import dpo
 import envs
 import grpo
 import reward_weighted
-import run
 import sft
+from experiment import run
+from experiment.run import UserError
 from lora import load_model
-from run import UserError
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}
 GOOD = {"messages": [ASK, ANSWER]}

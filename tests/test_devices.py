@@ -17,8 +17,8 @@ import grpo
 import lora
 import reward_weighted
 import sft
-from budget import Bytes
-from generate import Engine, Row
+from llm.budget import Bytes
+from llm.generate import Engine, Row
 
 aten = torch.ops.aten
 CROSSING = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}

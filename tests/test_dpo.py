@@ -19,10 +19,10 @@ import grpo
 import sft
 from agent import Trajectory, demonstrate
 from dpo import LOSSES, Counts, pair_loss
+from experiment.distributed import join
+from experiment.run import UserError
+from llm.tiny import make_tiny
 from lora import load_model
-from ranks import join
-from run import UserError
-from tiny import make_tiny
 
 HYPER = {"beta": 0.3, "label_smoothing": 0.1, "discopop_tau": 0.05}
 ROOT = Path(dpo.__file__).parent

@@ -5,11 +5,9 @@ from test_generate import VOCAB, build, ids_of, play, recomputed, schedule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fused
-import generate
 import lora
-import memory
-from generate import Engine, Row
+from llm import fused, generate, memory
+from llm.generate import Engine, Row
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
 OTHERS = ["gemma3", "mistral", "phi3"]

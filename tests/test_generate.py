@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import generate
 import lora
-from generate import Engine, Row, sample
+from llm import generate
+from llm.generate import Engine, Row, sample
 from lora import merged, token_logprobs
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import grpo
 import sft
-from run import UserError
+from experiment.run import UserError
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_in_the_reference_pass_leaves_the_policy_to_be_saved(ba
             yield
         switched.pop()
     monkeypatch.setattr(grpo, "reference", reference)
-    monkeypatch.setattr("ranks.Ranks.add", lambda self, tensor: tensor if not switched else pytest.fail("in the block"))
+    monkeypatch.setattr("experiment.distributed.Ranks.add", lambda self, tensor: tensor if not switched else pytest.fail("in the block"))
     run(base, tmp_path, kl_coef=0.1, importance_correction=2.0)
 
 

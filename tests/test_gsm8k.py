@@ -18,7 +18,7 @@ import pytest
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
-from run import UserError
+from experiment.run import UserError
 
 DATA = "/work/shared/data/gsm8k"
 HELP = "error: use numbers"

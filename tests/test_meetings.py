@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import envs
 from agent import demonstrate
-from chat import Chat, parse_tool_calls
 from envs import meetings
 from envs.meetings import (
     COLUMNS,
@@ -30,7 +29,8 @@ from envs.meetings import (
     belief,
     simulate,
 )
-from run import UserError
+from experiment.run import UserError
+from llm.chat import Chat, parse_tool_calls
 
 ROOT = Path(envs.__file__).parent.parent
 PROMPT = re.compile(r"Meeting (\d{6}), day (one|two|three) at (\w+): (junior|senior) (\w+) met (\w+), (junior|senior) (\w+) met (\w+)\.")
@@ -43,7 +43,7 @@ def drawn():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tiny import make_tiny
+    from llm.tiny import make_tiny
     return make_tiny()[1]
 
 

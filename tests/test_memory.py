@@ -15,15 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import dpo
 import grpo
-import logprobs
 import lora
-import memory
 import reward_weighted
 import sft
-from budget import Bytes, measure
+from experiment.run import Stop, load_optimizer, optimizer_tensors
+from llm import logprobs, memory
+from llm.budget import Bytes, measure
+from llm.memory import HostAdamW, Linear4bit, Table
 from lora import UserError, load_model, lora_linears, merge, merged, token_logprobs
-from memory import HostAdamW, Linear4bit, Table
-from run import Stop, load_optimizer, optimizer_tensors
 
 ROOT = Path(lora.__file__).parent
 FOUR_BIT = {"load_in_4bit": True, "gradient_checkpointing": True}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from chat import MAX_CALLS, parse_tool_calls  # noqa: E402
+from llm.chat import MAX_CALLS, parse_tool_calls  # noqa: E402
 
 CALL = {"name": "f", "arguments": {"a": 1, "b": "x"}}
 GOOD = json.dumps(CALL)

@@ -5,8 +5,8 @@ from test_fused import OTHERS, OURS, adapted
 from test_generate import build
 
 import lora
-import pointwise
-from generate import Engine, generate
+from llm import pointwise
+from llm.generate import Engine, generate
 from lora import lora_linears, merged, token_logprobs
 
 

@@ -13,15 +13,15 @@ import torch
 import dpo
 import grpo
 import reward_weighted
-import run
 import sft
 from agent import Limits, demonstrate, read_trajectories, rollout
 from envs import tasks
+from experiment import run
+from experiment.run import Run, UserError
+from llm.tiny import make_tiny
 from lora import load_model, save_model
-from run import Run, UserError
-from tiny import make_tiny
 
-ROOT = Path(run.__file__).parent
+ROOT = Path(run.__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +332,7 @@ def test_the_best_checkpoint_is_kept(tmp_path):
 
 def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(place, stopped, tmp_path):
     again = stopped(tmp_path / "run")
-    code = ("import sys, time; from run import Run, UserError; import sft\n"
+    code = ("import sys, time; from experiment.run import Run, UserError; import sft\n"
             f"config = sft.Config(**{dict(vars(again), resume='newest')!r})\n"
             "try:\n    held = Run(config, 'sft'); print('held', flush=True); time.sleep(60)\n"
             "except UserError as error:\n    print(error)")
@@ -352,7 +352,7 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
 # --------------------------------------------------------------------------------------------------------- full disk
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_both_numbers(stopped, tmp_path):
     again = stopped(tmp_path / "run")
-    code = ("import resource, signal, sys; import sft, run\n"
+    code = ("import resource, signal, sys; import sft; from experiment import run\n"
             f"config = sft.Config(**{vars(again)!r})\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
             "run.parse = lambda *_: config\n"

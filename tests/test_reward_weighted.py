@@ -16,8 +16,8 @@ import reward_weighted as rw
 import sft
 from agent import collate, read_trajectories, rollout
 from envs import tasks
+from experiment.run import UserError, options
 from lora import load_model, token_logprobs
-from run import UserError, options
 
 WORLD = '''
 import random

@@ -10,9 +10,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
 from agent import collate, demonstrate, rollout
-from generate import Row
+from llm.generate import Row
+from llm.tiny import make_tiny
 from lora import add_lora, lora_linears, merged, token_logprobs
-from tiny import make_tiny
 
 
 def tokenizer_of(case):

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import run
-from run import Run, UserError, flag, parse
+from experiment import run
+from experiment.run import Run, UserError, flag, parse
 
-ROOT = Path(run.__file__).parent
+ROOT = Path(run.__file__).parent.parent
 
 
 @dataclasses.dataclass
@@ -182,7 +182,7 @@ def program(tmp_path_factory):
         A second paragraph."""
         import sys, time
         from dataclasses import dataclass
-        from run import UserError, flag, main
+        from experiment.run import UserError, flag, main
         assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
 
         @dataclass
@@ -505,7 +505,7 @@ def test_mix():
 
 
 def test_peak_memory():
-    code = "import run; a = run.peak_memory_mb(); b = b'x' * (200 << 20); del b; print(a, run.peak_memory_mb())"
+    code = "from experiment import run; a = run.peak_memory_mb(); b = b'x' * (200 << 20); del b; print(a, run.peak_memory_mb())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     before, after = map(float, done.stdout.split())     # in MiB, and not counting this process, which holds torch
     assert 5 < before < 60 and 195 < after - before < 215

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 import envs
 import sft
 from agent import collate, demonstrate
+from experiment.run import UserError
 from lora import load_model, token_logprobs
-from run import UserError
 
 
 @pytest.fixture(scope="module")

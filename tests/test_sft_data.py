@@ -11,10 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate, demonstrate
-from chat import Chat, parse_tool_calls
+from experiment.run import UserError
+from llm.chat import Chat, parse_tool_calls
+from llm.tiny import make_tiny
 from lora import token_logprobs
-from run import UserError
-from tiny import make_tiny
 
 GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
 SYSTEM, ASK, ANSWER = ({"role": role, "content": text} for role, text in (

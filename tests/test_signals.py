@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from test_resume import CASES, assert_equal, config, place, rewarded  # noqa: F401  (place is a fixture)
 
 import dpo
-import generate
 import grpo
 import reward_weighted
-import run
 import sft
 from agent import rollout
-from run import Run, Signals, Stop
+from experiment import run
+from experiment.run import Run, Signals, Stop
+from llm import generate
 
-ROOT = Path(run.__file__).parent
+ROOT = Path(run.__file__).parent.parent
 
 
 def options_of(name, place):  # noqa: F811

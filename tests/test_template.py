@@ -22,7 +22,7 @@ from transformers.utils import get_json_schema
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from agent import Trajectory  # noqa: E402
-from chat import Chat, parse_tool_calls  # noqa: E402
+from llm.chat import Chat, parse_tool_calls  # noqa: E402
 
 
 def look(query: str, limit: int = 3) -> str:

@@ -4,8 +4,8 @@
     write_report  -> report.md: phases compared in the order given: accuracy, calibration, tool use, examples
     wilson, difference, brier, calibration_error: the statistics, as equations
 
-    python view.py report RUN... [--output report.md]     RUN: an output folder, or a .jsonl of episodes
-    python view.py html RUN [--output RUN/report.html] [--tokenizer FOLDER]
+    python -m experiment.report report RUN... [--output report.md]     RUN: an output folder, or a .jsonl of episodes
+    python -m experiment.report html RUN [--output RUN/report.html] [--tokenizer FOLDER]
 
 Accuracy is the share of held-out tasks solved (result.json) or, of a .jsonl, of its episodes (info.success). What is
 said of a training run's episodes is said of the last quarter of its steps, when its policy was nearly finished. torch
@@ -25,7 +25,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 import envs
-from run import UserError, nearest, newest_checkpoint, read_yaml, replace_file
+from experiment.run import UserError, nearest, newest_checkpoint, read_yaml, replace_file
 
 Z = 1.959964  # two-sided 95 % of the normal distribution
 EPISODES = 24  # on a page
@@ -574,5 +574,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:
-        print(f"view.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"report.py: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

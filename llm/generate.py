@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fused import Fused, fits
-from logprobs import head_logits
-from run import UserError
+from experiment.run import UserError
+from llm.fused import Fused, fits
+from llm.logprobs import head_logits
 
 WINDOW = 4  # decode steps between two looks at the results, where decoding is static
 PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache, and the system has no pages to fetch

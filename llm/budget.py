@@ -20,10 +20,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import memory
-import pointwise
-from memory import adamw
-from run import Stop
+from experiment.run import Stop
+from llm import memory, pointwise
+from llm.memory import adamw
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -180,7 +179,7 @@ def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind
     merge: lora.merged. keep_start: the weights that the run starts from are kept too. rollout: slots, group_size,
     max_tokens, max_new_tokens. device: "meta" counts, another one runs.
     """
-    from generate import Engine, Row
+    from llm.generate import Engine, Row
     from lora import freeze_reference, load_model, merged, token_logprobs
     cuda, found = device.startswith("cuda"), {}
     with nullcontext(Bytes()) if cuda else Bytes(kind if device == "meta" else "real") as count:

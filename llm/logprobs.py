@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-import memory
+from llm import memory
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**23):

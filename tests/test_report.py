@@ -1,4 +1,4 @@
-"""view.py: its statistics equal published and hand-worked numbers, the page shows what was logged and runs nothing."""
+"""report.py: its statistics equal published and hand-worked numbers, the page shows what was logged and runs nothing."""
 import json
 import math
 import re
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import view
-from run import UserError
+from experiment import report as view
+from experiment.run import UserError
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
@@ -406,7 +406,7 @@ def test_missing_files_are_told_in_one_line(tmp_path, capsys):
 
 
 def command(*words, cwd=ROOT):
-    return subprocess.run([sys.executable, str(ROOT / "view.py"), *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run([sys.executable, "-m", "experiment.report", *map(str, words)], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.mark.parametrize("words, said", [
@@ -419,12 +419,12 @@ def command(*words, cwd=ROOT):
 def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
     done = command(*words)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
-    assert done.stderr.startswith("view.py: ") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("report.py: ") and "Traceback" not in done.stderr
 
 
 def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
     name = folder(tmp_path / "run", [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}], [episode(step=0)])
-    assert "python view.py report RUN..." in command("--help").stdout
+    assert "python -m experiment.report report RUN..." in command("--help").stdout
     assert command("html", name).stdout == f"written: {name}/report.html\n"
     assert command("report", name, "--output", "r.md", cwd=tmp_path).stdout == "written: r.md\n" and (tmp_path / "r.md").exists()
     assert command("report", name, "--output", tmp_path / "none" / "r.md").returncode == 2

@@ -14,10 +14,10 @@ import pytest
 from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
 
-import run
-from ranks import Ranks
+from experiment import run
+from experiment.distributed import Ranks
 
-ROOT = Path(run.__file__).parent
+ROOT = Path(run.__file__).parent.parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
 DRIVER = '''
 import os

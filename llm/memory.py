@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from run import UserError
+from experiment.run import UserError
 
 OPTIMS = ("adamw", "adamw_cpu", "adamw8bit")
 BLOCK = 4096  # rows of a table that are in the compute dtype at once

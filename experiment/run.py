@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from checkpoint import (  # noqa: F401  # some only for those who import them from here
+from experiment.checkpoint import (  # noqa: F401  # some only for those who import them from here
     checkpoints,
     fingerprint,
     finite,
@@ -32,8 +32,8 @@ from checkpoint import (  # noqa: F401  # some only for those who import them fr
     sync,
     to_json,
 )
-from flags import Stop, UserError, convert, flag, nearest, options, parse, read_yaml  # noqa: F401
-from ranks import join
+from experiment.config import Stop, UserError, convert, flag, nearest, options, parse, read_yaml  # noqa: F401
+from experiment.distributed import join
 
 LINES = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")             # one object with a "step" per line
 OWNED = ("config.yaml", *LINES, "result.json", "report.html", "checkpoints", "base")      # what --overwrite removes
@@ -525,7 +525,7 @@ class Run:
 
     def _write(self, result):
         replace_file(self.folder / "result.json", to_json(result, indent=1))
-        from view import write_html  # view imports run
+        from experiment.report import write_html  # view imports run
         try:
             write_html(self.folder, quiet=True)
         except (UserError, OSError) as error:                   # a page must not fail a run

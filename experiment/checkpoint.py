@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from flags import UserError
+from experiment.config import UserError
 
 
 def finite(value):

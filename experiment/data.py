@@ -5,7 +5,7 @@ import json
 import math
 import os
 
-from flags import UserError
+from experiment.config import UserError
 
 
 def whole(text: str) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import pointwise
-from logprobs import head_logits
-from memory import give_back_memory, tiled
+from llm import pointwise
+from llm.logprobs import head_logits
+from llm.memory import give_back_memory, tiled
 
 
 def fits(model) -> bool:
