@@ -22,14 +22,12 @@ Legend: B pairs, T tokens. Of 2B rows the first B are the chosen episodes, the o
 """
 import json
 import math
-import os
 import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +36,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, collate, evaluate, read_trajectories, rollout
 from experiment.run import (
     Run,
@@ -61,15 +58,12 @@ from lora import (
     fast_float32,
     load_model,
     load_weights,
-    merge,
     merged,
     model_options,
     save_model,
     token_logprobs,
 )
-
-# The tiny model's schooling.
-TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}
+from sft import teach_tiny
 
 
 # -------------------------------------------------------------------------------------------------------- losses
@@ -423,24 +417,6 @@ def reference_sums(model, pairs, config: Config, ranks):
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config, run: Run) -> tuple[str, float]:
-    """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
-
-    Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
-    """
-    base = os.path.join(config.output_dir, "base")
-    made = Path(base, "made.json")  # written last: with it the folder is whole
-    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
-        return base, seconds
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
-    schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           overwrite=True, **TINY_SFT)  # over what a killed run left
-    seconds = sft.train(schooling)["seconds"]
-    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
-    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
-    return base, seconds
-
-
 def forward(model, pairs, ref_sums, counts: Counts, losses, config: Config):
     """`pair_loss` of some pairs in one forward pass; ref_sums (B, 2)."""
     token_ids, mask, _ = collate([c for c, _ in pairs] + [r for _, r in pairs], model.device)  # (2B, T) each
@@ -497,9 +473,7 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     fast_float32()
-    source, base_seconds = config.model_path, 0.0
-    if config.model_path == "tiny":
-        source, base_seconds = make_base(replace(config, env=config.env or "equations"), run)
+    source = teach_tiny(config, run) if config.model_path == "tiny" else config.model_path
     model, tokenizer = load_model(source, **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(
@@ -615,7 +589,7 @@ def train(config: Config) -> dict:
               f"chosen {before['pairs/logprobs/chosen']:.1f} -> {after['pairs/logprobs/chosen']:.1f}, of rejected "
               f"{before['pairs/logprobs/rejected']:.1f} -> {after['pairs/logprobs/rejected']:.1f}")
     if held_out:
-        print_table([(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
+        print_table([("before", before),
                      (f"after DPO ({total} steps, {training_seconds:.0f} s)", after)], len(held_out), 1)
     print(f"written: {config.output_dir} (adapter: {folder})\n"
           f"next:    python agent.py --model_path {config.output_dir}"

@@ -17,13 +17,10 @@ unlearnt, only outweighed. Left out: AWR's value network (group means stand in f
 
 Legend: B sequences, T tokens, N weighted things: episodes, or turns. Column t of a (B, T) tensor belongs to token t.
 """
-import json
 import math
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +28,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-import sft  # only for the tiny model, where there is none to start from
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, read_trajectories, rollout, summarise
 from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 from lora import (
@@ -42,15 +38,12 @@ from lora import (
     fast_float32,
     load_model,
     load_weights,
-    merge,
     merged,
     model_options,
     save_model,
     token_logprobs,
 )
-
-# The tiny model's schooling, as in grpo.py: both start from the same model.
-TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}
+from sft import teach_tiny
 
 
 # ------------------------------------------------------------------------------------------------------- weights
@@ -254,24 +247,6 @@ def learning_rate(step: int, done: float, config: Config) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config, run: Run) -> tuple[str, float]:
-    """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
-
-    Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
-    """
-    base = os.path.join(config.output_dir, "base")
-    made = Path(base, "made.json")  # written last: with it the folder is whole
-    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
-        return base, seconds
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
-    schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           overwrite=True, **TINY_SFT)  # over what a killed run left
-    seconds = sft.train(schooling)["seconds"]
-    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
-    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
-    return base, seconds
-
-
 def recorded(config: Config) -> list[Trajectory]:
     """The episodes of --trajectories, less those too long. UserError: what this run's weights cannot be made of."""
     path, found = config.trajectories, read_trajectories(config.trajectories)
@@ -370,7 +345,7 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     fast_float32()
-    source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
+    source = teach_tiny(config, run) if config.model_path == "tiny" else config.model_path
     model, tokenizer = load_model(source, **model_options(config))
     largest, rows = max((max(t.token_ids) for t in data), default=0), model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
@@ -490,7 +465,7 @@ def train(config: Config) -> dict:
 
     training_seconds = time.time() - training_began
     folder, after = run.last(step), held_out_eval()
-    print_table([(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
+    print_table([("before", before),
                  (f"after ({step} updates, {training_seconds:.0f} s)", after)], len(held_out), config.eval_group_size)
     print(f"written: {config.output_dir} (adapter: {folder})\n"
           f"next:    python agent.py --model_path {config.output_dir}"

@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from envs import gsm8k, meetings
-from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb
+from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 from llm.chat import Chat
 from lora import (
     DTYPES,
@@ -37,11 +38,23 @@ from lora import (
     fast_float32,
     load_model,
     load_weights,
+    merge,
     merged,
     model_options,
     save_model,
     token_logprobs,
 )
+
+# How the other algorithms' tiny model is taught before they start: by demonstrations in which most
+# actions are wrong, but numbers are always copied correctly. Which action to choose is left to learn.
+TINY_SFT = {
+    "max_samples": 2600,
+    "expert_noise": 0.6,
+    "max_turns": 6,
+    "max_steps": 340,
+    "batch_size": 16,
+    "learning_rate": 3e-3,
+}
 
 
 @dataclass
@@ -395,6 +408,29 @@ def held_out_loss(model, trajectories, batch_size) -> float:
         total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
         tokens += loss_mask.sum().item()
     return total / tokens
+
+
+def teach_tiny(config, run) -> str:
+    """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
+
+    The folder is `base/` in the output folder: a plain model, which the run's adapters point to.
+    A resumed run finds it there and teaches nothing.
+
+    Args:
+        config: of the algorithm that starts from the tiny model (`output_dir`, `env`, `seed`).
+        run: that algorithm's Run. Of several processes all take part in the SFT, and one writes.
+    """
+    base = Path(config.output_dir, "base")
+    taught = base / "made.json"  # written last: where it exists, the folder is complete
+    if run.ranks.first(taught.exists):
+        return str(base)
+    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
+    schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations", seed=config.seed,
+                       eval_tasks=0, overwrite=True, **TINY_SFT)
+    seconds = train(schooling)["seconds"]
+    run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
+    run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))
+    return str(base)
 
 
 if __name__ == "__main__":

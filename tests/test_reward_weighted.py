@@ -214,9 +214,8 @@ def test_the_scale_of_weights_cancels_and_micro_batches_sum():
 
 
 def test_what_is_repeated_on_purpose_is_the_same_text_as_in_grpo():
-    for name in ("turn_index", "make_base", "print_table"):
+    for name in ("turn_index", "print_table"):
         assert inspect.getsource(getattr(rw, name)) == inspect.getsource(getattr(grpo, name))
-    assert rw.TINY_SFT == grpo.TINY_SFT
 
 
 # ------------------------------------------------------------------------------------------------- its limits: SFT, RAFT
@@ -330,10 +329,10 @@ def test_the_same_command_twice_gives_the_same_bytes(place, tmp_path):
 
 
 def test_without_model_or_data_it_makes_both(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(rw, "TINY_SFT", {**rw.TINY_SFT, "max_samples": 16, "max_steps": 1})
+    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 1})
     result = rw.train(rw.Config(output_dir=str(tmp_path), num_iterations=1, tasks_per_iteration=2, group_size=2, max_tokens=160, eval_tasks=2))
     out = capfd.readouterr().out
-    assert result["steps"] == 2 and "before (SFT, " in out and "after (2 updates" in out and f"agent.py --model_path {tmp_path} --env equations" in out
+    assert result["steps"] == 2 and "\nbefore " in out and "after (2 updates" in out and f"agent.py --model_path {tmp_path} --env equations" in out
     adapter = json.loads((tmp_path / "checkpoints" / "step_000002" / "adapter_config.json").read_text())
     assert Path(adapter["base_model_name_or_path"]).resolve() == (tmp_path / "base").resolve()
 
