@@ -16,6 +16,7 @@ import sys
 import textwrap
 import types
 import typing
+from dataclasses import dataclass
 from pathlib import Path
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
@@ -35,23 +36,174 @@ class Stop(BaseException):
         self.code = code
 
 
-def flag(default, help, *, group="", choices=None, aliases=(), low=None, high=None, above=None, bare=None):
-    """A Config field. `help` names the unit; low and high are inclusive bounds, above is an exclusive one; bare is what
-    the option means without a value."""
-    spec = dict(help=help, group=group, choices=choices, aliases=aliases, low=low, high=high, above=above, bare=bare)
+def flag(default, help="", *, choices=None, aliases=(), low=None, high=None, above=None, bare=None, group=""):
+    """Declare a field of a Config: its default value, its help text and what its values must satisfy.
+
+    Args:
+        default: the value where nothing is said.
+        help: what the option means, in the words that --help prints.
+        choices: the values that are allowed.
+        aliases: other names of the option.
+        low, high: inclusive bounds of a number.
+        above: exclusive lower bound of a number.
+        bare: the value of the option if it is given without one.
+        group: the heading under which --help lists it, if its class has none.
+    A class that re-declares an inherited field inherits what it does not state again.
+    """
+    stated = dict(help=help, choices=choices, aliases=aliases, low=low, high=high, above=above, bare=bare, group=group)
+    metadata = {name: value for name, value in stated.items() if value not in (None, "", ())}
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=spec)
-    return dataclasses.field(default=default, metadata=spec)
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def auto(default, help="", **bounds):
+    """Declare a field whose default depends on the model or the environment.
+
+    Its value is None as long as nothing is said, and `fill` gives it one. `default` is the value that
+    `fill` takes last. It may be a function of the config; --help then shows the function's docstring.
+    """
+    field = flag(None, help, **bounds)
+    return dataclasses.field(default=None, metadata={**field.metadata, "default": default})
+
+
+def fill(config, *tables):
+    """Return a copy of the config in which every `auto` field has a value.
+
+    What the user said stays. A field that is still None gets the value of the first table that has it, or else its
+    stated default. A table may only contain names of the config's fields.
+    """
+    flags = options(type(config))
+    for name in (name for table in tables for name in table if name not in flags):
+        raise KeyError(f"{type(config).__name__} has no field {name}")
+    unset = [name for name, (_, _, spec) in flags.items() if "default" in spec and getattr(config, name) is None]
+    given = {}
+    for table in reversed(tables):
+        given.update({name: value for name, value in table.items() if name in unset})
+    config = dataclasses.replace(config, **given)
+    # Stated defaults come last because they may be functions of the other values.
+    stated = {name: flags[name][2]["default"] for name in unset if getattr(config, name) is None}
+    return dataclasses.replace(config, **{k: v(config) if callable(v) else v for k, v in stated.items()})
 
 
 def options(config_class):
-    """Field name -> (int | float | bool | str | list, may it be None, the metadata that `flag` wrote)."""
-    hints, found = typing.get_type_hints(config_class), {}
-    for field in dataclasses.fields(config_class):
-        union = typing.get_args(hints[field.name]) if isinstance(hints[field.name], types.UnionType) else ()
-        kind = next((t for t in union if t is not type(None)), hints[field.name])
-        found[field.name] = typing.get_origin(kind) or kind, type(None) in union, field.metadata
-    return found
+    """Return {field name: (int, float, bool, str or list; whether it may be None; what `flag` was told)}."""
+    hints, out = typing.get_type_hints(config_class), {}
+    classes = [c for c in config_class.__mro__ if dataclasses.is_dataclass(c)]
+    names = [name for c in classes for name in c.__dict__.get("__annotations__", ())]
+    for name in dict.fromkeys(names):
+        union = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else ()
+        kind = next((t for t in union if t is not type(None)), hints[name])
+        spec = {}
+        for declared in reversed([c for c in classes if name in c.__dict__.get("__annotations__", ())]):
+            field = declared.__dataclass_fields__[name]
+            spec = {"group": vars(declared).get("heading", "")} if not spec else spec
+            spec |= field.metadata
+            if field.default is not None:
+                spec.pop("default", None)
+        out[name] = typing.get_origin(kind) or kind, type(None) in union, spec
+    return out
+
+
+# --------------------------------------------------------------------------------- flags that all algorithms share
+def best_dtype(config):
+    """bfloat16 for the frozen weights of LoRA where the device computes in it, else float32"""
+    if not config.lora_r:
+        return "float32"
+    import torch
+    if torch.cuda.is_available():
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        info = Path("/proc/cpuinfo")
+        words = info.read_text().split() if info.exists() else []
+        supported = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+    return "bfloat16" if supported else "float32"
+
+
+def usual_learning_rate(config):
+    """2e-5 with LoRA, 1e-6 where all weights train"""
+    return 2e-5 if config.lora_r else 1e-6
+
+
+@dataclass(kw_only=True)
+class ModelFlags:
+    """Which model is trained, and which of its weights."""
+
+    heading = "model"
+    model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter folder or an output folder")
+    lora_r: int = flag(16, "rank of LoRA; 0: all weights train", low=0)
+    lora_alpha: float | None = flag(None, "LoRA alpha; default: twice the rank", above=0)
+    lora_dropout: float = flag(0.0, "dropout on the input of the adapter, in updates only", low=0, high=0.99)
+    lora_target_modules: str = flag("all-linear", "names of the adapted Linears, separated by commas")
+    use_rslora: bool = flag(False, "scale the adapter by alpha / sqrt(rank)")
+    dtype: str | None = auto(best_dtype, "dtype of the frozen weights; auto: as they are stored",
+                             choices=("float32", "bfloat16", "float16", "auto"))
+
+
+@dataclass(kw_only=True)
+class MemoryFlags:
+    """How much memory a step may take."""
+
+    heading = "memory"
+    memory: str = flag("plain", "what is traded for memory; --dry_run shows what each setting needs",
+                       choices=("plain", "checkpoint", "4bit", "small", "stream"))
+    load_in_4bit: bool = flag(False, "keep the frozen weights in NF4 with double quantization")
+    gradient_checkpointing: bool = flag(False, "recompute the layers in the backward pass: a third more time")
+    dry_run: bool = flag(False, "print what a step would need, try its longest batch, and stop")
+
+
+@dataclass(kw_only=True)
+class RolloutFlags:
+    """Which environment is played, and how."""
+
+    heading = "environment and rollout"
+    env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
+    dataset: str | None = flag(None, "tasks (.jsonl, or a name that the environment knows); default: its own")
+    eval_dataset: str | None = flag(None, "held-out tasks (.jsonl); default: a tenth of --dataset")
+    max_samples: int = flag(10_000, "training tasks", low=1)
+    env_options: str | None = flag(None, "name=value,... that every task passes to the environment's reset")
+    group_size: int = flag(8, "episodes of each task", low=1,
+                           aliases=("samples_per_prompt", "num_samples", "num_generations"))
+    temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)
+    max_new_tokens: int | None = auto(128, "tokens per turn; default: what the environment states, or this", low=1)
+    max_tokens: int | None = auto(1024, "tokens per episode, prompt and tool results included; default: what the "
+                                        "environment states, or this", low=8, aliases=("max_length",))
+    max_turns: int | None = flag(None, "assistant turns per episode; default: what the environment states", low=1)
+    reward_scaling: float = flag(1.0, "reward = (reward - reward_bias) x this")
+    reward_bias: float = flag(0.0, "subtracted from the reward of each episode")
+
+
+@dataclass(kw_only=True)
+class TrainingFlags:
+    """How the weights are updated."""
+
+    heading = "training"
+    learning_rate: float | None = auto(usual_learning_rate, "AdamW step size at its peak", low=0)
+    warmup_steps: int = flag(5, "steps of linear warm-up; after them a linear decay to a tenth of the peak", low=0)
+    weight_decay: float = flag(0.0, "weight decay of AdamW", low=0)
+    max_grad_norm: float | None = auto(1.0, "a larger norm of the gradient is clipped to this", above=0)
+    batch_size: int = flag(16, "sequences in one forward pass: memory only", low=1)
+    gradient_accumulation_steps: int | None = flag(
+        None, "forward passes of one update; default: what the step needs", low=1)
+    num_epochs: int = flag(1, "passes over the data", low=1, aliases=("total_epochs", "num_train_epochs"))
+    max_steps: int | None = flag(None, "optimizer steps; overrides num_epochs", low=0)
+
+
+@dataclass(kw_only=True)
+class RunFlags:
+    """Where a run is written, and how it continues."""
+
+    heading = "run"
+    output_dir: str = flag("runs/run", "folder of this run")
+    overwrite: bool = flag(False, "replace the run that is in output_dir")
+    resume: str | None = flag(None, "continue the run in output_dir from its newest checkpoint, or the one before",
+                              choices=("newest", "previous"), bare="newest")
+    seed: int = flag(0, "seed of everything random", low=0)
+    save_every: int | None = auto(
+        0, "steps between checkpoints; 0: after every 10 minutes of training, and at the end", low=0)
+    save_trajectories: int = flag(16, "episodes of each step kept in trajectories.jsonl; 0: none", low=0)
+    eval_tasks: int = flag(200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)
+    eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)
 
 
 def convert(value, option, where):
@@ -163,7 +315,8 @@ def help_text(config_class, description):
     """Usage, the first paragraph of the description, then the options by group: name, default, meaning."""
     default, groups = config_class(), {"": [("--config", "none", "YAML file of options; the command line wins")]}
     for name, (_, _, spec) in options(config_class).items():
-        value = getattr(default, name)
+        value = spec.get("default", getattr(default, name))
+        value = value.__doc__ if callable(value) else value
         shown = ",".join(value) if isinstance(value, list) else str(value)
         words = [spec.get("help", ""), *(f"same as --{alias}" for alias in spec.get("aliases", ()))]
         words += ["one of " + ", ".join(map(str, spec["choices"]))] if spec.get("choices") else []
