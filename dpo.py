@@ -172,10 +172,13 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
         chosen, rejected = means
     nll, chosen_tokens = -sums.chunk(2)[0], tokens.chunk(2)[0]  # (B,)
     hyper |= {"beta": beta, "means": means, "nll": nll * counts.pairs / counts.tokens}  # summed / pairs: token mean
-    per_pair = sum(weight * LOSSES[name](chosen, rejected, **hyper) for name, weight in losses)
-    per_pair = per_pair + sft_coef * nll / chosen_tokens
+    terms = {name: weight * LOSSES[name](chosen, rejected, **hyper) for name, weight in losses}  # (B,) each
+    if sft_coef:
+        terms["sft_coef"] = sft_coef * nll / chosen_tokens
+    per_pair = sum(terms.values())
     c, r = beta * chosen.detach(), beta * rejected.detach()
-    shown = {"loss": per_pair.detach(), "accuracy": (c > r).float(), "margin": c - r, "reward/chosen": c,
+    shown = {"loss": per_pair.detach(), **{f"loss/{name}": term.detach() for name, term in terms.items()},
+             "accuracy": (c > r).float(), "margin": c - r, "reward/chosen": c,
              "reward/rejected": r, "logprobs/chosen": -nll.detach(), "logprobs/rejected": sums.chunk(2)[1].detach()}
     return per_pair.sum() / counts.pairs, {name: x.sum() / counts.pairs for name, x in shown.items()}
 
@@ -278,6 +281,8 @@ def check(config: Config) -> list[tuple[str, float]]:
     if len(weights) != len(names) or not all(map(math.isfinite, weights)):
         raise UserError(f"--loss_weights {config.loss_weights}: {len(weights)} weights, but --loss {config.loss} "
                         f"names {len(names)}; give one finite number for each")
+    if len({*names}) < len(names):
+        raise UserError(f"--loss {config.loss}: names a loss twice; give it once, with a larger weight")
     eps = config.label_smoothing
     if "exo_pair" in names and not eps or "robust" in names and eps >= 0.5:
         raise UserError(f"--label_smoothing {eps}: exo_pair needs it above 0 (paper: 0.001), robust below 0.5")
@@ -459,7 +464,7 @@ def train(config: Config) -> dict:
     if rows and episodes:
         raise UserError(f"--trajectories {config.trajectories} and pairs in --dataset {config.dataset}: give one")
     if config.env is None:
-        played = sorted({t.info["env"] for _, t in episodes if "env" in t.info})
+        played = sorted(envs.ENVS.keys() & {str(t.info.get("env")) for _, t in episodes})  # never code that data names
         config = replace(config, env=",".join(played) or (None if rows or episodes else "equations"))
     files, held_out = (None if rows else config.dataset, config.eval_dataset), []
     tasks = [] if rows or episodes else envs.tasks(config.env, "train", config.num_tasks, config.seed, *files)
@@ -524,8 +529,8 @@ def train(config: Config) -> dict:
     test = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) in kept_out]
     test, test_sums = [pairs[i] for i in test], ref_sums[test]
     learn = [i for i, (chosen, _) in enumerate(pairs) if prompt_of(chosen) not in kept_out]
-    per_step = min(config.batch_size * config.gradient_accumulation_steps, len(learn))
-    steps_per_epoch = len(learn) // per_step
+    per_step = config.batch_size * config.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(len(learn) / per_step)
     total = config.num_epochs * steps_per_epoch if config.max_steps is None else config.max_steps
     print(f"pairs: {len(learn)} to train on, {len(test)} held out, of {len(prompts)} prompts; {total} steps")
 
@@ -548,7 +553,8 @@ def train(config: Config) -> dict:
     for step in bar:
         began = time.time()
         epoch, place = divmod(step, steps_per_epoch)
-        order = np.random.default_rng([config.seed, epoch]).permutation(learn)[place * per_step:(place + 1) * per_step]
+        order = np.random.default_rng([config.seed, epoch]).permutation(learn)
+        order = np.array_split(order, steps_per_epoch)[place]  # every pair is trained in every epoch
         order = sorted(order, key=lambda i: max(len(t.token_ids) for t in pairs[i]))  # like lengths share a forward
         counts, metrics = count([pairs[i] for i in order]), Counter()
         model.train()
@@ -576,7 +582,7 @@ def train(config: Config) -> dict:
         if config.eval_every and (step + 1) % config.eval_every == 0:
             metrics.update({f"eval/{k}": v for k, v in held_out_eval().items()})
         run.log(step, metrics, {"seconds": seconds, "peak_memory_mb": peak_memory_mb()})
-        bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['accuracy']:.2f}")
+        bar.set_postfix(loss=loss_in_words(metrics), accuracy=f"{metrics['accuracy']:.2f}")
         run.end(step + 1, metrics.get("eval/success"))
 
     training_seconds = time.time() - training_began
@@ -585,8 +591,9 @@ def train(config: Config) -> dict:
               "seed": config.seed, "pairs": len(learn)}
     if test:
         result |= {f"held_out_{name}": after[f"pairs/{name}"] for name in ("loss", "accuracy", "margin")}
-        print(f"held-out pairs ({len(test)}): loss {before['pairs/loss']:.3f} -> {after['pairs/loss']:.3f}, log pi of "
-              f"chosen {before['pairs/logprobs/chosen']:.1f} -> {after['pairs/logprobs/chosen']:.1f}, of rejected "
+        print(f"held-out pairs ({len(test)}): loss {loss_in_words(before, 'pairs/')} -> "
+              f"{loss_in_words(after, 'pairs/')}, log pi of chosen "
+              f"{before['pairs/logprobs/chosen']:.1f} -> {after['pairs/logprobs/chosen']:.1f}, of rejected "
               f"{before['pairs/logprobs/rejected']:.1f} -> {after['pairs/logprobs/rejected']:.1f}")
     if held_out:
         print_table([("before", before),
@@ -595,6 +602,13 @@ def train(config: Config) -> dict:
           f"next:    python agent.py --model_path {config.output_dir}"
           + (f" --env {config.env} --num_tasks 3" if config.env else ""))
     return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+
+
+def loss_in_words(metrics: dict, prefix: str = "") -> str:
+    """Return "0.793 = sigmoid 0.693 + sft_coef 0.100": the loss and the terms of which it is the sum."""
+    start = f"{prefix}loss/"
+    terms = [f"{name.removeprefix(start)} {value:.3f}" for name, value in metrics.items() if name.startswith(start)]
+    return f"{metrics[f'{prefix}loss']:.3f} = {' + '.join(terms)}"
 
 
 def readable(chosen: Trajectory, rejected: Trajectory, held_out: bool) -> dict:

@@ -287,15 +287,18 @@ def check_tools(tools):
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int,
-                  pool: int = 16) -> list[list[Trajectory]]:
-    """One pass over the data in random order; within every `pool` steps, episodes of like length share one."""
+def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int, pool=16) -> list[list[Trajectory]]:
+    """Return one pass over the data as batches of at most `per_step` episodes; every episode is in one of them.
+
+    Episodes are shuffled; within every `pool` batches those of similar length share a batch, which saves padding.
+    Batches are as even as possible, so that none is left with a few long episodes.
+    """
     rng = np.random.default_rng([seed, epoch])
-    order, batches = rng.permutation(len(data)), []
-    for i in range(0, len(order), pool * per_step):
-        alike = sorted(order[i:i + pool * per_step], key=lambda j: len(data[j].token_ids))
-        batches += [[data[j] for j in alike[k:k + per_step]] for k in range(0, len(alike) - per_step + 1, per_step)]
-    return [batches[i] for i in rng.permutation(len(batches))] or [data]
+    batches = []
+    for chosen in np.array_split(rng.permutation(len(data)), math.ceil(len(data) / (pool * per_step))):
+        alike = sorted(chosen, key=lambda i: len(data[i].token_ids))
+        batches += np.array_split(alike, math.ceil(len(alike) / per_step))
+    return [[data[i] for i in batches[place]] for place in rng.permutation(len(batches))]
 
 
 def train(config: Config) -> dict:

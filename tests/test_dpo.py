@@ -176,6 +176,40 @@ def run(start, folder, recorded=None, **options):
     return result, [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
+def test_every_pair_is_trained_in_every_epoch(start, recorded, tmp_path, monkeypatch):
+    """24 pairs in steps of 9: three steps of 8. Once the last 6 of each epoch's shuffled pairs were left out."""
+    seen = []
+    forward = dpo.forward
+
+    def watched(model, pairs, *rest):
+        seen.extend(id(chosen) for chosen, _ in pairs)
+        return forward(model, pairs, *rest)
+    monkeypatch.setattr(dpo, "forward", watched)
+    result, _ = run(start, tmp_path, recorded, batch_size=9, max_steps=None, num_epochs=2, eval_share=0.0, pairs="best_worst")
+    assert result["steps"] == 6 and sorted(Counter(seen).values()) == [2] * 24
+
+
+def test_the_environment_that_a_data_file_names_is_never_imported(start, recorded, tmp_path):
+    """info.env may say anything; only the names of envs.ENVS are environments to play in."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil:\n    pass\n")
+    episodes = [json.loads(line) for line in Path(recorded[0]).read_text().splitlines()]
+    for row in episodes:
+        row["info"]["env"] = f"{tmp_path}/evil.py:Evil"
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in episodes))
+    result, _ = run(start, tmp_path / "o", (str(path),), eval_tasks=2)
+    assert result["success_before"] is None and not (tmp_path / "ran").exists()
+
+
+def test_the_terms_of_the_loss_are_shown_apart(float64):
+    batch, options = hand_batch(), {**HYPER, "beta": 0.5}
+    _, metrics = pair_loss(*batch, Counts(1, 2), [("hinge", 2.0), ("sft", 0.5)], sft_coef=0.1, **options)
+    terms = {"hinge": 0.6, "sft": 0.35, "sft_coef": 0.07}
+    assert {name: float(metrics[f"loss/{name}"]) for name in terms} == pytest.approx(terms)
+    assert float(metrics["loss"]) == pytest.approx(sum(terms.values()))
+    assert dpo.loss_in_words(metrics) == "1.020 = hinge 0.600 + sft 0.350 + sft_coef 0.070"
+
+
 def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
     """-beta sigmoid(r_rejected - r_chosen) (grad log pi(chosen) - grad log pi(rejected)), r = beta log(pi / pi_ref).
 
@@ -418,7 +452,7 @@ def test_several_files_are_read_and_their_groups_kept_apart(start, recorded, tmp
     ({"loss": "sigmoid,sft", "loss_weights": "1.0"}, "1 weights, but --loss sigmoid,sft names 2"),
     ({"loss_weights": "one"}, "give numbers separated by commas"), ({"loss": "sigmod"}, "did you mean sigmoid?"),
     ({"loss": "exo_pair"}, "exo_pair needs it above 0"), ({"loss": "robust", "label_smoothing": 0.5}, "robust below 0.5"),
-    ({"label_smoothing": 0.1}, "only exo_pair and robust"), ({"max_tokens": 40}, "no pair within --max_tokens 40: the shortest has"),
+    ({"loss": "hinge,hinge"}, "names a loss twice"), ({"label_smoothing": 0.1}, "only exo_pair and robust"), ({"max_tokens": 40}, "no pair within --max_tokens 40: the shortest has"),
     ({"min_gap": 100.0}, "the largest gap is "), ({"env": "equatons"}, "did you mean equations?")])
 def test_clashes_and_empty_hands_are_told_in_one_line(start, recorded, tmp_path, options, words):
     with pytest.raises(UserError, match=re.escape(words)):
