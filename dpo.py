@@ -499,7 +499,7 @@ def train(config: Config) -> dict:
         else:
             with merged(model):
                 fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
-            if not run.may_learn(0, fresh):
+            if not run.accept_rewards(fresh):
                 fresh = [t for t in fresh if math.isfinite(t.reward)]
                 if not fresh:
                     raise UserError("no episode has a finite reward; look at bad_step_0.json in the run's folder")
@@ -572,7 +572,7 @@ def train(config: Config) -> dict:
         run.ranks.add_gradients(weights)
         metrics = run.ranks.total(metrics)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        if run.may_update(step, [t for i in order for t in pairs[i]], metrics["loss"], grad_norm):
+        if run.accept_update([t for i in order for t in pairs[i]], metrics["loss"], grad_norm):
             optimizer.step()
         optimizer.zero_grad()
         model.eval()
@@ -581,7 +581,7 @@ def train(config: Config) -> dict:
         seconds = time.time() - began
         if config.eval_every and (step + 1) % config.eval_every == 0:
             metrics.update({f"eval/{k}": v for k, v in held_out_eval().items()})
-        run.log(step, metrics, {"seconds": seconds, "peak_memory_mb": peak_memory_mb()})
+        run.write_line(step, metrics, {"seconds": seconds, "peak_memory_mb": peak_memory_mb()})
         bar.set_postfix(loss=loss_in_words(metrics), accuracy=f"{metrics['accuracy']:.2f}")
         run.end(step + 1, metrics.get("eval/success"))
 
@@ -601,7 +601,7 @@ def train(config: Config) -> dict:
     print(f"written: {config.output_dir} (adapter: {folder})\n"
           f"next:    python agent.py --model_path {config.output_dir}"
           + (f" --env {config.env} --num_tasks 3" if config.env else ""))
-    return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+    return run.write_result({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
 
 
 def loss_in_words(metrics: dict, prefix: str = "") -> str:

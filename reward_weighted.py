@@ -392,7 +392,7 @@ def train(config: Config) -> dict:
         else:
             episodes = data or collect(model, tokenizer, config, tasks, iteration, limits, run)
         rollout_seconds = time.time() - began
-        if not run.may_learn(step, episodes):
+        if not run.accept_rewards(episodes):
             iteration += 1
             run.end(step)
             continue
@@ -445,12 +445,12 @@ def train(config: Config) -> dict:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-            if run.may_update(step, batch, loss, grad_norm):
+            if run.accept_update(batch, loss, grad_norm):
                 optimizer.step()
             optimizer.zero_grad()
             model.eval()
             metrics.update(iteration=iteration, loss=loss, grad_norm=grad_norm, learning_rate=lr)
-            run.log(step, metrics,
+            run.write_line(step, metrics,
                     {"rollout_seconds": rollout_seconds, "update_seconds": time.time() - began,
                      "peak_memory_mb": peak_memory_mb()})
             metrics, rollout_seconds, step, done = {}, 0.0, step + 1, done + 1
@@ -470,7 +470,7 @@ def train(config: Config) -> dict:
     print(f"written: {config.output_dir} (adapter: {folder})\n"
           f"next:    python agent.py --model_path {config.output_dir}"
           + (f" --env {config.env} --num_tasks 3" if config.env else ""))
-    return run.finish({
+    return run.write_result({
         "success_before": before.get("success"), "success_after": after.get("success"), "steps": step,
         "seed": config.seed, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
 

@@ -368,7 +368,7 @@ def train(config: Config) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config, total)
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        if run.may_update(step, batch, loss, grad_norm):
+        if run.accept_update(batch, loss, grad_norm):
             optimizer.step()
         optimizer.zero_grad()
         model.eval()
@@ -377,7 +377,7 @@ def train(config: Config) -> dict:
         seconds = time.time() - began
         if config.eval_every and (step + 1) % config.eval_every == 0 and tasks:
             metrics["eval/success"] = held_out_success()
-        run.log(step, metrics, {"seconds": seconds})
+        run.write_line(step, metrics, {"seconds": seconds})
         bar.set_postfix(loss=f"{loss:.3f}")
         run.end(step + 1, metrics.get("eval/success"))
         if config.max_seconds and run.ranks.first(lambda: time.time() - training_began > config.max_seconds):
@@ -393,7 +393,7 @@ def train(config: Config) -> dict:
               + (f", success {after:.3f} of {len(tasks)} tasks" if tasks else "; no world, no success")
               + f"\nwritten: {folder}"
               + (f"\nnext:    python grpo.py --model_path {config.output_dir} --env {world}" if world else ""))
-    return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+    return run.write_result({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
 
 
 def recorded_world(data: list[Trajectory]) -> str | None:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -131,8 +132,8 @@ class Run:
     """The output folder of one run. Under torchrun every rank makes one and calls the same; only rank 0 writes.
 
     ranks: who does what (ranks.py). finished: what result.json holds if a finished run is resumed, else None.
-    checkpoint: the one to go on from, or None. The loop calls `restore`, `begin`, in every step `check`, `may_learn`,
-    `may_update`, `log` and `end`, then `last` and `finish`.
+    checkpoint: the one to go on from, or None. The loop is `with run:` around `for step in run.steps(...)`; in it stand `log`,
+    `micro_batches`, `accept_rewards`, `accept_update`; `finish` comes last.
     """
 
     def __init__(self, config, algorithm):
@@ -330,6 +331,91 @@ class Run:
                        f"are free ({str(error).strip()}); earlier checkpoints are whole; make room, then: "
                        f"{self.command}", 4) from None
 
+    # ------------------------------------------------------------------------------------------ what a training loop calls
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        """Save the last whole step, whatever ends the loop. A `Stop` has saved already."""
+        if error is not None and not isinstance(error, Stop):
+            self._save_last_whole_step()
+
+    def _save_last_whole_step(self):
+        if self.looping and not self.updated and self.saved != self.step:
+            self.make(self.step)
+
+    def steps(self, total, state, evaluate):
+        """Yield the numbers of the steps that are still to be done, and look after everything around them.
+
+        Before the first: the checkpoint to resume from is loaded, or the policy is evaluated. After each: the held-out
+        evaluation if it is due, the step's lines in metrics.jsonl and timing.jsonl, a checkpoint if it is due.
+
+        Args:
+            total: steps of the whole run; the learning rate's schedule has this length.
+            state: the `TrainingState` that checkpoints hold.
+            evaluate: returns the metrics of held-out tasks as a dict, {} if there are none.
+        """
+        from tqdm import tqdm
+        self.total = total
+        start, saved = self.restore(state.load_weights, state.optimizer, state.model.named_parameters())
+        self.before = saved["before"] if saved else evaluate()
+        self.began = time.time() - saved.get("seconds", 0.0)
+        self.begin(lambda step: self.save(
+            step, state.save_weights, state.tokenizer,
+            optimizer_tensors(state.optimizer, state.model.named_parameters()),
+            {"before": self.before, "seconds": time.time() - self.began}))
+        bar = tqdm(range(start, total), self.algorithm, initial=start, total=total, disable=not total)
+        for step in bar:
+            self.line, self.rollout_seconds, began = {}, 0.0, time.time()
+            yield step
+            timing = self._timing(time.time() - began)
+            if self.config.eval_every and (step + 1) % self.config.eval_every == 0:
+                self.line.update({f"eval/{name}": value for name, value in evaluate().items()})
+            self.write_line(step, self.line, timing)
+            bar.set_postfix({name: f"{self.line[name]:.3f}" for name in ("success", "loss") if name in self.line})
+            self.end(step + 1, self.line.get("eval/success"))
+        self.training_seconds = time.time() - self.began
+        self.last(total)
+        self.after = evaluate()
+
+    def _timing(self, seconds):
+        """Seconds, tokens per second and peak memory of the step that ends now."""
+        update = seconds - self.rollout_seconds
+        timing = {"seconds": seconds, "update_seconds": update, "peak_memory_mb": peak_memory_mb()}
+        episodes = self.line.get("episodes", 0)
+        if self.rollout_seconds and episodes:
+            timing["rollout_seconds"] = self.rollout_seconds
+            timing["rollout_tokens_per_second"] = self.line["sampled_tokens"] * episodes / self.rollout_seconds
+            timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update
+        return timing
+
+    def log(self, **metrics):
+        """Add numbers to the step's line of metrics.jsonl; a later number of the same name replaces an earlier one."""
+        self.line.update(metrics)
+
+    def log_episodes(self, trajectories):
+        """Append the first `save_trajectories` episodes of the step to trajectories.jsonl."""
+        self.trajectories(self.step, trajectories[:self.config.save_trajectories])
+
+    def micro_batches(self, batch, *seed):
+        """Yield this rank's micro-batches of a list of episodes, as an index of its right-padded (B, T) tensors.
+
+        The index takes the micro-batch's rows and as many columns as its longest episode has. `seed` names the pass:
+        each micro-batch of it draws its own dropout.
+        """
+        import torch
+        for rows in self.ranks.micro_batches(len(batch), self.config.batch_size):
+            self.check()
+            torch.manual_seed(mix(self.config.seed, "dropout", *seed, rows.start))
+            yield rows, slice(0, max(len(t.token_ids) for t in batch[rows]))
+
+    def finish(self, **extra):
+        """Write result.json and report.html, print the held-out table and what to do next, and return the result."""
+        return self.write_result({
+            "success_before": self.before.get("success"), "success_after": self.after.get("success"),
+            "steps": self.total, "seed": self.config.seed, "seconds": time.time() - self.began,
+            "peak_memory_mb": peak_memory_mb(), **extra})
+
     def append(self, name, rows):
         if self.writes:
             text = "".join(map(to_json, rows))
@@ -337,8 +423,11 @@ class Run:
                 with open(self.folder / name, "a", encoding="utf-8", newline="\n") as file:
                     file.write(text)
 
-    def log(self, step, metrics, timing):
-        """metrics: what is a function of the seed; timing: what a clock decides. Both flat; NaN and inf become null."""
+    def write_line(self, step, metrics, timing):
+        """Append a step's line to metrics.jsonl (what is a function of the seed) and timing.jsonl (what a clock decides).
+
+        Both are flat; NaN and inf become null.
+        """
         self.append("metrics.jsonl", [{"step": step, **metrics}])
         self.append("timing.jsonl", [{"step": step, **timing}])
         self._heed(metrics)
@@ -404,12 +493,12 @@ class Run:
     def how_to_go_on(self):
         return f" after step {self.step}; go on with: {self.command}"
 
-    def may_learn(self, step, episodes):
-        """Whether all rewards are finite; if not, the step is to be skipped (see `may_update`)."""
+    def accept_rewards(self, episodes):
+        """Whether all rewards are finite; if not, the step is to be skipped (see `accept_update`)."""
         odd = next((t for t in episodes if not math.isfinite(t.reward)), None)
-        return not odd or self._skip(step, episodes, odd.info.get("not_finite", f"reward {odd.reward}"))
+        return not odd or self._skip(self.step, episodes, odd.info.get("not_finite", f"reward {odd.reward}"))
 
-    def may_update(self, step, episodes, loss, grad_norm):
+    def accept_update(self, episodes, loss, grad_norm):
         """Whether loss and gradient norm are finite; if so, a signal from now on waits for the end of the step.
 
         If not, the update is to be skipped: it would spoil the weights for good. The step's episodes go into
@@ -420,7 +509,7 @@ class Run:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.bad, self.updated = 0, True
             return True
-        return self._skip(step, episodes, f"loss {loss}, gradient norm {grad_norm}")
+        return self._skip(self.step, episodes, f"loss {loss}, gradient norm {grad_norm}")
 
     def _skip(self, step, episodes, why):
         self.bad += 1
@@ -515,7 +604,7 @@ class Run:
                 remove(old)
         return path
 
-    def finish(self, result):
+    def write_result(self, result):
         """Write result.json and report.html, return the result: every key of RESULT, None where there is no number."""
         missing = [key for key in RESULT if key not in result]
         assert not missing, f"result lacks {missing}"

@@ -44,7 +44,7 @@ GRADIENT_SCALE = 2.0**12  # float16 ends at 6e-8, where a token's share of a ste
 class _Scaled(torch.autograd.Function):
     """The identity, whose gradient is GRADIENT_SCALE times as large: through float16 layers. `Unscaled` takes it back.
 
-    Constant, where others search for it: what overflows is an update that is skipped (Run.may_update).
+    Constant, where others search for it: what overflows is an update that is skipped (Run.accept_update).
     """
 
     @staticmethod

@@ -587,7 +587,7 @@ def test_a_broken_tool_stops_the_run_and_a_strict_one_does_not(monkeypatch):
 def test_the_process_exits_though_tools_hang(tmp_path):
     (tmp_path / "hang.py").write_text("import time\nclass Hang:\n    def reset(self, **_):\n        return 'go'\n    def sleep(self) -> str:\n        '''Sleep.'''\n"
                                       "        time.sleep(600)\n    def get_reward(self):\n        return 0.0\n")
-    code = ("import agent, envs\nfrom lora import make_tiny\nfrom chat import Chat\nm, t = make_tiny()\nname = 'hang.py:Hang'\n"
+    code = ("import agent, envs\nfrom llm.tiny import make_tiny\nfrom llm.chat import Chat\nm, t = make_tiny()\nname = 'hang.py:Hang'\n"
             "turn = Chat(t, envs.schemas(envs.load(name)), m.generation_config).turn('', [{'name': 'sleep', 'arguments': {}}])\n"
             "row = agent.Row\nagent.Row = lambda p, **k: row(p, forced=turn, **k)\n"
             "print(agent.rollout(m.eval(), t, name, [{}], tool_timeout=0.3, limits=agent.Limits(max_new_tokens=32))[0].info['timeouts'])")

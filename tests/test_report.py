@@ -428,6 +428,6 @@ def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
     assert command("html", name).stdout == f"written: {name}/report.html\n"
     assert command("report", name, "--output", "r.md", cwd=tmp_path).stdout == "written: r.md\n" and (tmp_path / "r.md").exists()
     assert command("report", name, "--output", tmp_path / "none" / "r.md").returncode == 2
-    code = f"import sys, view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
+    code = f"import sys; from experiment import report as view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"

@@ -371,9 +371,9 @@ def test_resume_drops_later_steps_and_cut_lines(tmp_path):
 def test_result(tmp_path):
     book = started(tmp_path)
     with pytest.raises(AssertionError, match="peak_memory_mb"):
-        book.finish({"seed": 1})
+        book.write_result({"seed": 1})
     result = dict(success_before=None, success_after=0.5, seconds=float("nan"), peak_memory_mb=1, steps=2, seed=0)
-    assert book.finish(result) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
+    assert book.write_result(result) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

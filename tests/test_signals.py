@@ -102,7 +102,7 @@ def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(pl
 
 
 def test_a_second_signal_leaves_at_once():
-    code = ("import os, signal, run\nwith run.Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
+    code = ("import os, signal\nfrom experiment import run\nwith run.Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
             "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "one\n") and "a second signal stops at once" in done.stderr
@@ -189,9 +189,9 @@ def test_weights_and_optimizer_are_unchanged_and_the_third_in_a_row_stops(place,
 
 def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
     book = Run(sft.Config(output_dir=str(tmp_path)), "sft")
-    assert book.may_update(0, [], 1.0, 2.0) and book.updated
-    assert not book.may_update(1, [], float("nan"), 0.0) and not book.may_update(2, [], 1.0, float("inf"))
-    assert book.may_update(3, [], 1.0, 2.0) and book.bad == 0  # three in a row, not three in all
+    assert book.accept_update([], 1.0, 2.0) and book.updated
+    assert not book.accept_update([], float("nan"), 0.0) and not book.accept_update([], 1.0, float("inf"))
+    assert book.accept_update([], 1.0, 2.0) and book.bad == 0  # three in a row, not three in all
     assert sorted(path.name for path in tmp_path.glob("bad*")) == ["bad_step_1.json", "bad_step_2.json"]
     Run(sft.Config(output_dir=str(tmp_path), overwrite=True), "sft")
     assert not list(tmp_path.glob("bad*"))
