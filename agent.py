@@ -368,7 +368,9 @@ def summarise(trajectories: list[Trajectory]) -> dict:
         return sum(values) / len(values) if values else 0.0
     turns, calls = sum(len(t.rewards) for t in trajectories), sum(t.info["tool_calls"] for t in trajectories)
     parts = sorted({name for t in trajectories for name in t.reward_parts})
-    return {"success": mean(t.info["success"] for t in trajectories), "reward": mean(t.reward for t in trajectories),
+    return {"episodes": len(trajectories),
+            "success": mean(t.info["success"] for t in trajectories),
+            "reward": mean(t.reward for t in trajectories),
             **{f"reward/{name}": mean(t.reward_parts.get(name, 0.0) for t in trajectories) for name in parts},
             "turns": turns / len(trajectories), "actions": calls / len(trajectories),
             "structure": sum(t.info["parsed_turns"] for t in trajectories) / max(turns, 1),

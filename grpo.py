@@ -17,26 +17,21 @@ Legend: B sequences, T tokens, V vocabulary, G group_size. Every (B, T) tensor's
 mask is 1 exactly where the policy sampled the token.
 """
 
-import json
 import math
-import os
-import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import envs
-import sft  # only for the tiny model, where there is none to start from
-from agent import Limits, Trajectory, cheapest_order, collate, evaluate, rollout, summarise
-from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
+from agent import Limits, Trajectory, cheapest_order, collate, pass_at_k, rollout, summarise
+from experiment.run import Run, UserError, flag, main, mix
+from llm.training_state import TrainingState
 from lora import (
     DTYPES,
     OPTIMS,
@@ -45,17 +40,12 @@ from lora import (
     fast_float32,
     freeze_reference,
     load_model,
-    load_weights,
-    merge,
     merged,
     model_options,
     reference,
-    save_model,
     token_logprobs,
 )
-
-# The tiny model's schooling.
-TINY_SFT = {"max_samples": 2600, "expert_noise": 0.6, "max_turns": 6, "max_steps": 340, "batch_size": 16}
+from sft import teach_tiny
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -366,61 +356,155 @@ def learning_rate(step: int, config: Config, total: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loop
-def make_base(config: Config, run: Run) -> tuple[str, float]:
-    """The tiny model, taught by a short SFT on demonstrations whose actions are mostly wrong -> its folder, seconds.
+MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
-    Numbers are always copied rightly in them: what is left to learn is which action to choose, and that is RL's work.
+
+def draw_tasks(tasks, config, step, first, n):
+    """Return candidates number `first` to `first + n - 1` of a step: a function of (seed, step, number).
+
+    The first `tasks_per_step` are the epoch's next tasks in shuffled order; replacements are drawn at random.
     """
-    base = os.path.join(config.output_dir, "base")
-    made = Path(base, "made.json")  # written last: with it the folder is whole
-    if seconds := run.ranks.first(lambda: made.exists() and json.loads(made.read_text())["seconds"]):
-        return base, seconds
-    print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
-    schooling = sft.Config(output_dir=os.path.join(base, "sft"), env=config.env, seed=config.seed, eval_tasks=0,
-                           overwrite=True, **TINY_SFT)  # over what a killed run left
-    seconds = sft.train(schooling)["seconds"]
-    run.ranks.first(lambda: merge(schooling.output_dir, base))  # a plain model folder: adapters point to it
-    run.ranks.first(lambda: replace_file(made, to_json({"seconds": seconds})))
-    return base, seconds
+    if first:
+        return [tasks[mix(config.seed, step, k) % len(tasks)] for k in range(first, first + n)]
+    epoch, place = divmod(step * config.tasks_per_step, len(tasks))
+    order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
+    return [tasks[order[(place + k) % len(tasks)]] for k in range(n)]
 
 
-def collect(model, tokenizer, config: Config, tasks, step: int, limits, bar, run) -> tuple[list[Trajectory], int]:
-    """The step's episodes, groups whole -> (episodes, groups dropped by the success-rate band).
+def collect_groups(play, tasks, config, step):
+    """Play the groups of a step, and replace those outside the success-rate band by groups of other tasks.
 
-    The k-th candidate task of a step is a function of (seed, step, k); of those in the band the lowest k are kept.
+    Args:
+        play: `rollout`, with everything given but the tasks, the group size and the step.
+        tasks: the training tasks.
+        config: its tasks_per_step, group_size, success_rate_lb and success_rate_ub.
+        step: number of the step.
+
+    Returns the episodes of the kept groups, one group after the other, and the number of groups dropped. After
+    MAX_RESAMPLE rounds of replacement the step continues with fewer groups.
     """
-    kept, dropped, k = [], 0, 0
-    for attempt in range(1 + config.max_resample):
-        missing = config.tasks_per_step - len(kept)
-        epoch, place = divmod(step * config.tasks_per_step, len(tasks))
-        order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
-        fresh = [order[(place + k + i) % len(tasks)] if attempt == 0 else mix(config.seed, step, k + i) % len(tasks)
-                 for i in range(missing)]
-        fresh = [tasks[i] for i in fresh]
-        with merged(model) if config.merge_lora else nullcontext():
-            episodes = rollout(
-                model, tokenizer, config.env, fresh, config.group_size, limits=limits, temperature=config.temperature,
-                seed=config.seed, step=step, first_task=k, slots=config.slots, tool_timeout=config.tool_timeout,
-                tool_steps=config.tool_steps, run=run)
-        k += missing
-        groups = [episodes[i:i + config.group_size] for i in range(0, len(episodes), config.group_size)]
-        for group in groups:
-            rate = sum(t.info["success"] for t in group) / len(group)
-            if config.success_rate_lb <= rate <= config.success_rate_ub or any(math.isnan(t.reward) for t in group):
-                kept.append(group)
+    kept, dropped, drawn = [], 0, 0
+    for _ in range(1 + MAX_RESAMPLE):
+        missing = config.tasks_per_step - len(kept) // config.group_size
+        if not missing:
+            break
+        episodes = play(draw_tasks(tasks, config, step, drawn, missing), config.group_size, step=step, first_task=drawn)
+        drawn += missing
+        for i in range(0, len(episodes), config.group_size):
+            group = episodes[i:i + config.group_size]
+            rate = sum(t.info["success"] for t in group) / config.group_size
+            # A reward that is not a number says nothing of the task: `Run.accept_rewards` must see it.
+            not_finite = any(math.isnan(t.reward) for t in group)
+            if not_finite or config.success_rate_lb <= rate <= config.success_rate_ub:
+                kept += group
             else:
                 dropped += 1
-        if len(kept) == config.tasks_per_step:
-            break
-    if len(kept) < config.tasks_per_step:
-        bar.write(f"step {step}: only {len(kept)} of {config.tasks_per_step} groups within success rates "
-                  f"{config.success_rate_lb} to {config.success_rate_ub} after {config.max_resample} rounds of "
-                  "replacement; the step goes on smaller")
-    return [t for group in kept for t in group], dropped
+    return kept, dropped
 
 
 def train(config: Config) -> dict:
-    started = time.time()
+    """Sample groups of episodes, compare each episode with its group, update the policy, repeat."""
+    config = settle(config)
+    tasks, held_out = training_and_held_out_tasks(config)
+    if config.dry_run:
+        return estimate(config)
+    run = Run(config, "grpo")  # the output folder: log, checkpoints, resume, signals, torchrun
+    if run.finished:
+        return run.finished
+    fast_float32()
+    source = teach_tiny(config, run) if config.model_path == "tiny" else config.model_path
+    model, tokenizer = load_model(source, **model_options(config))
+    start_policy = freeze_reference(model) if config.kl_coef else None
+    weights = [p for p in model.parameters() if p.requires_grad]
+    # 0.95: gradients grow with lora_B, which starts at 0; 0.999 would remember the small ones.
+    optimizer = adamw(model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    play = partial(merged_rollout, model, tokenizer, config.env, **rollout_options(config), run=run)
+    total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
+    total = total if config.max_steps is None else config.max_steps
+    with run:
+        state = TrainingState(model, tokenizer, optimizer)
+        evaluate_held_out = partial(evaluate_with, play, held_out, config)
+        for step in run.steps(total, state, evaluate_held_out):
+            # 1. Rollout: group_size episodes of each task; every sampled token with its log-probability.
+            trajectories, dropped = collect_groups(play, tasks, config, step)
+            run.log(groups_dropped=dropped)
+            if not trajectories or not run.accept_rewards(trajectories):
+                continue
+            for t in trajectories:
+                t.reward = (t.reward - config.reward_bias) * config.reward_scaling
+            run.log(**summarise(trajectories), **group_shares(trajectories))
+            run.log_episodes(trajectories)
+            batch = cheapest_order(trajectories, config.batch_size)
+            token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
+
+            # 2. The same tokens under the policy this run started from, and under the trainer's own forward pass.
+            ref_logprobs, old_logprobs = None, sampled_logprobs
+            if config.kl_coef:
+                with reference(model, start_policy):
+                    scored = score(model, token_ids, sampled_mask, run.micro_batches(batch, step), config.temperature)
+                ref_logprobs = run.ranks.add(scored)  # (B, T)
+            if config.importance_correction or config.kl_coef and config.kl_estimator == "k1":
+                with updated(model, config):
+                    scored = score(model, token_ids, sampled_mask, run.micro_batches(batch, step), config.temperature)
+                old_logprobs = run.ranks.add(scored)  # (B, T)
+
+            # 3. Advantages: a token answers for its episode's reward, or for its turn's and the later ones.
+            turns = turn_index(sampled_mask)  # (B, T)
+            rewards = [scaled_rewards(t, config) for t in batch]
+            if config.kl_coef and config.kl_estimator == "k1":
+                k1 = kl_estimate(old_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
+                rewards = subtract_kl(rewards, k1, turns, config.kl_coef)
+            advantages = token_advantages(rewards, turns, [t.group_id for t in batch], config)  # (B, T)
+            mask = sampled_mask.clone()
+            if config.mask_truncated:
+                mask[[t.stop_reason == "max_tokens" for t in batch]] = 0
+            if config.importance_correction:
+                advantages *= importance_correction(old_logprobs, sampled_logprobs, mask, config.importance_correction)
+            else:
+                old_logprobs = sampled_logprobs
+            counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
+
+            # 4. Updates. Losses are divided by `counts`: those of the micro-batches add up to the loss of the step.
+            lr = learning_rate(step, config, total)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            model.train()
+            for update in range(config.updates_per_step):
+                totals = Counter()
+                with updated(model, config):  # the weights that sampled
+                    for rows in run.micro_batches(batch, step, update):
+                        m = mask[rows]  # (b, t)
+                        logprobs, entropy = token_logprobs(model, token_ids[rows], m, config.temperature)  # (b, t) each
+                        kl = torch.zeros_like(logprobs)
+                        if config.kl_coef:
+                            kl = kl_estimate(logprobs, ref_logprobs[rows], m, config.kl_estimator)
+                        in_loss = config.kl_coef * kl if config.kl_estimator != "k1" else 0.0
+                        loss, metrics = LOSSES[config.loss](
+                            logprobs, old_logprobs[rows], advantages[rows], m, counts, in_loss, **vars(config))
+                        bonus = token_mean(entropy, m, counts)
+                        (loss - config.entropy_coef * bonus).backward()
+                        gap = masked(logprobs.detach() - sampled_logprobs[rows], m).abs()
+                        metrics |= {"loss": loss, "entropy": bonus, "kl": token_mean(kl, m, counts),
+                                    "gap": token_mean(gap, m, counts)}
+                        totals.update({name: value.item() for name, value in metrics.items()})
+                        # Free the autograd graph before the next micro-batch builds its own.
+                        del logprobs, entropy, kl, in_loss, loss, bonus, metrics
+                run.ranks.add_gradients(weights)
+                totals = run.ranks.total(totals)
+                grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+                if run.accept_update(batch, totals["loss"], grad_norm):
+                    optimizer.step()
+                optimizer.zero_grad()
+                if update == 0:
+                    run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
+                del totals["gap"]
+                run.log(**totals, grad_norm=grad_norm)
+            model.eval()
+            run.log(learning_rate=lr, advantage_abs=token_mean(advantages.abs(), mask, counts).item())
+    return run.finish()
+
+
+def settle(config):
     check(config)
     if config.learning_rate is None:
         config = replace(config, learning_rate=2e-3 if config.model_path == "tiny" else 2e-5 if config.lora_r else 1e-6)
@@ -428,200 +512,75 @@ def train(config: Config) -> dict:
         config = replace(config, kl_coef=0.3 if config.model_path == "tiny" else 0.0)
     if config.updates_per_step is None:
         config = replace(config, updates_per_step=2 if config.model_path == "tiny" else 1)
+    return config
+
+
+def training_and_held_out_tasks(config):
     extra = {"num_turns": config.num_turns} if config.num_turns else {}
     files = config.dataset, config.eval_dataset
-    tasks, held_out = ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
+    return ([{**task, **extra} for task in envs.tasks(config.env, split, n, config.seed, *files)]
                        for split, n in (("train", config.max_samples), ("test", max(config.eval_tasks, 1))))
-    if config.dry_run:
-        return dry_run(
-            config, partial(step_loss, config), merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
-            episodes=config.tasks_per_step * config.group_size, held_out=config.eval_tasks * config.eval_group_size,
-            keep_start=bool(config.kl_coef))
-    run = Run(config, "grpo")
-    if run.finished:
-        return run.finished
-    fast_float32()
-    source, base_seconds = make_base(config, run) if config.model_path == "tiny" else (config.model_path, 0.0)
-    model, tokenizer = load_model(source, **model_options(config))
-    frozen = freeze_reference(model) if config.kl_coef else None
-    weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(  # 0.95: gradients grow with B, which starts at 0; 0.999 remembers small ones
-        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+
+
+def estimate(config):
+    return dry_run(
+        config, partial(step_loss, config), merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+        episodes=config.tasks_per_step * config.group_size, held_out=config.eval_tasks * config.eval_group_size,
+        keep_start=bool(config.kl_coef))
+
+
+def updated(model, config):
+    return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
+
+
+def rollout_options(config):
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
-    total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
-    total = total if config.max_steps is None else config.max_steps
-    changed = config.reward_scaling != 1 or config.reward_bias
-    if changed and config.scale_rewards != "none" and config.credit == "episode":
-        print("note: reward_scaling and reward_bias cancel out when advantages are divided by a standard deviation")
+    return dict(limits=limits, temperature=config.temperature, seed=config.seed, slots=config.slots,
+                tool_timeout=config.tool_timeout, tool_steps=config.tool_steps)
 
-    def held_out_eval():
-        with merged(model) if config.merge_lora else nullcontext():
-            return evaluate(
-                model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots, tool_timeout=config.tool_timeout,
-                tool_steps=config.tool_steps, run=run) if config.eval_tasks else {}
 
-    def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
-        return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()
+def merged_rollout(model, *args, **options):
+    with merged(model):
+        return rollout(model, *args, **options)
 
-    def save(step):
-        return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()),
-                        {"before": before, "seconds": time.time() - training_began})
 
-    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
-    before = saved["before"] if saved else held_out_eval()
-    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
-    run.begin(save)
-    bar = tqdm(range(start, total), "grpo", initial=start, total=total, disable=not total)
-    for step in bar:
-        began = time.time()
-        trajectories, dropped = collect(model, tokenizer, config, tasks, step, limits, bar, run)
-        rollout_seconds = time.time() - began
-        if not trajectories or not run.may_learn(step, trajectories):
-            run.log(step, {"groups_dropped": dropped}, {"rollout_seconds": rollout_seconds})
-            run.end(step + 1)
-            continue
-        for t in trajectories:
-            t.reward = (t.reward - config.reward_bias) * config.reward_scaling
-        metrics = {**summarise(trajectories), "groups_dropped": dropped, **group_shares(trajectories)}
-        run.trajectories(step, trajectories[:config.save_trajectories])
+def evaluate_with(play, held_out, config):
+    if not config.eval_tasks:
+        return {}
+    trajectories = play(held_out, config.eval_group_size, step=-1)
+    solved = [t.info["success"] for t in trajectories]
+    return {**summarise(trajectories),
+            **pass_at_k([solved[i:i + config.eval_group_size] for i in range(0, len(solved), config.eval_group_size)])}
 
-        batch = cheapest_order(trajectories, config.batch_size)
-        token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
-        turns = turn_index(sampled_mask)  # (B, T)
-        micro = run.ranks.micro_batches(len(batch), config.batch_size)
 
-        @torch.no_grad()
-        def logprobs_now():
-            out = torch.zeros_like(sampled_logprobs)
-            for part in micro:
-                width = max(len(t.token_ids) for t in batch[part])
-                ids, m = token_ids[part, :width], sampled_mask[part, :width]
-                out[part, :width] = token_logprobs(model, ids, m, config.temperature)[0]
-            return out  # (B, T), 0 where other ranks' micro-batches are
+def scaled_rewards(t, config):
+    return [(r - config.reward_bias / len(t.rewards)) * config.reward_scaling for r in t.rewards]
 
-        # Sums over ranks stay outside of both blocks: a rank that is gone ends the run there, and the policy is saved.
-        ref_logprobs = trainer_logprobs = None
-        if config.kl_coef:
-            with reference(model, frozen):
-                ref_logprobs = logprobs_now()
-            ref_logprobs = run.ranks.add(ref_logprobs)  # (B, T)
-        if config.importance_correction or config.kl_coef and config.kl_estimator == "k1":
-            with update_weights():
-                trainer_logprobs = logprobs_now()
-            trainer_logprobs = run.ranks.add(trainer_logprobs)  # (B, T)
 
-        # Rewards: bias and scale, shuffling where a control experiment asks for it, then KL's k1.
-        rewards_of = {id(t): [(r - config.reward_bias / len(t.rewards)) * config.reward_scaling for r in t.rewards]
-                      for t in trajectories}
-        if config.shuffle_rewards:  # where an episode has one advantage it keeps one reward
-            if config.credit == "episode":
-                rewards_of = {i: [math.fsum(rewards)] + [0.0] * (len(rewards) - 1) for i, rewards in rewards_of.items()}
-            places = [(rewards, j) for rewards in rewards_of.values()
-                      for j in range(1 if config.credit == "episode" else len(rewards))]
-            drawn = np.random.default_rng([config.seed, step]).permutation([rewards[j] for rewards, j in places])
-            for (rewards, j), r in zip(places, drawn.tolist()):
-                rewards[j] = r
-        turn_rewards = [rewards_of[id(t)] for t in batch]
-        if config.kl_coef and config.kl_estimator == "k1":
-            # Not the sampler's: a group's std would make an advantage of what sampler and trainer differ by.
-            k1 = kl_estimate(trainer_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
-            turn_rewards = [[r - config.kl_coef * k1[i][turns[i] == j].sum().item() for j, r in enumerate(rewards)]
-                            for i, rewards in enumerate(turn_rewards)]
+def subtract_kl(rewards, kl, turns, kl_coef):
+    """Return the turns' rewards less kl_coef times the KL of their tokens: B lists. kl, turns (B, T)."""
+    out = []
+    for row, turn_rewards in enumerate(rewards):
+        paid = [kl_coef * kl[row][turns[row] == turn].sum().item() for turn in range(len(turn_rewards))]
+        out.append([reward - cost for reward, cost in zip(turn_rewards, paid)])
+    return out
 
-        # Advantages (B, T)
-        group_ids = [t.group_id for t in batch]
-        if config.credit == "turn":
-            advantages = turn_advantages(turn_rewards, turns, group_ids, config.scale_rewards)
-        else:
-            rewards = torch.tensor([math.fsum(r) for r in turn_rewards], device=model.device)  # (B,)
-            advantages = group_advantages(rewards, group_ids, config.scale_rewards, config.leave_one_out)  # (B,)
-            advantages = advantages[:, None] * sampled_mask
-        mask = sampled_mask.clone()
-        if config.mask_truncated:
-            mask[torch.tensor([t.stop_reason == "max_tokens" for t in batch], device=model.device)] = 0
-        counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
-        old_logprobs = sampled_logprobs
-        if config.importance_correction:
-            old_logprobs = trainer_logprobs
-            advantages = advantages * importance_correction(
-                old_logprobs, sampled_logprobs, mask, config.importance_correction)
 
-        # Updates: LOSSES of micro-batches sum to the loss of the step, whatever batch_size is.
-        model.train()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config, total)
-        for update in range(config.updates_per_step):
-            sums, gap_max = Counter(), 0.0
-            with update_weights():
-                for part in tqdm(micro, "update", leave=False, delay=2):
-                    run.check()
-                    torch.manual_seed(mix(config.seed, "dropout", step, update, part.start))
-                    width = max(len(t.token_ids) for t in batch[part])
-                    ids, m, old, adv = (  # (b, t) each
-                        x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))
-                    logprobs, entropy = token_logprobs(model, ids, m, config.temperature)  # (b, t)
-                    kl = torch.zeros(())
-                    if config.kl_coef:
-                        kl = kl_estimate(logprobs, ref_logprobs[part, :width], m, config.kl_estimator)
-                    in_loss = config.kl_coef * kl if config.kl_estimator != "k1" else 0.0
-                    loss, parts = LOSSES[config.loss](logprobs, old, adv, m, counts, in_loss, **vars(config))
-                    entropy = token_mean(entropy, m, counts)
-                    (loss - config.entropy_coef * entropy).backward()
-                    seen = {"loss": loss, "entropy": entropy, "kl": token_mean(kl, m, counts), **parts}
-                    sums.update({name: x.item() for name, x in seen.items()})
-                    if update == 0:
-                        gap = masked(logprobs.detach() - sampled_logprobs[part, :width], m).abs()
-                        sums["sampler_gap"] += token_mean(gap, m, counts).item()
-                        gap_max = max(gap_max, gap.max().item())
-                    del logprobs, entropy, kl, in_loss, loss, seen  # or the graph lies in the way of the next
-            run.ranks.add_gradients(weights)
-            sums = run.ranks.total(sums)
-            if update == 0:
-                metrics.update(first_ratio=sums["ratio"], sampler_gap=sums.pop("sampler_gap"),
-                               sampler_gap_max=max(run.ranks.gather(gap_max)))
-            grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-            if run.may_update(step, batch, sums["loss"], grad_norm):
-                optimizer.step()
-            optimizer.zero_grad()
-        model.eval()
-        metrics.update(sums, grad_norm=grad_norm, learning_rate=learning_rate(step, config, total),
-                       advantage_abs=token_mean(advantages.abs(), mask, counts).item())
-        if metrics["advantage_abs"] == 0:
-            bar.write(f"step {step}: the loss is 0: "
-                      "in every group all episodes earned the same, so no episode stands out")
-        if config.eval_every and (step + 1) % config.eval_every == 0:
-            metrics.update({f"eval/{k}": v for k, v in held_out_eval().items()})
-        update_seconds = time.time() - began - rollout_seconds
-        run.log(step, metrics, {
-            "rollout_seconds": rollout_seconds, "update_seconds": update_seconds, "peak_memory_mb": peak_memory_mb(),
-            "rollout_tokens_per_second": metrics["sampled_tokens"] * len(batch) / rollout_seconds,
-            "update_tokens_per_second": metrics["tokens"] * len(batch) / update_seconds})
-        bar.set_postfix(success=f"{metrics['success']:.2f}", reward=f"{metrics['reward']:.2f}")
-        run.end(step + 1, metrics.get("eval/success"))
+def token_advantages(rewards, turns, group_ids, config):
+    if config.credit == "turn":
+        return turn_advantages(rewards, turns, group_ids, config.scale_rewards)
+    totals = torch.tensor([math.fsum(r) for r in rewards], device=turns.device)  # (B,)
+    return group_advantages(totals, group_ids, config.scale_rewards, config.leave_one_out)[:, None] * (turns >= 0)
 
-    training_seconds = time.time() - training_began
-    folder, after = run.last(total), held_out_eval()
-    rows = [(f"before{f' (SFT, {base_seconds:.0f} s)' if base_seconds else ''}", before),
-            (f"after GRPO ({total} steps, {training_seconds:.0f} s)", after)]
-    result = {"success_before": before.get("success"), "success_after": after.get("success"), "steps": total,
-              "seed": config.seed}
-    if base_seconds and config.compare_sft and config.eval_tasks and total:
-        print("control: SFT alone, on the same demonstrations, for the time that GRPO took")
-        alone = os.path.join(source, "sft_alone")
-        sft.train(sft.Config(
-            model_path=source, output_dir=alone, overwrite=True, learning_rate=1e-3, env=config.env, seed=config.seed,
-            eval_tasks=0, max_seconds=training_seconds, **{**TINY_SFT, "max_steps": None, "num_epochs": 1000}))
-        model, _ = load_model(alone, train=False)
-        sft_alone = held_out_eval()
-        rows.append((f"SFT alone ({training_seconds:.0f} s)", sft_alone))
-        result["success_sft_alone"] = sft_alone["success"]
-    print_table(rows, len(held_out), config.eval_group_size)
-    print(f"written: {config.output_dir} (adapter: {folder})\n"
-          f"next:    python agent.py --model_path {config.output_dir} --env {config.env} --num_tasks 3")
-    return run.finish({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
+
+@torch.no_grad()
+def score(model, token_ids, mask, micro_batches, temperature):
+    """`token_logprobs` without gradient, micro-batch by micro-batch: (B, T), 0 in other ranks' rows."""
+    out = torch.zeros(token_ids.shape, device=token_ids.device)
+    for rows in micro_batches:
+        out[rows] = token_logprobs(model, token_ids[rows], mask[rows], temperature)[0]
+    return out
 
 
 def step_loss(config: Config, logprobs, entropy, mask):

@@ -132,8 +132,8 @@ class Run:
     """The output folder of one run. Under torchrun every rank makes one and calls the same; only rank 0 writes.
 
     ranks: who does what (ranks.py). finished: what result.json holds if a finished run is resumed, else None.
-    checkpoint: the one to go on from, or None. The loop is `with run:` around `for step in run.steps(...)`; in it stand `log`,
-    `micro_batches`, `accept_rewards`, `accept_update`; `finish` comes last.
+    checkpoint: the one to go on from, or None. The loop is `with run:` around
+    `for step in run.steps(...)`; in it stand `log`, `micro_batches`, `accept_rewards`, `accept_update`; `finish` comes last.
     """
 
     def __init__(self, config, algorithm):
@@ -331,7 +331,7 @@ class Run:
                        f"are free ({str(error).strip()}); earlier checkpoints are whole; make room, then: "
                        f"{self.command}", 4) from None
 
-    # ------------------------------------------------------------------------------------------ what a training loop calls
+    # -------------------------------------------------------------------------------- what a training loop calls
     def __enter__(self):
         return self
 
@@ -424,7 +424,7 @@ class Run:
                     file.write(text)
 
     def write_line(self, step, metrics, timing):
-        """Append a step's line to metrics.jsonl (what is a function of the seed) and timing.jsonl (what a clock decides).
+        """Append a step's line to metrics.jsonl (a function of the seed) and to timing.jsonl (what a clock decides).
 
         Both are flat; NaN and inf become null.
         """

@@ -20,7 +20,7 @@ from experiment.run import UserError
 def base(tmp_path_factory):
     """The tiny model after its schooling: it knows the format and chooses actions badly. A minute, for all tests below."""
     folder = tmp_path_factory.mktemp("base")
-    sft.train(sft.Config(output_dir=str(folder), eval_tasks=0, **{**grpo.TINY_SFT, "max_steps": 300}))
+    sft.train(sft.Config(output_dir=str(folder), eval_tasks=0, **{**sft.TINY_SFT, "max_steps": 300}))
     return str(folder)
 
 
@@ -51,7 +51,7 @@ def test_micro_batch_size_changes_no_gradient(base, tmp_path):
 
 def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_trainer(base, tmp_path):
     _, (metrics,) = run(base, tmp_path)
-    assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["sampler_gap_max"] < 1e-4 and metrics["clip_high"] == 0
+    assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["sampler_gap"] < 1e-5 and metrics["clip_high"] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -59,21 +59,6 @@ def test_where_policy_and_start_are_one_k1_makes_no_advantage(base, tmp_path, dt
     """The sampler's log-probs differ from the trainer's by rounding: a group's std must not make an advantage of that."""
     _, (metrics,) = run(base, tmp_path, dtype=dtype, kl_coef=0.3, kl_estimator="k1", reward_scaling=0.0)
     assert metrics["advantage_abs"] == 0
-
-
-@pytest.mark.parametrize("credit", ["turn", "episode"])
-def test_shuffling_knows_no_batch_size_and_keeps_episodes_rewards_whole(base, tmp_path, monkeypatch, credit):
-    seen = []
-    for size in (16, 4):
-        with monkeypatch.context() as patch:
-            whole = grpo.group_advantages
-            patch.setattr(grpo, "group_advantages", lambda rewards, ids, *a: seen.append(sorted(zip(ids, rewards.tolist()))) or whole(rewards, ids, *a))
-            run(base, tmp_path, batch_size=size, shuffle_rewards=True, credit=credit)
-    assert seen[0] == seen[1]
-    if credit == "episode":
-        with open(tmp_path / "trajectories.jsonl") as f:
-            paid = sorted(json.loads(line)["reward"] for line in f)
-        assert sorted(r for _, r in seen[0]) == pytest.approx(paid, abs=1e-5)
 
 
 def test_a_rank_that_dies_in_the_reference_pass_leaves_the_policy_to_be_saved(base, tmp_path, monkeypatch):
@@ -89,13 +74,6 @@ def test_a_rank_that_dies_in_the_reference_pass_leaves_the_policy_to_be_saved(ba
     monkeypatch.setattr(grpo, "reference", reference)
     monkeypatch.setattr("experiment.distributed.Ranks.add", lambda self, tensor: tensor if not switched else pytest.fail("in the block"))
     run(base, tmp_path, kl_coef=0.1, importance_correction=2.0)
-
-
-def test_evaluation_knows_the_time_tools_may_take(base, tmp_path, monkeypatch):
-    told, evaluate = [], grpo.evaluate
-    monkeypatch.setattr(grpo, "evaluate", lambda *a, **options: told.append((options["tool_timeout"], options["tool_steps"])) or evaluate(*a, **options))
-    run(base, tmp_path, eval_tasks=2, tool_timeout=60.0, tool_steps=2)
-    assert told == [(60.0, 2)] * 2
 
 
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
@@ -140,18 +118,18 @@ def test_going_on_from_an_adapter_keeps_its_start_as_reference(base, tmp_path):
 
 
 def test_groups_outside_the_band_are_dropped_replaced_and_counted(base, tmp_path):
-    _, lines = run(base, tmp_path, success_rate_lb=0.1, success_rate_ub=0.9, max_resample=6, max_steps=2)
+    _, lines = run(base, tmp_path, success_rate_lb=0.1, success_rate_ub=0.9, max_steps=2)
     assert all(line["groups_mixed"] == 1 for line in lines) and sum(line["groups_dropped"] for line in lines) > 0
 
 
 def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
-    result, lines = run(base, tmp_path, success_rate_lb=0.99, success_rate_ub=0.995, max_resample=1)
-    assert "only 0 of 4 groups" in capfd.readouterr().out and result["steps"] == 1 and lines[0]["groups_dropped"] == 8
+    result, lines = run(base, tmp_path, success_rate_lb=0.99, success_rate_ub=0.995)
+    assert result["steps"] == 1 and lines[0]["groups_dropped"] == 16
 
 
 def test_equal_rewards_are_said_to_be_why_the_loss_is_zero(base, tmp_path, capfd):
     _, (metrics,) = run(base, tmp_path, reward_scaling=0.0)
-    assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0 and "the loss is 0" in capfd.readouterr().out
+    assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0
 
 
 def test_result_and_folder(base, tmp_path):

@@ -146,7 +146,7 @@ def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_pat
 
 def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(place, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(grpo, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
-    monkeypatch.setattr(grpo, "TINY_SFT", {**grpo.TINY_SFT, "max_samples": 16, "max_steps": 2})
+    monkeypatch.setattr(grpo, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 2})
     options = dict(model_path="tiny", env="equations", lora_r=2, tasks_per_step=2, max_steps=2, compare_sft=False)
     grpo.train(config(grpo, place, tmp_path / "whole", **options))
     again = config(grpo, place, tmp_path / "killed", **options)
