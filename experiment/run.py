@@ -132,8 +132,8 @@ class Run:
     """The output folder of one run. Under torchrun every rank makes one and calls the same; only rank 0 writes.
 
     ranks: who does what (ranks.py). finished: what result.json holds if a finished run is resumed, else None.
-    checkpoint: the one to go on from, or None. The loop is `with run:` around
-    `for step in run.steps(...)`; in it stand `log`, `micro_batches`, `accept_rewards`, `accept_update`; `finish` comes last.
+    checkpoint: the one to go on from, or None. The loop is `with run:` around `for step in run.steps(...)`;
+    in it stand `log`, `micro_batches`, `accept_rewards` and `accept_update`; `finish` comes last.
     """
 
     def __init__(self, config, algorithm):
