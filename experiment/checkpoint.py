@@ -10,7 +10,8 @@ import os
 import shutil
 from pathlib import Path
 
-from experiment.config import UserError
+from experiment.data import read_json, reading
+from experiment.errors import UserError
 
 
 def finite(value):
@@ -63,18 +64,16 @@ def newest_checkpoint(output_dir):
 
 def read_state(checkpoint):
     """state.json as a dict, after comparing every file with the size and sha256 in it. UserError names the file."""
-    try:
-        state = json.loads((Path(checkpoint) / "state.json").read_text(encoding="utf-8"))
+    path = Path(checkpoint) / "state.json"
+    state = read_json(path)
+    with reading(path):
         for name, expected in state["files"].items():
-            found = fingerprint(Path(checkpoint) / name)
+            with reading(Path(checkpoint) / name):
+                found = fingerprint(Path(checkpoint) / name)
             if found != expected:
                 what = f"{found['bytes']} bytes, state.json says {expected['bytes']}"
                 what = "sha256 differs from state.json" if found["bytes"] == expected["bytes"] else what
                 raise UserError(f"{checkpoint}/{name}: damaged ({what})")
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{checkpoint}: not a whole checkpoint ({error})") from None
     return state
 
 

@@ -19,21 +19,11 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiment.data import read_yaml
+from experiment.errors import UserError
+
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 BOUNDS = (("low", "at least", operator.ge), ("high", "at most", operator.le), ("above", "greater than", operator.gt))
-
-
-class UserError(ValueError):
-    """What the user can mend, in one line that says how; `main` prints it without a traceback."""
-
-
-class Stop(BaseException):
-    """The run ends before its end, and says why and how to go on. Not an Exception: what catches the fault of a tool or
-    of a row must let it pass. code, the exit status: 3 numbers, 4 disk, 128 + signal."""
-
-    def __init__(self, message, code):
-        super().__init__(message)
-        self.code = code
 
 
 def flag(default, help="", *, choices=None, aliases=(), low=None, high=None, above=None, bare=None, group=""):
@@ -237,34 +227,6 @@ def convert(value, option, where):
 def nearest(name, known, lead="did you mean ", end="?", otherwise="--help lists them"):
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"{lead}{close[0]}{end}" if close else otherwise
-
-
-def read_yaml(path):
-    """(line number, name, value) of each option in a YAML file; a value is the text as typed, None, or a list of them.
-
-    Reads the node graph: `yaml.safe_load` makes a string of 1e-4, False of no, 8 of 010, and drops duplicate keys.
-    """
-    import yaml  # arrives with transformers
-    try:
-        root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
-    except FileNotFoundError:
-        siblings = os.listdir(Path(path).parent) if Path(path).parent.is_dir() else []
-        raise UserError(f"{path}: no such file{nearest(Path(path).name, siblings, '; nearest: ', '', '')}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a NUL in the path
-        line = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
-        raise UserError(f"{path}{line}: cannot be read as YAML: {reason}") from None
-
-    def plain(node):
-        if not isinstance(node, yaml.ScalarNode):
-            raise UserError(f"{path}:{node.start_mark.line + 1}: give lines `name: value`, nothing nested")
-        return None if node.tag == "tag:yaml.org,2002:null" else node.value
-
-    if root and not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{path}:1: give lines `name: value`")
-    for key, node in root.value if root else []:
-        value = [plain(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else plain(node)
-        yield key.start_mark.line + 1, plain(key) or "null", value
 
 
 def parse(config_class, argv, description=""):

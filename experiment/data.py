@@ -1,158 +1,363 @@
-"""Rows of .jsonl, .csv and .parquet files, read strictly: what Python's own readers let through is refused by line."""
+"""Reading the files that people hand in: rows, JSON and YAML.
+
+Python's readers accept NaN, duplicate keys, lone surrogates and lines without end. Here such input is refused, and
+every failure becomes one line of the form `FILE:LINE: what is wrong; how to fix it`.
+"""
 import csv
 import difflib
 import json
 import math
 import os
+import stat
+import sys
+from contextlib import contextmanager
+from itertools import count
 
-from experiment.config import UserError
+from experiment.errors import UserError
 
-
-def whole(text: str) -> str:
-    """Without lone surrogates, which no tokenizer and no UTF-8 file takes."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()  # 10 MB are not copied for nothing
-
-
-def _no_duplicates(pairs):
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f'key "{next(k for k in keys if keys.count(k) > 1)}" twice')
-    return out
+MAX_LINE = 2**24        # bytes of one line, and of one JSON file
+MAX_YAML = 2**18        # bytes; the YAML parser takes seconds for a megabyte
+MAX_DEPTH = 100         # of nested lists and objects
+PACKED = (".gz", ".zip", ".xz", ".bz2", ".zst", ".tar", ".tgz", ".7z")
 
 
-def _finite(value, name="value"):
-    """Refuse what Python's json lets through: NaN, 1e999 and lone surrogates, at any depth."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f'field "{name}": not a finite number')
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        half = next(c for c in value if "\ud800" <= c <= "\udfff")
-        raise ValueError(f'field "{whole(str(name))}": lone surrogate \\u{ord(half):04x}')
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        if isinstance(value, dict):
-            _finite(key, key)
-        _finite(item, key if isinstance(value, dict) else name)
+# ------------------------------------------------------------------------------------- errors
+@contextmanager
+def reading(path, line=None):
+    """Turn every exception inside the block into a UserError that names the file, the line and the fix.
 
-
-def read_rows(path: str) -> list[dict]:
-    """Rows of a .jsonl file, one JSON object a line, a .csv with a header (values are text), or a .parquet (with
-    pyarrow), read strictly. Each row gets "_line", where it begins. UserError: `FILE:LINE: what is wrong; mend`.
+    A check inside the block raises ValueError with its reason alone. A UserError passes unchanged.
     """
-    if not os.path.exists(path):
-        folder = os.path.dirname(path) or "."
-        near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], 1)
-        nearest = f"; nearest: {os.path.join(os.path.dirname(path), near[0])}" if near else ""
-        raise UserError(f"{path}: no such file{nearest}")
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        place = line or _line_of(error)
+        location = f"{path}:{place}" if place else f"{path}"
+        raise UserError(f"{location}: {_reason(error, path)}") from error
+
+
+def _line_of(error):
+    """Return the line number that the error of a JSON, UTF-8 or YAML decoder states, or None."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.object.count(b"\n", 0, error.start) + 1
+    if isinstance(error, json.JSONDecodeError):
+        return error.lineno
+    mark = getattr(error, "problem_mark", None)
+    return mark.line + 1 if mark else None
+
+
+def _reason(error, path):
+    """Return what is wrong, and how to fix it, for an exception that was raised while `path` was read."""
+    text = str(error).strip().split("\n")[0][:200]
+    if isinstance(error, FileNotFoundError):
+        return f"no such file{_nearest_path(path)}"
+    if isinstance(error, PermissionError):
+        return "permission denied; make it readable for this user"
+    if isinstance(error, IsADirectoryError):
+        return "is a directory; give a file"
+    if isinstance(error, OSError):
+        return error.strerror or text
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, MemoryError):
+        return "does not fit into memory; split the file"
+    if isinstance(error, KeyError):
+        return f"no {text} in it"
+    if type(error).__module__.startswith("yaml."):
+        return f"cannot be read as YAML: {getattr(error, 'problem', None) or text}"
+    if "embedded null byte" in text:
+        return "the path contains a NUL character"
+    if "integer string conversion" in text:
+        return "number too long"
+    return text if type(error) is ValueError and text else f"cannot be read ({type(error).__name__}: {text})"
+
+
+def _nearest_path(path):
+    folder, name = os.path.split(os.fspath(path))
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(name, names, 1)
+    return f"; nearest: {os.path.join(folder, close[0])}" if close else ""
+
+
+# -------------------------------------------------------------------------------------- files
+def open_file(path):
+    """Open a regular file for reading bytes. A pipe or a device is refused, because it may never end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ValueError("is not a regular file; save its content to a file and give that")
+    return open(path, "rb")
+
+
+def read_text(path, limit=MAX_LINE):
+    """Return the text of a small file, which must be UTF-8, with or without a byte order mark."""
+    with reading(path):
+        with open_file(path) as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise ValueError(f"longer than {limit >> 10} KiB, which such a file never is; is it the right one?")
+        return data.decode("utf-8").removeprefix("\ufeff")
+
+
+def lines_of(path):
+    """Yield (line number, text) for every line of a text file. Lines end at newline characters only.
+
+    Every line is read by itself, so that a line longer than MAX_LINE is refused without reading it.
+    """
+    with reading(path):
+        file = open_file(path)
+    with file:
+        for number in count(1):
+            with reading(path, number):
+                line = file.readline(MAX_LINE + 1)
+                if not line:
+                    return
+                text = _decoded(line, number)
+            yield number, text
+
+
+def _decoded(line, number):
+    if len(line) > MAX_LINE:
+        raise ValueError(f"the line is longer than {MAX_LINE >> 20} MiB; write one row per line")
+    text = line.decode("utf-8")
+    if "\0" in text:
+        raise ValueError("contains a NUL character; save the file as UTF-8 text")
+    if number == 1:
+        return text.removeprefix("\ufeff")
+    if text.startswith("\ufeff"):
+        raise ValueError("a byte order mark inside the file; remove it")
+    return text
+
+
+# --------------------------------------------------------------------------------------- JSON
+def whole(text: str) -> str:
+    """Replace lone surrogates, which no tokenizer and no UTF-8 file takes."""
+    # Long ASCII texts need no copy.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def parse_object(text: str) -> dict:
+    """Return the JSON object that the text holds. Raises ValueError for what Python's reader lets through."""
+    value = json.loads(text, object_pairs_hook=_unique)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    check_value(value)
+    return value
+
+
+def _unique(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'key "{twice}" twice')
+    return unique
+
+
+def check_value(value, name="value", depth=0):
+    """Raise ValueError for numbers without a finite float, lone surrogates and deep nesting.
+
+    Args:
+        value: what a JSON reader returned.
+        name: the field that the message names.
+        depth: how many lists and objects enclose the value.
+    """
+    if isinstance(value, str):
+        _check_text(value, name)
+    elif isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f'field "{name}": number too long')
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f'field "{name}": not a finite number')
+    elif depth > MAX_DEPTH:
+        raise ValueError("nested too deep")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key, key)
+            check_value(item, key, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_value(item, name, depth + 1)
+
+
+def _check_text(text, name):
+    if not text.isascii() and whole(text) != text:
+        half = next(c for c in text if "\ud800" <= c <= "\udfff")
+        raise ValueError(f'field "{whole(name)}": lone surrogate \\u{ord(half):04x}')
+
+
+def read_json(path) -> dict:
+    """Return the one JSON object that a file holds."""
+    text = read_text(path)
+    with reading(path):
+        return parse_object(text)
+
+
+# --------------------------------------------------------------------------------------- rows
+def read_rows(path: str) -> list[dict]:
+    """Return the rows of a .jsonl, .csv or .parquet file, each with its line number as "_line".
+
+    The values of a .csv file are text. Reading .parquet needs pyarrow. At least one row is returned.
+    """
     if os.path.isdir(path):
         raise UserError(f"{path}: is a directory; give a .jsonl, .csv or .parquet file")
-    if not path.endswith((".jsonl", ".csv", ".parquet")):
-        packed = path.endswith((".gz", ".zip", ".xz", ".bz2", ".zst", ".tar", ".tgz", ".7z"))
-        mend = "unpack it first" if packed else "use .jsonl (one JSON object a line), .csv (with a header) or .parquet"
-        raise UserError(f"{path}: unknown type; {mend}")
-    if path.endswith(".parquet"):
-        rows = _parquet_rows(path)
-    else:
-        with open(path, "rb") as f:
-            lines = f.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: JSON strings may hold U+2028
-        rows = _csv_rows(path, lines) if path.endswith(".csv") else _json_rows(path, lines)
+    readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    extension = os.path.splitext(path)[1]
+    if os.path.exists(path) and extension not in readers:
+        known = "use .jsonl (one JSON object a line), .csv (with a header) or .parquet"
+        fix = "unpack it first" if extension in PACKED else known
+        raise UserError(f"{path}: unknown type; {fix}")
+    read = readers.get(extension, _json_rows)
+    rows = []
+    for line, row in read(path):
+        with reading(path, line):
+            if "self" in row:
+                raise ValueError('no column may be called "self", a name that Python reserves; rename it')
+        rows.append({**row, "_line": line})
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
 
 
-def _not_utf8(path, number, line, error):
-    return UserError(f"{path}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8")
-
-
-def _json_rows(path, lines):
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            text = line.decode("utf-8").strip(" \t\r")
-            if not text:
-                continue
-            if text[0] == "[" and not rows:  # on one line or, printed nicely, on many
+def _json_rows(path):
+    empty = True
+    for number, text in lines_of(path):
+        text = text.strip(" \t\r\n")
+        if not text:
+            continue
+        with reading(path, number):
+            if empty and text.startswith("["):
                 raise ValueError("the whole file is one JSON list; write one object per line")
-            row = json.loads(text, object_pairs_hook=_no_duplicates)
-            if not isinstance(row, dict):
-                raise ValueError("not a JSON object")
-            _finite(row)
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, number, line, error) from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
-        except RecursionError:
-            raise UserError(f"{path}:{number}: nested too deep") from None
-        except ValueError as error:
-            long = "4300" in str(error)  # Python's own limit on the digits of an int
-            raise UserError(f"{path}:{number}: {'number too long' if long else error}") from None
-        rows.append({**row, "_line": number})
-    return rows
+            row = parse_object(text)
+        empty = False
+        yield number, row
 
 
-def _csv_rows(path, lines):
-    rows, header, text = [], None, []
-    for number, line in enumerate(lines, 1):
-        try:
-            text.append(line.decode("utf-8") + "\n")
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, number, line, error) from None
-    csv.field_size_limit(2**24)  # characters; Python's own limit of 131,072 is less than a long conversation
-    reader, number = csv.reader(text, strict=True), 1
-    try:
-        for fields in reader:  # a quoted field may hold line breaks
-            if header is None and fields:
-                header = [name.strip() for name in fields]
-                if len(header) == 1 and (mark := next((m for m in ";\t|" if m in header[0]), None)):
-                    raise UserError(f"{path}:{number}: one column, {header[0][:60]!r}; separate columns by commas, "
-                                    f"not by {mark!r}")
-                if problem := next((f'column "{name}" twice' if name else "a column without a name"
-                                    for i, name in enumerate(header) if not name or name in header[:i]), None):
-                    raise UserError(f"{path}:{number}: {problem}; the first row must name the columns")
+def _csv_rows(path):
+    # A conversation in one field may be longer than Python's limit of 131,072 characters.
+    csv.field_size_limit(MAX_LINE)
+    reader = csv.reader((text for _, text in lines_of(path)), strict=True)
+    header, start = None, 1
+    while True:
+        with reading(path, start):
+            fields = _next_fields(reader)
+            if fields is None:
+                return
+            if fields and header is None:
+                header = _csv_header(fields)
             elif fields:
                 if len(fields) != len(header):
-                    raise UserError(f"{path}:{number}: {len(fields)} fields, the header has {len(header)}; "
-                                    "quote a field that holds a comma")
-                rows.append({**dict(zip(header, fields)), "_line": number})
-            number = reader.line_num + 1
+                    raise ValueError(f"{len(fields)} fields, the header has {len(header)}; "
+                                     "quote a field that holds a comma")
+                yield start, dict(zip(header, fields))
+        # A quoted field may hold line breaks, so one row may take several lines.
+        start = reader.line_num + 1
+
+
+def _next_fields(reader):
+    """Return the fields of the next row, or None at the end of the file."""
+    try:
+        return next(reader, None)
     except csv.Error as error:
         if "unexpected end of data" in str(error):
-            raise UserError(f"{path}:{number}: quote opened here is never closed") from None
-        raise UserError(f"{path}:{number}: not CSV: {error}") from None
-    return rows
+            raise ValueError("quote opened here is never closed") from error
+        raise ValueError(f"not CSV: {error}") from error
+
+
+def _csv_header(fields):
+    names = [name.strip() for name in fields]
+    separator = next((mark for mark in ";\t|" if mark in names[0]), None)
+    if len(names) == 1 and separator:
+        raise ValueError(f"one column, {names[0][:60]!r}; separate columns by commas, not by {separator!r}")
+    for index, name in enumerate(names):
+        if not name:
+            raise ValueError("a column without a name; the first row must name the columns")
+        if name in names[:index]:
+            raise ValueError(f'column "{name}" twice; the first row must name the columns')
+    return names
 
 
 def _parquet_rows(path):
-    with open(path, "rb") as f:
-        if f.seek(0, os.SEEK_END) < 8 or f.seek(-4, os.SEEK_END) and f.read() != b"PAR1":
-            raise UserError(f"{path}: not a parquet file (no PAR1 footer)")
+    with reading(path), open_file(path) as file:
+        file.seek(-min(4, os.path.getsize(path)), os.SEEK_END)
+        if file.read() != b"PAR1" or file.tell() < 12:
+            raise ValueError("not a parquet file (no PAR1 footer)")
     try:
-        from pyarrow import parquet, types
+        from pyarrow import parquet
     except ImportError:
         raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; or convert to .jsonl') from None
     try:
         table = parquet.read_table(path)
+        columns = table.to_pylist()
     except Exception as error:
         raise UserError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0][:200]}") from None
-    rows, number = [], 0
+    with reading(path):
+        _check_columns(table)
+    for number, row in enumerate(columns, 1):
+        with reading(path, number):
+            check_value(_as_json(row))
+        yield number, _without_padding(row)
+
+
+def _check_columns(table):
+    from pyarrow import types
     for name, kind in zip(table.column_names, table.schema.types):
         if table.column_names.count(name) > 1:
-            raise UserError(f'{path}: column "{name}" twice')
+            raise ValueError(f'column "{name}" twice')
         if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-            raise UserError(f'{path}: column "{name}" is binary; rows to learn from are text and numbers')
+            raise ValueError(f'column "{name}" is binary; rows to learn from are text and numbers')
+
+
+def _as_json(row):
     try:
-        for number, row in enumerate(table.to_pylist(), 1):
-            _finite(json.loads(json.dumps(row)))
-            rows.append({**_without_padding(row), "_line": number})
-    except (TypeError, ValueError) as error:  # TypeError: dates, decimals, binary within a list
-        raise UserError(f"{path}:{number}: {error}") from None
-    return rows
+        return json.loads(json.dumps(row))
+    except TypeError as error:
+        # Dates, decimals, and bytes within a list.
+        raise ValueError(f"{error}; rows to learn from are text and numbers") from error
 
 
 def _without_padding(value):
-    """Arrow gives every call the arguments of all calls of its column, null where a call has none: those go."""
-    if isinstance(value, dict):
-        return {k: {a: v for a, v in x.items() if v is not None} if k == "arguments" and isinstance(x, dict)
-                else _without_padding(x) for k, x in value.items()}
-    return [_without_padding(x) for x in value] if isinstance(value, list) else value
+    """Drop the null arguments that Arrow adds to every call so that all calls of a column have the same keys."""
+    if isinstance(value, list):
+        return [_without_padding(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    stripped = {key: _without_padding(item) for key, item in value.items()}
+    arguments = value.get("arguments")
+    if isinstance(arguments, dict):
+        stripped["arguments"] = {key: item for key, item in arguments.items() if item is not None}
+    return stripped
+
+
+# --------------------------------------------------------------------------------------- YAML
+def read_yaml(path):
+    """Yield (line number, name, value) for each option in a YAML file.
+
+    A value is the text as typed, None, or a list of them. The node graph is read, because
+    `yaml.safe_load` makes a string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
+    """
+    # PyYAML arrives with transformers.
+    import yaml
+    text = read_text(path, MAX_YAML)
+    with reading(path):
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root and not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{path}:1: give lines `name: value`")
+    for key, node in root.value if root else ():
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        values = [_scalar(path, item) for item in items]
+        value = values if isinstance(node, yaml.SequenceNode) else values[0]
+        yield key.start_mark.line + 1, _scalar(path, key) or "null", value
+
+
+def _scalar(path, node):
+    if not isinstance(node.value, str):
+        raise UserError(f"{path}:{node.start_mark.line + 1}: give lines `name: value`, nothing nested")
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 
-from experiment.config import Stop, UserError
+from experiment.errors import Stop, UserError
 
 GRACE = 10  # seconds between a rank's end and that of the others, who may save in them
 

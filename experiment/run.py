@@ -5,7 +5,6 @@ with the command to go on. Only the standard library is imported here, so that `
 """
 import errno
 import hashlib
-import json
 import math
 import os
 import re
@@ -33,8 +32,10 @@ from experiment.checkpoint import (  # noqa: F401  # some only for those who imp
     sync,
     to_json,
 )
-from experiment.config import Stop, UserError, convert, flag, nearest, options, parse, read_yaml  # noqa: F401
+from experiment.config import convert, flag, nearest, options, parse  # noqa: F401
+from experiment.data import lines_of, parse_object, read_json, read_text, read_yaml, reading
 from experiment.distributed import join
+from experiment.errors import Stop, UserError
 
 LINES = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")             # one object with a "step" per line
 OWNED = ("config.yaml", *LINES, "result.json", "report.html", "checkpoints", "base")      # what --overwrite removes
@@ -243,11 +244,8 @@ class Run:
 
     def _written_by(self):
         """The algorithm of the run that the folder holds, or None."""
-        try:
-            first = (self.folder / OWNED[0]).read_text(encoding="utf-8").split("\n")[0]
-        except OSError:
-            return None
-        found = re.match(r"# (\w+) run;", first)
+        path = self.folder / OWNED[0]
+        found = re.match(r"# (\w+) run;", read_text(path)) if path.exists() else None
         return found and found[1]
 
     def _go_on(self, values):
@@ -273,8 +271,10 @@ class Run:
                             f"; the same command: {self.command}{'; or --resume_anyway' if harmless else ''}")
         result = self.folder / "result.json"
         if result.exists() and not grown:
-            finished = json.loads(result.read_text(encoding="utf-8"))
-            print(f"{self.folder}: finished after {finished['steps']} steps; a larger --max_steps goes on")
+            finished = read_json(result)
+            with reading(result):
+                steps = finished["steps"]
+            print(f"{self.folder}: finished after {steps} steps; a larger --max_steps goes on")
             return finished, None, None
         for path in (self.folder / "checkpoints").glob(".was-*"):           # killed between two renames
             if not path.with_name(path.name[5:]).exists():
@@ -457,8 +457,9 @@ class Run:
             load_optimizer(optimizer, named_parameters, self.checkpoint / "optimizer.safetensors")
             self.step, self.saved, self.bad = self.state["step"], self.state["step"], self.state["bad"]
             if (self.folder / LINES[0]).exists():
-                for line in (self.folder / LINES[0]).read_text(encoding="utf-8").splitlines():
-                    self._heed(json.loads(line))
+                for number, line in lines_of(self.folder / LINES[0]):
+                    with reading(self.folder / LINES[0], number):
+                        self._heed(parse_object(line))
         size = sum(p.numel() * p.element_size() for p in trained)
         self.ranks.first(lambda: self._check_room(3 * size * max(3 - len(checkpoints(self.folder)), 1)))
         return (self.step, self.state["extra"]) if self.checkpoint else (0, {})
@@ -595,8 +596,8 @@ class Run:
         scores = {}
         for old in checkpoints(self.folder):
             try:
-                scores[old] = json.loads((old / "state.json").read_text(encoding="utf-8"))["score"]
-            except (OSError, ValueError, KeyError):
+                scores[old] = read_json(old / "state.json").get("score")
+            except UserError:
                 scores[old] = None
         best = max((old for old in scores if scores[old] is not None), key=scores.get, default=None)
         for old in list(scores)[:-2]:

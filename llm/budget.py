@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from experiment.run import Stop
+from experiment.errors import Stop
 from llm import memory, pointwise
 from llm.memory import adamw
 

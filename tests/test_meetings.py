@@ -29,7 +29,6 @@ from envs.meetings import (
     belief,
     simulate,
 )
-from experiment.run import UserError
 from llm.chat import Chat, parse_tool_calls
 
 ROOT = Path(envs.__file__).parent.parent
@@ -360,29 +359,6 @@ def test_any_csv_of_these_columns_can_be_read():
     text, p, reason, truth = meetings.read_columns(row)
     assert (text, truth) == ("Ann (CEO) meets Bob, 9:00", 0.7)
     assert answer(p, reason) == '{"probability": 0.73, "reason": "synergy", "recommendation": "YES"}'
-
-
-HEADER = "input_text,b\n"
-
-
-@pytest.mark.parametrize("data, says", [
-    ("", ": no rows"), (HEADER, ": no rows"), (HEADER + "1,2\n1,2,3\n", ":3: 3 fields, the header has 2; quote a field that holds a comma"),
-    (HEADER + "1\n", ":2: 1 fields, the header has 2"), ("a,a\n1,2\n", ':1: column "a" twice; the first row must name the columns'),
-    ("a,\n1,2\n", ":1: a column without a name"), (HEADER + '"x\ny",2\n1,2,3\n', ":4: 3 fields"), (HEADER + '1,2\n"open,2\n3,4\n', ":3: quote opened here is never closed"),
-    (HEADER + '"a"b,2\n', ":2: not CSV: "), (HEADER + "1,2\r3,4\n", ":2: not CSV: "), (HEADER.encode() + b"1,2\ncaf\xe9,2\n", ":3: byte 0xe9 is not UTF-8; save the file as UTF-8"),
-    (HEADER.encode("utf-16"), ":1: byte 0xff is not UTF-8")])
-def test_broken_csv_files(tmp_path, data, says):
-    path = tmp_path / "x.csv"
-    path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    with pytest.raises(UserError) as error:
-        envs.read_rows(str(path))
-    assert str(error.value).startswith(f"{path}{says}") and "\n" not in str(error.value)
-
-
-def test_csv_as_spreadsheets_write_it(tmp_path):
-    path = tmp_path / "x.csv"
-    path.write_bytes(b'\xef\xbb\xbfa, b\r\n\r\n"x, ""y""\r\nz",2\r\n3,"caf\xc3\xa9"')
-    assert envs.read_rows(str(path)) == [{"a": 'x, "y"\r\nz', "b": "2", "_line": 3}, {"a": "3", "b": "café", "_line": 5}]
 
 
 @pytest.mark.parametrize("flags", [["--rows", "0"], ["--rows", "x"], ["--seed", "-1"], ["--output", "no/such/folder/x.csv"], ["--row_count", "3"], ["--split", "all"]])

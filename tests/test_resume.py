@@ -301,10 +301,10 @@ def test_one_checkpoint_and_that_damaged(stopped, tmp_path):
     for name in ("step_000001", "step_000002"):
         folder = tmp_path / "run" / "checkpoints" / name
         (folder / "state.json").write_text("{")
-        with pytest.raises(UserError, match="not a whole checkpoint"):
+        with pytest.raises(UserError, match="state.json:1: not JSON: "):
             run.read_state(folder)
     (folder.parent / "step_000001").rename(tmp_path / "gone")
-    with pytest.raises(UserError, match="not a whole checkpoint .* there is no other one to go on from: --overwrite starts anew"):
+    with pytest.raises(UserError, match="state.json:1: not JSON: .*; there is no other one to go on from: --overwrite starts anew"):
         sft.train(again)
     again.resume = "previous"
     with pytest.raises(UserError, match="no previous checkpoint"):
