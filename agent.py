@@ -23,6 +23,7 @@ from envs.tool_pool import ToolPool, paid
 from experiment.run import UserError, finite, flag, main, mix
 from llm.chat import Chat, parse_tool_calls
 from llm.generate import Engine, Row
+from llm.memory import techniques_of
 from lora import DTYPES, load_model
 
 
@@ -227,7 +228,7 @@ def _chats(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, di
 
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *, limits: Limits = Limits(),
             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0,
-            first_task: int = 0, slots: int = 64, tool_timeout: float = 10.0, tool_steps: int = 4,
+            first_task: int = 0, slots: int | None = None, tool_timeout: float = 10.0, tool_steps: int = 4,
             run=None) -> list[Trajectory]:
     """`group_size` episodes of every task, a task's episodes together -> list of len(tasks) * group_size Trajectories.
 
@@ -240,7 +241,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
     own = run.ranks.share(len(tasks)) if run else range(len(tasks))
-    slots = min(slots, max(len(own), 1) * group_size)
+    slots = min(slots or techniques_of(model).decode_rows, max(len(own), 1) * group_size)
     engine = Engine(model, slots=slots, tokens=limits.max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                     stop_ids=frozenset().union(*(chat.stop_ids | chat.start_ids for chat in chats.values())))
     episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), tool_timeout), []

@@ -50,11 +50,10 @@ from experiment.run import (
     to_json,
 )
 from llm.chat import Chat
+from llm.dry_run import dry_run
+from llm.optimizer import adamw
 from lora import (
     DTYPES,
-    OPTIMS,
-    adamw,
-    dry_run,
     fast_float32,
     load_model,
     load_weights,
@@ -194,20 +193,12 @@ class Config:
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
 
-    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
-    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
+    memory: str = flag("plain", "what is saved, each with what stands before it", group="memory",
+                       choices=("plain", "checkpoint", "4bit", "small", "stream"))
+    load_in_4bit: bool = flag(False, "frozen base in NF4 with double quantization", group="memory")
     gradient_checkpointing: bool = flag(
         False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
-    offload_activations: bool = flag(
-        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
-    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
-                           group="memory", low=0)
-    stream_layers: bool = flag(
-        False, "frozen base in host memory, two layers at a time on the device", group="memory")
-    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
-                      choices=OPTIMS)
-    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
-    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
+    dry_run: bool = flag(False, "print what every setting of --memory would need, and stop", group="memory")
 
     trajectories: str | None = flag(
         None, "recorded episodes (trajectories.jsonl) to pair; several files: a,b; default: play", group="pairs")
@@ -234,7 +225,6 @@ class Config:
     max_tool_calls: int = flag(32, "tool calls per episode", group="episodes", low=1)
     max_tool_tokens: int = flag(512, "tokens of tool results per episode", group="episodes", low=1)
     tool_timeout: float = flag(10.0, "seconds before a tool call is abandoned", group="episodes", above=0)
-    slots: int = flag(128, "episodes decoded at once", group="episodes", low=1)
 
     loss: str = flag("sigmoid", f"one or several, separated by commas: {', '.join(LOSSES)}", group="loss",
                      aliases=("loss_type",))
@@ -471,8 +461,8 @@ def train(config: Config) -> dict:
     if config.env and config.eval_tasks:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
     if config.dry_run:
-        return dry_run(config, partial(step_loss, config, losses), rows=2, merge=not config.lora_dropout,
-                       merge_rollout=True, episodes=config.num_tasks * config.group_size if tasks else 0,
+        return dry_run(config, partial(step_loss, config, losses), rows=2 * config.batch_size,
+                       merge=not config.lora_dropout, episodes=config.num_tasks * config.group_size if tasks else 0,
                        held_out=len(held_out))
     run = Run(config, "dpo")
     if run.finished:
@@ -482,10 +472,10 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(source, **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(
-        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+        model, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     playing = {"limits": Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                                 config.max_tool_tokens), "temperature": config.temperature, "seed": config.seed,
-               "slots": config.slots, "tool_timeout": config.tool_timeout, "run": run}
+               "tool_timeout": config.tool_timeout, "run": run}
 
     # Pairs
     vocabulary = model.get_input_embeddings().weight.shape[0]

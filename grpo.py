@@ -31,12 +31,11 @@ import torch.nn.functional as F
 import envs
 from agent import Limits, Trajectory, cheapest_order, collate, pass_at_k, rollout, summarise
 from experiment.run import Run, UserError, flag, main, mix
+from llm.dry_run import dry_run
+from llm.optimizer import adamw
 from llm.training_state import TrainingState
 from lora import (
     DTYPES,
-    OPTIMS,
-    adamw,
-    dry_run,
     fast_float32,
     freeze_reference,
     load_model,
@@ -235,20 +234,12 @@ class Config:
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
 
-    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
-    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
+    memory: str = flag("plain", "what is saved, each with what stands before it", group="memory",
+                       choices=("plain", "checkpoint", "4bit", "small", "stream"))
+    load_in_4bit: bool = flag(False, "frozen base in NF4 with double quantization", group="memory")
     gradient_checkpointing: bool = flag(
         False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
-    offload_activations: bool = flag(
-        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
-    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
-                           group="memory", low=0)
-    stream_layers: bool = flag(
-        False, "frozen base in host memory, two layers at a time on the device", group="memory")
-    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
-                      choices=OPTIMS)
-    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
-    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
+    dry_run: bool = flag(False, "print what every setting of --memory would need, and stop", group="memory")
 
     env: str = flag("equations", "world or worlds (a,b); also path/to/file.py:Class", group="world")
     dataset: str | None = flag(None, "tasks (.jsonl, or a name the world knows); default: its own", group="world")
@@ -271,7 +262,6 @@ class Config:
     max_tool_tokens: int = flag(512, "tokens of tool results per episode", group="rollout", low=1)
     tool_timeout: float = flag(10.0, "seconds before a tool call is abandoned", group="rollout", above=0)
     tool_steps: int = flag(4, "decode steps a tool call has before decoding waits for it", group="rollout", low=1)
-    slots: int = flag(128, "episodes decoded at once", group="rollout", low=1)
     merge_lora: bool = flag(True, "merge the adapter into the working weights while decoding", group="rollout")
     success_rate_lb: float = flag(0.0, "groups of a lower success rate are replaced", group="rollout", low=0, high=1)
     success_rate_ub: float = flag(1.0, "groups of a higher success rate are replaced", group="rollout", low=0, high=1)
@@ -417,7 +407,7 @@ def train(config: Config) -> dict:
     start_policy = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
     # 0.95: gradients grow with lora_B, which starts at 0; 0.999 would remember the small ones.
-    optimizer = adamw(model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(model, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     play = partial(merged_rollout, model, tokenizer, config.env, **rollout_options(config), run=run)
     total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
     total = total if config.max_steps is None else config.max_steps
@@ -524,9 +514,9 @@ def training_and_held_out_tasks(config):
 
 def estimate(config):
     return dry_run(
-        config, partial(step_loss, config), merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
-        episodes=config.tasks_per_step * config.group_size, held_out=config.eval_tasks * config.eval_group_size,
-        keep_start=bool(config.kl_coef))
+        config, partial(step_loss, config), rows=min(config.batch_size, config.tasks_per_step * config.group_size),
+        merge=config.merge_lora and not config.lora_dropout, episodes=config.tasks_per_step * config.group_size,
+        held_out=config.eval_tasks * config.eval_group_size, keep_start=bool(config.kl_coef))
 
 
 def updated(model, config):
@@ -536,7 +526,7 @@ def updated(model, config):
 def rollout_options(config):
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
-    return dict(limits=limits, temperature=config.temperature, seed=config.seed, slots=config.slots,
+    return dict(limits=limits, temperature=config.temperature, seed=config.seed,
                 tool_timeout=config.tool_timeout, tool_steps=config.tool_steps)
 
 

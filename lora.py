@@ -20,10 +20,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from experiment.run import UserError
-from llm import memory, pointwise
-from llm.budget import dry_run  # noqa: F401  (the algorithms reach what makes things small through this file)
+from llm import pointwise
+from llm.checkpointing import checkpoint_layers, tile_mlps
 from llm.logprobs import Unscaled, causal_attention, head_logits, hidden_states, token_logprobs  # noqa: F401
-from llm.memory import OPTIMS, adamw, give_back_memory  # noqa: F401
+from llm.memory import PLAIN, Techniques, give_back_memory, techniques, techniques_of
+from llm.skeleton import dequantize_model, fill, skeleton, tensor_reader
+from llm.streaming import Stream, layers_of
 from llm.tiny import make_tiny
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -37,15 +39,15 @@ def model_options(config) -> dict:
 
 def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, lora_dropout: float = 0.0,
                lora_target_modules: str = "all-linear", use_rslora: bool = False, dtype: str = "float32",
-               device: str | None = None, seed: int = 0, train: bool = True, load_in_4bit: bool = False,
-               int8_head: bool = False, stream_layers: bool = False, gradient_checkpointing: bool = False,
-               offload_activations: bool = False, mlp_tokens: int = 0):
+               device: str | None = None, seed: int = 0, train: bool = True, memory: str | Techniques = "plain",
+               load_in_4bit: bool = False, gradient_checkpointing: bool = False):
     """The model and tokenizer at `path` -> (model, tokenizer), ready to train, or with train=False only to be played.
 
     lora_r > 0 adds a fresh adapter, unless `path` is an adapter: then training goes on from it. lora_r = 0 trains all
     weights (an adapter is merged first). `dtype` is that of the frozen weights and of the arithmetic; what trains is
-    float32. The last six: memory.py. An adapter that was trained on a 4-bit base gets that base again. device "meta":
-    shapes without numbers, for counting. UserError: one line with the mend.
+    float32. memory: a setting of the memory dial, or techniques one by one (llm/memory.py); kept as model.techniques.
+    An adapter that was trained on a 4-bit base gets that base again. device "meta": shapes without numbers, for
+    counting. UserError: one line with the mend.
     """
     path = newest(path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -53,34 +55,37 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
         torch.backends.cuda.enable_cudnn_sdp(False)  # where it is chosen, it compiles anew for every new shape
     adapter = os.path.exists(os.path.join(path, "adapter_config.json"))
     source = base_of(path) if adapter else path
-    frozen = [name for name, on in (("load_in_4bit", load_in_4bit), ("int8_head", int8_head),
-                                    ("stream_layers", stream_layers), ("dtype", dtype.endswith("16"))) if on]
-    if frozen and train and not lora_r:
-        other = ", or --dtype float32" if frozen[0] == "dtype" else ""
-        raise UserError(f"--{frozen[0]} is for weights that stay as they are; give --lora_r, e.g. 16{other}")
-    if (stream_layers and train or offload_activations) and not gradient_checkpointing:
-        raise UserError(f"--{'stream_layers' if stream_layers else 'offload_activations'} needs "
-                        "--gradient_checkpointing: the backward pass has to run each layer again")
+    chosen = techniques(memory, load_in_4bit, gradient_checkpointing)
+    if train and not lora_r and (chosen.frozen_base or chosen.adamw_on_host):
+        flag = f"--memory {memory}" if memory not in ("plain", "checkpoint") else "--load_in_4bit"
+        raise UserError(f"{flag} is for weights that stay as they are; give --lora_r, e.g. 16, or --memory checkpoint")
+    if train and not lora_r and dtype.endswith("16"):
+        raise UserError("--dtype is for weights that stay as they are; give --lora_r, e.g. 16, or --dtype float32")
+    if train and (chosen.stream_layers or chosen.offload_activations) and not chosen.gradient_checkpointing:
+        raise ValueError("streaming and offloading need gradient_checkpointing: backward runs each layer again")
     made_with = _trained_on(path) if adapter else ""
-    lean = {"load_in_4bit": load_in_4bit or "nf4" in made_with, "int8_head": int8_head or "int8" in made_with,
-            "stream_layers": stream_layers}
-    lean = lean if any(lean.values()) else None
+    chosen = chosen._replace(load_in_4bit=chosen.load_in_4bit or "nf4" in made_with,
+                             int8_head=chosen.int8_head or "int8" in made_with)
     kept = DTYPES[dtype] if lora_r or not train else torch.float32  # weights that train are read and stay in float32
     kept = _real_dtype(kept, device)
-    model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, kept, device, lean)
+    model, tokenizer = make_tiny(seed) if source == "tiny" else _read_model(source, kept, device, chosen)
     if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = _read_tokenizer(path)
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
-    if source == "tiny" and (lean or device.type == "meta"):
-        model = memory.read(memory.skeleton(model.config, model.dtype if kept == "auto" else kept),
-                            model.to(device).state_dict().__getitem__, device, **lean or {})
+    if source == "tiny" and (chosen.frozen_base or device.type == "meta"):
+        whole = model.to(device).state_dict()
+        model = skeleton(model.config, model.dtype if kept == "auto" else kept)
+        fill(model, whole.__getitem__, device, chosen)
+        del whole
+    stream = Stream(layers_of(model), device) if chosen.stream_layers else None
+    model.techniques = chosen
     model.base_path, model.base_seed, model.lora_config, model.made_with = source, seed, None, made_with
-    if lean:
-        model.made_with = ",".join(["nf4"] * lean["load_in_4bit"] + ["int8"] * lean["int8_head"])
+    if chosen.frozen_base:
+        model.made_with = ",".join(["nf4"] * chosen.load_in_4bit + ["int8"] * chosen.int8_head)
     model.to(device)
-    if source == "tiny" and not lean:
+    if source == "tiny" and not chosen.frozen_base:
         for p in model.parameters():  # not model.to(kept): it would round the RoPE frequencies, a buffer, to bf16
             p.data = p.data.to(p.dtype if kept == "auto" else kept)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -110,10 +115,10 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     if not lora_r:
         model.requires_grad_(train)
     pointwise.install(model)
-    if mlp_tokens:
-        memory.tile_mlps(model, mlp_tokens)
-    if gradient_checkpointing:
-        memory.checkpoint_layers(model, offload_activations)
+    if chosen.mlp_tokens:
+        tile_mlps(model, chosen.mlp_tokens)
+    if chosen.gradient_checkpointing:
+        checkpoint_layers(model, chosen.offload_activations, stream)
     return model.eval(), tokenizer  # eval: dropout, where asked for, is switched on by the update alone
 
 
@@ -159,7 +164,7 @@ def _read_tokenizer(source: str, **where):
         raise UserError(f"{source}: no tokenizer could be read ({_first_line(error)})") from None
 
 
-def _read_model(source: str, dtype, device, lean: dict | None):
+def _read_model(source: str, dtype, device, chosen: Techniques):
     from huggingface_hub import model_info, snapshot_download
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
@@ -174,12 +179,12 @@ def _read_model(source: str, dtype, device, lean: dict | None):
     def read_lean(**where):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
         stored = _real_dtype(config.dtype or torch.float32, device)
-        model = memory.skeleton(config, stored if dtype == "auto" else dtype)
+        model = skeleton(config, stored if dtype == "auto" else dtype)
         tensor = model.state_dict().__getitem__  # on the meta device shapes are all there is
         if device.type != "meta":
-            tensor = memory.files_of(source if os.path.isdir(source) else snapshot_download(
+            tensor = tensor_reader(source if os.path.isdir(source) else snapshot_download(
                 source, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"], **where))
-        memory.read(model, tensor, device, **lean or {})
+        fill(model, tensor, device, chosen)
         try:
             model.generation_config = GenerationConfig.from_pretrained(source, **where)
         except OSError:
@@ -187,7 +192,7 @@ def _read_model(source: str, dtype, device, lean: dict | None):
         return model, _read_tokenizer(source, **where)
 
     def read(**where):
-        if lean or device.type == "meta":
+        if chosen.frozen_base or device.type == "meta":
             return read_lean(**where)
         model, report = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
@@ -362,7 +367,8 @@ def merged(model):
     adapter's dropout is not applied. Leave the block before the optimiser steps. Weights in 4 bits or streamed stay as
     they are, the adapter beside them: while decoding (inference mode), A and B are cast once, not at every step.
     """
-    put_aside, fixed = {}, "nf4" in getattr(model, "made_with", "") or hasattr(model, "stream")
+    put_aside, chosen = {}, techniques_of(model)
+    fixed = chosen.load_in_4bit or chosen.stream_layers
     try:
         for linear in lora_linears(model).values():
             if linear.lora_on and fixed:
@@ -391,7 +397,7 @@ def merge_adapter(model):
     def product(linear):
         return linear.lora_scale * (linear.lora_B.weight.data @ linear.lora_A.weight.data)
     if model.made_with:
-        memory.plain(model, product)
+        dequantize_model(model, product)
         model.made_with = ""
     for linear in lora_linears(model).values():
         linear.weight.data += product(linear).to(linear.weight.dtype)
@@ -490,7 +496,7 @@ def load_weights(model, folder: str):
     """What trains in `model`, as `save_model` wrote it from a model of the same making, bit for bit."""
     from safetensors.torch import load_file
     if not model.lora_config:
-        saved = dict(_read_model(str(folder), torch.float32, torch.device("cpu"), None)[0].named_parameters())
+        saved = dict(_read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN)[0].named_parameters())
         for name, p in model.named_parameters():
             p.data.copy_(saved[name])
         return

@@ -30,11 +30,10 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, read_trajectories, rollout, summarise
 from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
+from llm.dry_run import dry_run
+from llm.optimizer import adamw
 from lora import (
     DTYPES,
-    OPTIMS,
-    adamw,
-    dry_run,
     fast_float32,
     load_model,
     load_weights,
@@ -144,20 +143,12 @@ class Config:
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights; the adapter is float32", group="model", choices=tuple(DTYPES))
 
-    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
-    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
+    memory: str = flag("plain", "what is saved, each with what stands before it", group="memory",
+                       choices=("plain", "checkpoint", "4bit", "small", "stream"))
+    load_in_4bit: bool = flag(False, "frozen base in NF4 with double quantization", group="memory")
     gradient_checkpointing: bool = flag(
         False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
-    offload_activations: bool = flag(
-        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
-    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
-                           group="memory", low=0)
-    stream_layers: bool = flag(
-        False, "frozen base in host memory, two layers at a time on the device", group="memory")
-    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
-                      choices=OPTIMS)
-    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
-    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
+    dry_run: bool = flag(False, "print what every setting of --memory would need, and stop", group="memory")
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "--trajectories those of the episodes", group="data")
@@ -182,7 +173,6 @@ class Config:
     max_tool_tokens: int = flag(512, "tokens of tool results per episode", group="rollout", low=1)
     tool_timeout: float = flag(10.0, "seconds before a tool call is abandoned", group="rollout", above=0)
     tool_steps: int = flag(4, "decode steps a tool call has before decoding waits for it", group="rollout", low=1)
-    slots: int = flag(128, "episodes decoded at once", group="rollout", low=1)
     merge_lora: bool = flag(True, "merge the adapter into the working weights while decoding", group="rollout")
 
     weighting: str = flag("exp", "of A = R - baseline; filter ranks R", group="weights",
@@ -279,7 +269,7 @@ def collect(model, tokenizer, config: Config, tasks, iteration: int, limits, run
     with merged(model) if config.merge_lora else nullcontext():
         return rollout(
             model, tokenizer, config.env, chosen, config.group_size, limits=limits, temperature=config.temperature,
-            seed=config.seed, step=iteration, slots=config.slots, tool_timeout=config.tool_timeout,
+            seed=config.seed, step=iteration, tool_timeout=config.tool_timeout,
             tool_steps=config.tool_steps, run=run)
 
 
@@ -338,7 +328,8 @@ def train(config: Config) -> dict:
     if config.dry_run:
         return dry_run(
             config, lambda logprobs, _, mask: reward_weighted_loss(logprobs, mask.float(), mask.sum()),
-            merge=config.merge_lora and not config.lora_dropout, merge_rollout=True,
+            rows=config.batch_size if data else min(config.batch_size, config.tasks_per_iteration * config.group_size),
+            merge=config.merge_lora and not config.lora_dropout,
             episodes=0 if data else config.tasks_per_iteration * config.group_size,
             held_out=len(held_out) * config.eval_group_size)
     run = Run(config, "reward_weighted")
@@ -353,7 +344,7 @@ def train(config: Config) -> dict:
                         "give the model that played these episodes")
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(
-        model, config.optim, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+        model, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
                     config.max_tool_tokens)
     per_step = config.batch_size * config.gradient_accumulation_steps
@@ -363,8 +354,8 @@ def train(config: Config) -> dict:
         with merged(model) if config.merge_lora else nullcontext():
             return evaluate(
                 model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature, slots=config.slots, tool_timeout=config.tool_timeout,
-                tool_steps=config.tool_steps, run=run) if held_out else {}
+                step=-1, temperature=config.temperature,
+                tool_timeout=config.tool_timeout, tool_steps=config.tool_steps, run=run) if held_out else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()

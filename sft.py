@@ -30,11 +30,10 @@ from agent import Limits, Trajectory, collate, demonstrate, evaluate
 from envs import gsm8k, meetings
 from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 from llm.chat import Chat
+from llm.dry_run import dry_run
+from llm.optimizer import adamw
 from lora import (
     DTYPES,
-    OPTIMS,
-    adamw,
-    dry_run,
     fast_float32,
     load_model,
     load_weights,
@@ -67,20 +66,12 @@ class Config:
     use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
     dtype: str = flag("float32", "of frozen weights", group="model", choices=tuple(DTYPES))
 
-    load_in_4bit: bool = flag(False, "frozen base in NF4, double quantisation (bitsandbytes)", group="memory")
-    int8_head: bool = flag(False, "frozen embedding and output head in int8, a scale per row", group="memory")
+    memory: str = flag("plain", "what is saved, each with what stands before it", group="memory",
+                       choices=("plain", "checkpoint", "4bit", "small", "stream"))
+    load_in_4bit: bool = flag(False, "frozen base in NF4 with double quantization", group="memory")
     gradient_checkpointing: bool = flag(
         False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
-    offload_activations: bool = flag(
-        False, "inputs of checkpointed layers wait in host memory (on a GPU)", group="memory")
-    mlp_tokens: int = flag(0, "tokens that go through an MLP at once, recomputed in the backward pass; 0: all",
-                           group="memory", low=0)
-    stream_layers: bool = flag(
-        False, "frozen base in host memory, two layers at a time on the device", group="memory")
-    optim: str = flag("adamw", "adamw_cpu: adapter and AdamW in host memory; adamw8bit: bitsandbytes", group="memory",
-                      choices=OPTIMS)
-    dry_run: bool = flag(False, "print what the run would need, try its longest batch, and stop", group="memory")
-    memory_mb: int | None = flag(None, "--dry_run: MiB that there are; default: what is free", group="memory", low=1)
+    dry_run: bool = flag(False, "print what every setting of --memory would need, and stop", group="memory")
 
     env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
                                  "recorded rows the world they are of", group="data")
@@ -120,7 +111,6 @@ class Config:
     eval_tasks: int = flag(200, "held-out tasks played, at temperature 1, after (and before, if the model is not tiny)",
                            group="run", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", group="run", low=0)
-    slots: int = flag(64, "held-out episodes decoded at once", group="run", low=1)
 
 
 def sft_loss(logprobs, loss_mask, num_tokens):
@@ -310,15 +300,15 @@ def train(config: Config) -> dict:
         config = replace(config, env="equations")
     if config.dry_run:
         plays = config.env or config.trajectories  # chats and answers have no world
-        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1), merge_rollout=True,
-                       held_out=config.eval_tasks if plays else 0)
+        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1), merge=False,
+                       rows=min(config.batch_size, config.max_samples), held_out=config.eval_tasks if plays else 0)
     run = Run(config, "sft")
     if run.finished:
         return run.finished
     fast_float32()
     model, tokenizer = load_model(config.model_path, **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(model, config.optim, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(model, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     vocabulary = model.get_input_embeddings().num_embeddings
     data = demonstrations(config, tokenizer, "train", config.max_samples, vocabulary)
     held_out = demonstrations(config, tokenizer, "test", 100, vocabulary)
@@ -336,7 +326,7 @@ def train(config: Config) -> dict:
             return None
         with merged(model):
             return evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens),
-                            seed=config.seed, step=-1, slots=config.slots, run=run)["success"]
+                            seed=config.seed, step=-1, run=run)["success"]
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,

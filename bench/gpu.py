@@ -35,8 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-LEAN = {"load_in_4bit": True, "int8_head": True, "gradient_checkpointing": True, "offload_activations": True,
-        "optim": "adamw_cpu"}
+LEAN = {"memory": "small"}
 TOY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
        "intermediate_size": 256, "vocab_size": 1024, "tie_word_embeddings": True}
 
@@ -51,9 +50,9 @@ def qwen(hidden, layers, heads, kv_heads, intermediate, vocab=151936, tied=True)
 SHAPES = {"0.5B": (qwen(896, 24, 14, 2, 4864), LEAN, 8),
           "1.5B": (qwen(1536, 28, 12, 2, 8960), LEAN, 8),
           "3B": (qwen(2048, 36, 16, 2, 11008), LEAN, 8),
-          "7B": (qwen(3584, 28, 28, 4, 18944, 152064, False), {**LEAN, "stream_layers": True}, 16),
+          "7B": (qwen(3584, 28, 28, 4, 18944, 152064, False), {"memory": "stream"}, 16),
           "toy": (TOY, {"gradient_checkpointing": True}, 2),
-          "toy-lean": (TOY, {**LEAN, "stream_layers": True}, 2)}
+          "toy-lean": (TOY, {"memory": "stream"}, 2)}
 ENGINES = "generate", "generate_batch", "generate.py"
 
 

@@ -53,7 +53,7 @@ def main():
         eval_tasks=0, **common))}
     rows["grpo"] = grpo.train(grpo.Config(
         model_path=taught, output_dir=learned, learning_rate=4e-4, tasks_per_step=4, group_size=8, batch_size=8,
-        max_steps=args.grpo_steps, eval_tasks=100, slots=100, **common))
+        max_steps=args.grpo_steps, eval_tasks=100, **common))
     rows["gsm8k"] = grpo.train(grpo.Config(
         model_path=args.model_path, output_dir=math, env="gsm8k", dataset=args.gsm8k, learning_rate=2e-5,
         tasks_per_step=4, group_size=4, batch_size=4, max_new_tokens=128, max_tokens=900, max_turns=3, num_turns=2,

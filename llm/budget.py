@@ -1,64 +1,61 @@
-"""How much memory a run would need, on a machine that need not have it.
+"""Count the memory that a step needs, on a machine that need not have it.
 
-    Bytes      adds up the storages that live at the same time
-    measure    a step's own code (lora.load_model, token_logprobs, the loss, backward, AdamW, generate.Engine) on the
-               meta device, where tensors have shapes and no numbers: seconds for a model of any size
-    dry_run    --dry_run: the estimate for a run's own flags, which flag to change, then its longest batch in earnest
-
-Against what torch's allocator reports of the same step on a CPU the ratio is 1.000 (tests/test_memory.py). Not counted:
-what a kernel takes inside itself, CUDA's context (300 to 500 MiB), what the allocator rounds up.
+`measure` runs a step's real code (load_model, token_logprobs, the loss, backward, AdamW, decoding)
+on the meta device, where tensors have shapes and no numbers. That takes seconds for a model of any
+size. `Bytes` meanwhile adds up the storages that live at the same time. The result agrees with
+torch's allocator on a CPU within 1 %. Three things are not counted: what a kernel allocates inside
+itself, CUDA's context (300 to 500 MiB), and what the allocator rounds up.
 """
 import gc
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
-from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from experiment.errors import Stop
-from llm import memory, pointwise
-from llm.memory import adamw
+from llm import pointwise, quantization
+from llm.optimizer import HostAdamW, adamw
 
 aten = torch.ops.aten
 MIB = 2**20
-# What --dry_run would change, one after another, until the run fits.
-MENDS = (("slots", "half"), ("batch_size", "half"), ("gradient_checkpointing", True), ("merge_lora", False),
-         ("load_in_4bit", True), ("int8_head", True), ("mlp_tokens", 256), ("optim", "adamw_cpu"),
-         ("offload_activations", True), ("stream_layers", True))
+# Shapes of results by operation and arguments: torch works them out in Python, 0.3 ms each time.
+SHAPES = {}
 
 
 class Bytes(TorchDispatchMode):
-    """Inside the block: bytes of the storages that live at once. `now`, `peak`: on the device; `host`: beside it.
+    """Count the bytes of the storages that live at once inside a `with` block.
 
-    kind "cuda" or "cpu": meta tensors answer as that device's would, so that its branches are taken; a number that is
-    asked for is 1, a mask chooses everything, attention is the fused kernel. "real": tensors of a CPU are counted.
+    `now` and `peak` are bytes on the device, `host` is bytes of host memory beside it.
     """
 
-    _should_skip_dynamo = classmethod(lambda cls: False)  # True wraps every call, and imports torch._dynamo
+    # True would wrap every call and import torch._dynamo.
+    _should_skip_dynamo = classmethod(lambda cls: False)
 
     def __init__(self, kind: str = "cuda"):
+        """With kind "cuda" or "cpu", tensors on the meta device answer as that device's would.
+
+        The code under test then takes that device's branches. A number that it asks for is 1, a
+        mask selects everything, and attention is the fused kernel. With kind "real" the tensors of
+        the CPU are counted.
+        """
         super().__init__()
-        self.kind, self.now, self.peak, self.host = kind, 0, 0, 0
-        self.seen, self.patches, self.depth = {}, None, 0
+        self.kind = kind
+        self.now = self.peak = self.host = 0
+        self.patches, self.depth = None, 0
 
     def __enter__(self):
-        if self.kind != "real" and not self.patches:
+        if self.kind != "real" and not self.depth:
             self.patches = ExitStack()
-            for name, yes in (("is_cuda", self.kind == "cuda"), ("is_cpu", self.kind == "cpu")):
-                own = getattr(torch.Tensor, name)
-                answer = property(lambda t, own=own, yes=yes: yes if t.is_meta else own.__get__(t))
-                self.patches.enter_context(mock.patch.object(torch.Tensor, name, answer))
-            blocks, pieces = memory.blocks, pointwise.pieces  # of a loop, the first two: the others take no more
-            for owner, name, ours in (
-                    (F, "scaled_dot_product_attention", partial(_fused_attention, F.scaled_dot_product_attention)),
-                    (memory.Linear4bit, "dequantised", _dequantised), (memory, "blocks", lambda *n: blocks(*n)[:2]),
-                    (pointwise, "pieces", lambda *tensors: islice(pieces(*tensors), 2))):
-                self.patches.enter_context(mock.patch.object(owner, name, ours))
+            for name, answer in (("is_cuda", self.kind == "cuda"), ("is_cpu", self.kind == "cpu")):
+                self.patches.enter_context(
+                    mock.patch.object(torch.Tensor, name, _device_property(name, answer)))
+            for owner, name, replacement in _replacements():
+                self.patches.enter_context(mock.patch.object(owner, name, replacement))
         self.depth += 1
         return super().__enter__()
 
@@ -70,258 +67,275 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        x = args[0] if args else None
-        x = x[0] if isinstance(x, (list, tuple)) and x else x
-        if not isinstance(x, torch.Tensor) or not x.is_meta:
-            if func is aten.copy_.default and args[1].is_meta:
-                return x
-            out = func(*args, **kwargs)
-            self.hold(*(out if isinstance(out, (list, tuple)) else (out,)))
-            return out
-        how, shapes = self.seen.get(func) or self.seen.setdefault(func, (_how(func), {}))
-        if how == "new":
-            return self.shaped(func, shapes, args, kwargs)
-        if how == "view":
-            return func(*args, **kwargs)
-        if how == "in place":
-            return args[0] if isinstance(args[0], torch.Tensor) else None
-        if how == "many":  # inference mode hands them over whole
-            with self:
-                return func.decompose(*args, **kwargs)
-        if how == "number":
-            return True  # and 1, and 1.0
-        if how == "copy":
-            if kwargs.get("device") is None or kwargs["device"].type != "cpu":
-                return self.shaped(func, shapes, args, kwargs)
-            new = torch.zeros if x.numel() < 2**16 else torch.empty  # memory that nobody touches costs nothing
-            out = new(x.shape, dtype=kwargs.get("dtype") or x.dtype)
-        elif how == "places":
-            out = x.new_empty(x.numel(), x.dim(), dtype=torch.long)
-        else:  # x[index]
-            index = [i if i is None or i.dtype != torch.bool else i.new_empty(i.numel(), dtype=torch.long)
-                     for i in args[1] for _ in range(i.dim() if i is not None and i.dtype == torch.bool else 1)]
-            out = func(x, index)
-        self.hold(out)
-        return out
+        first = args[0] if args else None
+        if isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        if isinstance(first, torch.Tensor) and first.is_meta:
+            return _answer(func)(self, func, args, kwargs)
+        if func is aten.copy_.default and args[1].is_meta:
+            return first  # There are no numbers to copy to the host.
+        return self.hold(func(*args, **kwargs))
 
-    def shaped(self, func, shapes, args, kwargs):
-        """func(*args), its shapes from memory where they were seen: torch works them out in Python, 0.3 ms a time."""
-        key = *map(_key, args), *((name, _key(a)) for name, a in kwargs.items())
-        if key in shapes:
-            out = [like and torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in shapes[key]]
-        else:
-            out = func(*args, **kwargs)
-            out = out if isinstance(out, (list, tuple)) else (out,)
-            shapes[key] = [(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in out]
-        self.hold(*out)
-        return tuple(out) if len(out) > 1 else out[0]
+    # ------------------------------------------------ what an operation on the meta device returns
+    def new_tensors(self, func, args, kwargs):
+        """Return the results of an operation that allocates them."""
+        key = (func, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items()))
+        if key not in SHAPES:
+            results = func(*args, **kwargs)
+            several = isinstance(results, (list, tuple))
+            SHAPES[key] = several, [
+                isinstance(t, torch.Tensor) and (t.shape, t.stride(), t.dtype)
+                for t in (results if several else [results])]
+        several, shapes = SHAPES[key]
+        results = []
+        for shape in shapes:
+            results.append(torch.empty_strided(*shape[:2], dtype=shape[2], device="meta")
+                           if shape else None)
+        self.hold(results)
+        return tuple(results) if several else results[0]
 
-    def hold(self, *tensors):
-        for t in tensors:
-            if isinstance(t, torch.Tensor) and (self.kind != "real" or not t.is_meta):
-                storage = t.untyped_storage()
-                if not hasattr(storage, "counted"):  # its Python object lives as long as the memory does
-                    place = "now" if t.is_meta or self.kind != "cuda" else "host"
-                    storage.counted = _Counted(self, place, storage.nbytes())
+    def view(self, func, args, kwargs):
+        """Return the result of an operation that allocates nothing."""
+        return func(*args, **kwargs)
+
+    def in_place(self, func, args, kwargs):
+        """Return the first argument, which the operation overwrites."""
+        return args[0] if isinstance(args[0], torch.Tensor) else None
+
+    def decompose(self, func, args, kwargs):
+        """Count the operations that a composite one consists of."""
+        with self:
+            return func.decompose(*args, **kwargs)
+
+    def number(self, func, args, kwargs):
+        """Return a number for .item(): True is also 1 and 1.0."""
+        return True
+
+    def copy(self, func, args, kwargs):
+        """Return a copy of another dtype, or one on the host."""
+        device = kwargs.get("device")
+        if device is None or device.type != "cpu":
+            return self.new_tensors(func, args, kwargs)
+        x = args[0]
+        # Large tensors stay uninitialised: memory that nobody touches costs nothing.
+        make = torch.zeros if x.numel() < 2**16 else torch.empty
+        return self.hold(make(x.shape, dtype=kwargs.get("dtype") or x.dtype))
+
+    def nonzero(self, func, args, kwargs):
+        """Return as many positions as there are elements."""
+        x = args[0]
+        return self.hold(x.new_empty(x.numel(), x.dim(), dtype=torch.long))
+
+    def index(self, func, args, kwargs):
+        """Return x[index], where a mask selects everything."""
+        x, indices = args
+        places = []
+        for index in indices:
+            if index is not None and index.dtype == torch.bool:
+                every = index.new_empty(index.numel(), dtype=torch.long)
+                places += [every] * index.dim()
+            else:
+                places.append(index)
+        return self.hold(func(x, places))
+
+    def hold(self, results):
+        """Count the storages of one or several results for as long as they live; return these."""
+        for tensor in results if isinstance(results, (list, tuple)) else [results]:
+            if not isinstance(tensor, torch.Tensor) or self.kind == "real" and tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            # A storage's Python object lives as long as its memory does.
+            if not hasattr(storage, "counted"):
+                on_device = tensor.is_meta or self.kind != "cuda"
+                storage.counted = _Counted(self, "now" if on_device else "host", storage.nbytes())
+        return results
 
 
 class _Counted:
-    def __init__(self, count: Bytes, place: str, nbytes: int):
-        self.count, self.place, self.nbytes = count, place, nbytes
-        setattr(count, place, getattr(count, place) + nbytes)
+    """Bytes that are added to a field of a count until this object is deleted."""
+
+    def __init__(self, count: Bytes, field: str, nbytes: int):
+        self.count, self.field, self.nbytes = count, field, nbytes
+        setattr(count, field, getattr(count, field) + nbytes)
         count.peak = max(count.peak, count.now)
 
     def __del__(self):
-        setattr(self.count, self.place, getattr(self.count, self.place) - self.nbytes)
+        setattr(self.count, self.field, getattr(self.count, self.field) - self.nbytes)
 
 
-def _how(func) -> str:
-    """What `Bytes` does about an operation."""
-    own = {aten._local_scalar_dense.default: "number", aten._to_copy.default: "copy", aten.nonzero.default: "places",
-           aten.index.Tensor: "index"}
+@cache
+def _answer(func):
+    """Return the method of Bytes that answers an operation on the meta device."""
+    special = {aten._local_scalar_dense.default: Bytes.number, aten._to_copy.default: Bytes.copy,
+               aten.nonzero.default: Bytes.nonzero, aten.index.Tensor: Bytes.index}
+    if func in special:
+        return special[func]
     schema = func._schema
-    composite, kernel = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-                         for key in ("CompositeImplicitAutograd", "CPU"))
-    in_place = schema.is_mutable and schema.name[-1] == "_"
-    view = schema.is_mutable or func is aten._unsafe_view.default or any(r.alias_info for r in schema.returns)
-    return own.get(func) or (
-        "many" if composite and not kernel else "in place" if in_place else "view" if view else "new")
+    has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    if has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU"):
+        return Bytes.decompose  # Inference mode does not decompose it.
+    if schema.is_mutable and schema.name.endswith("_"):
+        return Bytes.in_place
+    aliases = any(result.alias_info for result in schema.returns)
+    if schema.is_mutable or aliases or func is aten._unsafe_view.default:
+        return Bytes.view
+    return Bytes.new_tensors
 
 
-def _key(a):
-    if isinstance(a, torch.Tensor):
-        return a.shape, a.stride(), a.dtype
-    return tuple(map(_key, a)) if isinstance(a, (list, tuple)) else (type(a), a)
+def _key(argument):
+    """Return a hashable form of an argument, in which a tensor is its shape."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_key, argument))
+    return type(argument), argument
 
 
-def _dequantised(linear, dtype):
-    """Linear4bit's by its shapes, the scales in float32 and the weights (out, in): bitsandbytes takes 1 s to import."""
-    scales = torch.empty_like(linear.scale, dtype=torch.float32)  # noqa: F841  (held to be counted)
+# ------------------------------------------------------------------ what is patched while counting
+def _device_property(name: str, answer: bool):
+    """Return a property of torch.Tensor that gives the answer for tensors on the meta device."""
+    stock = getattr(torch.Tensor, name)
+    return property(lambda tensor: answer if tensor.is_meta else stock.__get__(tensor))
+
+
+def _replacements() -> list[tuple]:
+    """Return (owner, name, replacement) of functions that the meta device cannot run as they are.
+
+    Of a loop over equal pieces the first two are enough, because the others take no more memory.
+    """
+    blocks, pieces = quantization.blocks, pointwise.pieces
+    attention = partial(_fused_attention, F.scaled_dot_product_attention)
+    return [
+        (F, "scaled_dot_product_attention", attention),
+        (quantization.Linear4bit, "dequantize", _dequantize),
+        (quantization, "blocks", lambda *sizes: blocks(*sizes)[:2]),
+        (pointwise, "pieces", lambda *tensors: islice(pieces(*tensors), 2))]
+
+
+def _dequantize(linear, dtype):
+    """Return the weight (out, in); like bitsandbytes, hold the scales in float32 meanwhile."""
+    scales = torch.empty_like(linear.scale, dtype=torch.float32)  # noqa: F841
     return linear.weight.new_empty(linear.out_features, linear.in_features, dtype=dtype)
 
 
-def _fused_attention(stock, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
+def _fused_attention(stock, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
+                     scale=None, **kwargs):
+    """Return attention on the meta device by the kernel that keeps no (T, S) weights."""
     if not query.is_meta:
         return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **kwargs)
-    mask = None if attn_mask is None else query.new_empty(attn_mask.shape)  # as numbers to add
+    bias = None if attn_mask is None else query.new_empty(attn_mask.shape)
     return aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+        query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]
 
 
-def measure(options: dict, *, rows: int, tokens: int, optim: str = "adamw", kind: str = "cuda", loss=None,
-            merge: bool = False, merge_rollout: bool = False, keep_start: bool = False, rollout: dict | None = None,
-            temperature: float = 1.0, device: str = "meta") -> dict:
-    """Bytes of a step of `load_model(**options)` -> update, rollout (peaks on the device), host, loading (on
-    the meta device with a skeleton that a run's device never holds).
+# -------------------------------------------------------------------------------------- one step
+class Workload(NamedTuple):
+    """The step whose memory is measured: one micro-batch of the update, then a rollout."""
 
-    The update is a micro-batch, rows x tokens, all of them trained, no two rows alike, and the optimiser's step; as in
-    all but a run's first, gradients and moments are there before it. loss(logprobs, entropy, mask) is the algorithm's.
-    merge: lora.merged. keep_start: the weights that the run starts from are kept too. rollout: slots, group_size,
-    max_tokens, max_new_tokens. device: "meta" counts, another one runs.
+    rows: int  # sequences in the micro-batch, no two alike
+    tokens: int  # tokens per sequence or episode; all but the first are trained
+    loss: Callable | None = None  # (logprobs, entropy, mask) -> loss; None: the mean of -logprobs
+    temperature: float = 1.0
+    merge: bool = False  # True if the update runs on merged weights
+    keep_start: bool = False  # True if the weights at the start are kept for a KL penalty
+    decode_rows: int = 0  # episodes that decode at once; 0: no rollout
+    group_size: int = 1
+    max_new_tokens: int = 64
+
+
+def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "meta") -> dict:
+    """Return peak bytes on the device of "loading", "update" and "rollout", and bytes of "host".
+
+    Args:
+        options: arguments of load_model
+        work: what the step does
+        kind: "cuda" or "cpu", which the meta device stands for
+        device: "meta" counts; "cpu" and "cuda" run the step and measure it
+
+    Gradients and moments are there before the update, as in every step but a run's first. The peak
+    of loading on the meta device includes a skeleton that a run's device never holds.
     """
-    from llm.generate import Engine, Row
-    from lora import freeze_reference, load_model, merged, token_logprobs
-    cuda, found = device.startswith("cuda"), {}
-    with nullcontext(Bytes()) if cuda else Bytes(kind if device == "meta" else "real") as count:
-        def lap(name):
-            found[name] = torch.cuda.max_memory_allocated() if cuda else count.peak
-            count.peak = count.now
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
+    from lora import freeze_reference, load_model
+    cuda = device.startswith("cuda")
+    count = nullcontext() if cuda else Bytes(kind if device == "meta" else "real")
+    with count:
+        peaks = {}
         model, _ = load_model(**options, device=device)
         if device != "meta":
-            gc.collect()  # what loading left in cycles
-        lap("loading")
-        frozen = freeze_reference(model) if keep_start else None  # noqa: F841  (held to be counted)
-        optimizer = adamw(model, optim, lr=1e-5) if (optim, device) != ("adamw8bit", "meta") else None
-        weights = [p for p in model.parameters() if p.requires_grad]
-        moments = [torch.empty(2, *p.shape, dtype=torch.uint8, device="meta") for p in weights if not optimizer]
-        if optim == "adamw":
-            optimizer.param_groups[0]["foreach"] = kind == "cuda" or None  # what AdamW itself chooses there
-
-        def step():
-            if optimizer and (optim, device) != ("adamw_cpu", "meta"):
-                optimizer.step()
-        for p in weights:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        step()  # for its moments
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        ids = torch.arange(rows * tokens, device=device).remainder_(vocabulary).view(rows, tokens)
-        mask = torch.ones_like(ids)
-        mask[:, 0] = 0
-        with merged(model) if merge else nullcontext():
-            logprobs, entropy = token_logprobs(model.train(), ids, mask, temperature)
-            (loss(logprobs, entropy, mask) if loss else -logprobs.mean()).backward()
-            del logprobs, entropy
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        step()
-        for p in weights:
-            p.grad = None
-        del ids, mask, weights
-        lap("update")
-        if rollout:
-            slots, prompt = rollout["slots"], rollout["max_tokens"] - rollout["max_new_tokens"]
-            with merged(model) if merge_rollout else nullcontext():
-                engine = Engine(model.eval(), slots=slots, tokens=rollout["max_tokens"])
-                engine.add([Row([1] * prompt, group=i // rollout["group_size"], limit=2**30) for i in range(slots)])
-                engine.step()
-                for _ in range(1 + cuda):  # the second time it is a graph
-                    for row in engine.owner:  # what lies between the first and the last token only fills the cache
-                        row.length = rollout["max_tokens"] - 1
-                    engine.step()
-            lap("rollout")
-        del moments
-        return {**found, "host": count.host}
+            gc.collect()  # Free what loading left in reference cycles.
+        peaks["loading"] = _peak(count)
+        frozen = freeze_reference(model) if work.keep_start else None  # noqa: F841
+        # The optimizer stays alive: its moments are there during the rollout too.
+        optimizer = _optimizer_with_moments(model, kind)
+        _update(model, optimizer, work)
+        peaks["update"] = _peak(count)
+        if work.decode_rows:
+            _rollout(model, work, steps=2 if cuda else 1)
+            peaks["rollout"] = _peak(count)
+        peaks["host"] = 0 if cuda else count.host
+    return peaks
 
 
-def free_memory(kind: str) -> int:
-    """Bytes that are free on the GPU, or of this machine's memory."""
-    if kind == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    status = Path("/proc/meminfo")
-    found = [line for line in status.read_text().splitlines() if "MemAvailable" in line] if status.exists() else []
-    return int(found[0].split()[1]) * 1024 if found else 2**63
+def _peak(count) -> int:
+    """Return the peak since the last call, as counted or, without a count, from CUDA."""
+    if isinstance(count, Bytes):
+        peak, count.peak = count.peak, count.now
+        return peak
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
-def dry_run(config, loss, *, rows: int = 1, merge: bool = False, merge_rollout: bool = False, episodes: int = 0,
-            held_out: int = 0, keep_start: bool = False) -> dict:
-    """Print what config's run would need; then which flags to change, or, where it fits, its longest batch in earnest.
+def _optimizer_with_moments(model, kind: str):
+    """Return AdamW after a step, with the gradients of an earlier micro-batch in place."""
+    optimizer = adamw(model, lr=1e-5)
+    if isinstance(optimizer, HostAdamW):
+        return optimizer
+    # AdamW would choose this by the device that the meta device stands for.
+    optimizer.param_groups[0]["foreach"] = kind == "cuda" or None
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return optimizer
 
-    rows: sequences per unit of batch_size; episodes, held_out: those that training and evaluation have at once, if
-    --slots allows; the others as in `measure`. The limit is --memory_mb, else what is free. Returns the estimate in
-    MiB. Stop, status 1: does not fit.
+
+def _update(model, optimizer, work: Workload):
+    """Run one micro-batch, clip the gradients and step."""
+    from llm.logprobs import token_logprobs
+    from lora import merged
+    weights = [p for p in model.parameters() if p.requires_grad]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(work.rows * work.tokens, device=model.device).remainder_(vocabulary)
+    ids = ids.view(work.rows, work.tokens)
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    with merged(model) if work.merge else nullcontext():
+        logprobs, entropy = token_logprobs(model.train(), ids, mask, work.temperature)
+        loss = work.loss(logprobs, entropy, mask) if work.loss else -logprobs.mean()
+        loss.backward()
+        del logprobs, entropy, loss
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    # The meta device has no fused AdamW, and on the host it allocates nothing on the device.
+    if not isinstance(optimizer, HostAdamW) or not model.device.type == "meta":
+        optimizer.step()
+    for p in weights:
+        p.grad = None
+
+
+def _rollout(model, work: Workload, steps: int):
+    """Decode the prompt's first token and then, `steps` times, the last one of the episode.
+
+    What lies between these tokens only fills the cache. On a GPU the second step is a CUDA graph.
     """
-    from lora import model_options
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    limit = config.memory_mb * MIB if config.memory_mb else free_memory(kind)
-
-    def count(config, device="meta"):
-        plays = (episodes, getattr(config, "group_size", 1)), (held_out, getattr(config, "eval_group_size", 1))
-        slots, group = max(((min(config.slots, n), g) for n, g in plays), key=lambda play: (play[0], -play[1]))
-        merging = getattr(config, "merge_lora", True)
-        return measure(
-            {"path": config.model_path, **model_options(config)}, rows=rows * config.batch_size,
-            tokens=config.max_tokens, optim=config.optim, kind=kind, loss=loss, merge=merge and merging,
-            merge_rollout=merge_rollout and merging, keep_start=keep_start, device=device,
-            temperature=getattr(config, "temperature", 1.0), rollout=slots and {
-                "slots": slots, "group_size": group, "max_tokens": config.max_tokens,
-                "max_new_tokens": min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1)})
-
-    def need(found):  # by update and rollout; on a CPU host memory is the same memory
-        host = found["host"] if kind == "cpu" else 0
-        return [found[part] + host for part in ("update", "rollout") if part in found]
-
-    def show(title, found):
-        parts = [f"update of {rows * config.batch_size} x {config.max_tokens} tokens {found['update'] / MIB:,.0f}"]
-        if "rollout" in found:
-            parts += [f"rollout of {config.slots} episodes {found['rollout'] / MIB:,.0f}"]
-        print(f"{title:9} {max(need(found)) / MIB:8,.0f} MiB: {', '.join(parts)}; beside it {found['host'] / MIB:,.0f}",
-              flush=True)
-
-    config = replace(config, slots=max(1, min(config.slots, max(episodes, held_out))))
-    print(f"{'limit':9} {limit / MIB:8,.0f} MiB " + ("(--memory_mb)" if config.memory_mb else f"(free {kind} memory)"),
-          flush=True)
-    found = count(config)
-    show("estimate", found)
-    if max(need(found)) > limit:
-        raise Stop("does not fit; " + mend(config, need(found), limit, lambda config: need(count(config))), 1)
-    try:
-        show("tried", count(config, device=kind))
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
-            raise
-        limit = max(need(found)) // 2
-        words = "tried: out of memory; " + mend(config, need(found), limit, lambda config: need(count(config)))
-        raise Stop(words, 1) from None
-    return {name: value / MIB for name, value in found.items()}
-
-
-def mend(config, now: list[int], limit: int, need) -> str:
-    """The flags that bring need(config) under the limit: of MENDS those that help, in their order, till it fits."""
-    def over(bytes_):
-        return sum(max(0, n - limit) for n in bytes_)
-    changed, before = {}, None
-    while over(now) and now != before:
-        before = now
-        for name, value in MENDS:
-            own = getattr(config, name, value)
-            if not over(now) or own == value or value == "half" and own == 1:
-                continue
-            new = replace(config, **{name: own // 2 if value == "half" else value})
-            parts = name == "batch_size" and config.gradient_accumulation_steps
-            if parts:
-                new = replace(new, gradient_accumulation_steps=2 * parts)  # a step keeps its size
-            try:
-                less = need(new)
-            except ValueError:  # a UserError: this flag needs another that is not set, --lora_r say
-                continue
-            if over(less) < 0.99 * over(now):
-                if parts:
-                    changed["gradient_accumulation_steps"] = 2 * parts
-                now, config, changed[name] = less, new, getattr(new, name)
-    flags = " ".join(f"--{name}" if value is True else f"--no_{name}" if value is False else f"--{name} {value}"
-                     for name, value in changed.items())
-    if not over(now):
-        return f"with {flags} it needs {max(now) / MIB:,.0f} MiB"
-    return (f"with {flags} it still needs {max(now) / MIB:,.0f} MiB: " if flags else "") + (
-        "lower --max_tokens, or take a smaller model")
+    from llm.generate import Engine, Row
+    from lora import merged
+    prompt = [1] * (work.tokens - work.max_new_tokens)
+    with merged(model):
+        engine = Engine(model.eval(), slots=work.decode_rows, tokens=work.tokens)
+        engine.add([Row(prompt, group=i // work.group_size, limit=2**30)
+                    for i in range(work.decode_rows)])
+        engine.step()
+        for _ in range(steps):
+            for row in engine.owner:
+                row.length = work.tokens - 1
+            engine.step()

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from llm import pointwise
+from llm.checkpointing import tiled
 from llm.logprobs import head_logits
-from llm.memory import give_back_memory, tiled
+from llm.memory import give_back_memory
 
 
 def fits(model) -> bool:

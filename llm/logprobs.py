@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from llm import memory
+from llm import quantization
+from llm.checkpointing import recompute
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**23):
@@ -26,7 +27,7 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     hidden, index = hidden_states(model, token_ids, loss_mask)  # (N, D), (B, T)
     where, head = loss_mask[:, 1:].bool(), model.get_output_embeddings()
     own = hidden[index[:, :-1][where]], token_ids[:, 1:][where], temperature, chunk_elements  # (n, D), (n,)
-    if hasattr(head, "part"):
+    if isinstance(head, quantization.Int8Head):
         logprobs, entropy = _BlockLogprobs.apply(partial(head_logits, model), len(head.weight), *own)  # (n,) (n,)
     else:
         logprobs, entropy = _HeadLogprobs.apply(
@@ -100,10 +101,10 @@ def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
 def head_logits(model, hidden, rows: slice | None = None):
     """(N, D) -> (N, V): the output head with the scalings that Cohere, Granite and Gemma 2 put behind it.
 
-    rows: only those of V, of a head that is a memory.Table.
+    rows: only those of V, of a head that is a quantization.Int8Table.
     """
     head, config = model.get_output_embeddings(), model.config
-    logits = head(hidden) if rows is None else head.part(hidden, rows)
+    logits = head(hidden) if rows is None else head.block(hidden, rows)
     if getattr(config, "logit_scale", None):
         logits = logits * config.logit_scale
     if getattr(config, "logits_scaling", None):
@@ -130,11 +131,11 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
         slope = torch.empty_like(hidden) if ctx.needs_input_grad[1] and not weights else None  # (N, D)
         z, p = (hidden.new_empty(at_once, vocabulary, dtype=torch.float32) for _ in range(2))  # every piece's in turn
-        for part in memory.blocks(len(hidden), rows):
+        for part in quantization.blocks(len(hidden), rows):
             with torch.set_grad_enabled(slope is not None):
                 h = hidden[part].detach().requires_grad_(slope is not None)
                 logits = head(h)  # (n, V)
-            for own in memory.blocks(len(h), at_once):
+            for own in quantization.blocks(len(h), at_once):
                 few, of_all = logits.detach()[own], slice(part.start + own.start, part.start + own.stop)  # (few, V)
                 x, logp, target = z[:len(few)].copy_(few), p[:len(few)], targets[of_all, None]
                 torch.log_softmax(x if temperature == 1 else x.div_(temperature), dim=-1, out=logp)
@@ -157,7 +158,7 @@ class _HeadLogprobs(torch.autograd.Function):
         if slope is not None and (grad_entropy == 0).all():
             return None, (slope * grad_logprobs[:, None]).to(hidden.dtype), None, None, None
         grad_hidden, grad_weights = torch.empty_like(hidden), [torch.zeros_like(w) for w in ctx.weights]
-        for part in memory.blocks(len(hidden), ctx.rows):
+        for part in quantization.blocks(len(hidden), ctx.rows):
             with torch.enable_grad():
                 h = hidden[part].detach().requires_grad_()
                 logits = ctx.head(h)  # (n, V)
@@ -184,7 +185,8 @@ class _BlockLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, head, vocabulary, hidden, targets, temperature, chunk_elements):
-        ctx.blocks = memory.blocks(vocabulary, min(memory.BLOCK, max(128, chunk_elements // 2 // max(1, len(hidden)))))
+        rows = max(128, chunk_elements // 2 // max(1, len(hidden)))
+        ctx.blocks = quantization.blocks(vocabulary, min(quantization.BLOCK_ROWS, rows))
         m = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # (n,)
         total, mean, own = torch.zeros_like(m), torch.zeros_like(m), torch.zeros_like(m)
         for rows in ctx.blocks:
@@ -249,7 +251,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sl
     attend = partial(_attend, scaling) if ours else stock
     if shared_prefix:
         attend = partial(_attend_packed, attend, P, rows)
-    return memory.again(attend, query, key, value) if ours else attend(query, key, value), None  # (B, T, H, D)
+    return recompute(attend, query, key, value) if ours else attend(query, key, value), None  # (B, T, H, D)
 
 
 def _attend_packed(attend, P, rows, query, key, value):
