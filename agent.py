@@ -24,7 +24,7 @@ from experiment.run import UserError, finite, flag, main, mix
 from llm.chat import Chat, parse_tool_calls
 from llm.generate import Engine, Row
 from llm.memory import techniques_of
-from lora import DTYPES, load_model
+from lora import DTYPES, load_model, merged
 
 
 @dataclass
@@ -38,9 +38,14 @@ class Trajectory:
     reward: float = 0.0                                     # their sum after weights, scale and bias
     reward_parts: dict[str, float] = field(default_factory=dict)
     group_id: str = ""                                      # which task instance, never the prompt's text
-    stop_reason: str = ""  # done | max_turns | max_tokens | max_tool_calls | max_tool_tokens | malformed
+    stop_reason: str = ""  # done | max_turns | max_new_tokens | max_tokens | max_tool_calls | ...
     messages: list[dict] = field(default_factory=list)      # the same as text, to read
     info: dict = field(default_factory=dict)                # env, task, success, tool calls, tool errors
+
+    @property
+    def truncated(self) -> bool:
+        """True if a limit on tokens cut a turn or the episode."""
+        return self.stop_reason in ("max_new_tokens", "max_tokens")
 
     def to_json(self) -> dict:
         return dict(vars(self))
@@ -71,13 +76,24 @@ class Trajectory:
 # --------------------------------------------------------------------------------------------------------- episodes
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of an episode. Reaching one ends it with the stop_reason of the same name."""
+    """Budgets of an episode. Reaching one ends it with the stop_reason of the same name, but for the time-out."""
 
-    max_turns: int | None = None  # assistant turns; None: the world's own max_turns, or 8
-    max_new_tokens: int = 128  # sampled tokens of one turn
-    max_tokens: int = 1024  # the whole episode, prompt included
+    max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
+    max_new_tokens: int = 256  # sampled tokens of one turn
+    max_tokens: int = 2048  # the whole episode, prompt included
     max_tool_calls: int = 32
     max_tool_tokens: int = 512  # tokens of tool results, of the whole episode
+    tool_timeout: float = 10.0  # seconds that one call into the environment may take
+
+
+TOOL_STEPS = 4  # a row that called a tool comes back at the next multiple of this many decode steps
+
+
+def rollout_options(config) -> dict:
+    """Return the arguments of `rollout` that a Config names."""
+    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens,
+                    tool_timeout=envs.limits(config.env)["tool_timeout"])
+    return {"limits": limits, "temperature": config.temperature, "seed": config.seed}
 
 
 class Episode:
@@ -99,7 +115,8 @@ class Episode:
         ids = chat.prompt(messages)
         self.trajectory = Trajectory(
             token_ids=ids, loss_mask=[0] * len(ids), logprobs=[0.0] * len(ids), group_id=group_id, messages=messages,
-            info={"env": env_name, "task": task, "tool_calls": 0, "tool_errors": 0, "parsed_turns": 0, "timeouts": 0})
+            info={"env": env_name, "task": task, "tool_calls": 0, "tool_errors": 0, "unreadable_calls": 0,
+                  "parsed_turns": 0, "timeouts": 0})
         self.max_turns = limits.max_turns or getattr(env, "max_turns", 8)
         self.paid, self.tool_tokens, self.stop, self.stuck = paid(env), 0, None, False
         if self.room < 1:
@@ -127,12 +144,14 @@ class Episode:
             return self.finish("malformed")
         if self.stop is None:
             t.messages.append({"role": "assistant", "content": text})
-            return self.finish("max_tokens")
+            whole = len(t.token_ids) >= self.limits.max_tokens
+            return self.finish("max_tokens" if whole else "max_new_tokens")
         content, calls, self.errors = parse_tool_calls(text)
         t.info["parsed_turns"] += not self.errors
         t.messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
         t.info["tool_calls"] += len(calls)
         t.info["tool_errors"] += len(self.errors)
+        t.info["unreadable_calls"] += len(self.errors)
         if calls or self.errors:
             self.calls = calls
             return self.finish("max_tool_calls") if t.info["tool_calls"] > self.limits.max_tool_calls else calls
@@ -228,23 +247,30 @@ def _chats(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, di
 
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *, limits: Limits = Limits(),
             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, step: int = 0,
-            first_task: int = 0, slots: int | None = None, tool_timeout: float = 10.0, tool_steps: int = 4,
-            run=None) -> list[Trajectory]:
+            first_task: int = 0, slots: int | None = None, run=None) -> list[Trajectory]:
     """`group_size` episodes of every task, a task's episodes together -> list of len(tasks) * group_size Trajectories.
 
     What is sampled is a function of (seed, step, first_task + index of the task, sample). Tools run in threads while
-    other rows decode; a row that called one comes back at the next multiple of `tool_steps` decode steps, and decoding
+    other rows decode; a row that called one comes back at the next multiple of TOOL_STEPS decode steps, and decoding
     waits there if it must: so who shares a batch depends on token counts, never on the clock. run (a `Run`): its
     check() is called before every decode step; each of its ranks plays its share of the tasks and gets all episodes.
+    The adapter is merged into the weights while decoding.
     A non-finite reward or logit gives the episode the reward NaN, and info["not_finite"] says why.
     RuntimeError: a reward function that raises, too many hanging or broken tools.
     """
+    with merged(model):
+        return _rollout(model, tokenizer, env_name, tasks, group_size, limits, temperature, top_k, top_p, seed, step,
+                        first_task, slots, run)
+
+
+def _rollout(model, tokenizer, env_name, tasks, group_size, limits, temperature, top_k, top_p, seed, step, first_task,
+             slots, run):
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
     own = run.ranks.share(len(tasks)) if run else range(len(tasks))
     slots = min(slots or techniques_of(model).decode_rows, max(len(own), 1) * group_size)
     engine = Engine(model, slots=slots, tokens=limits.max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                     stop_ids=frozenset().union(*(chat.stop_ids | chat.start_ids for chat in chats.values())))
-    episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), tool_timeout), []
+    episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), limits.tool_timeout), []
     for i in own:
         task, name = tasks[i], tasks[i].get("env", env_name)
         for sample in range(group_size):
@@ -275,8 +301,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
                     episode.take_results([("error: the tool is still busy", True, episode.paid)] * len(calls))
                     go_on(row, episode)
                 else:
-                    paused.append((engine.clock // tool_steps + 1, row, pool.submit(episode.env, calls)))
-            due = engine.clock // tool_steps if engine.busy else min((slot for slot, *_ in paused), default=0)
+                    paused.append((engine.clock // TOOL_STEPS + 1, row, pool.submit(episode.env, calls)))
+            due = engine.clock // TOOL_STEPS if engine.busy else min((slot for slot, *_ in paused), default=0)
             for entry in [entry for entry in paused if entry[0] <= due]:
                 _, row, job = entry
                 paused.remove(entry)
@@ -368,6 +394,7 @@ def summarise(trajectories: list[Trajectory]) -> dict:
         values = list(values)
         return sum(values) / len(values) if values else 0.0
     turns, calls = sum(len(t.rewards) for t in trajectories), sum(t.info["tool_calls"] for t in trajectories)
+    unreadable = sum(t.info.get("unreadable_calls", 0) for t in trajectories)
     parts = sorted({name for t in trajectories for name in t.reward_parts})
     return {"episodes": len(trajectories),
             "success": mean(t.info["success"] for t in trajectories),
@@ -376,11 +403,11 @@ def summarise(trajectories: list[Trajectory]) -> dict:
             "turns": turns / len(trajectories), "actions": calls / len(trajectories),
             "structure": sum(t.info["parsed_turns"] for t in trajectories) / max(turns, 1),
             "completion": mean(t.stop_reason == "done" for t in trajectories),
-            "tool_errors": sum(t.info["tool_errors"] for t in trajectories) / max(calls, 1),
+            "tool_errors": sum(t.info["tool_errors"] for t in trajectories) / max(calls + unreadable, 1),
             "tool_timeouts": sum(t.info["timeouts"] for t in trajectories),
             "tokens": mean(len(t.token_ids) for t in trajectories),
             "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
-            "truncated": mean(t.stop_reason == "max_tokens" for t in trajectories)}
+            "truncated": mean(t.truncated for t in trajectories)}
 
 
 def pass_at_k(successes: list[list[bool]]) -> dict:

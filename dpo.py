@@ -474,8 +474,8 @@ def train(config: Config) -> dict:
     optimizer = adamw(
         model, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     playing = {"limits": Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
-                                config.max_tool_tokens), "temperature": config.temperature, "seed": config.seed,
-               "tool_timeout": config.tool_timeout, "run": run}
+                                config.max_tool_tokens, config.tool_timeout),
+               "temperature": config.temperature, "seed": config.seed, "run": run}
 
     # Pairs
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -487,8 +487,7 @@ def train(config: Config) -> dict:
         if run.checkpoint:
             fresh = read_trajectories(str(run.folder / "trajectories.jsonl"))
         else:
-            with merged(model):
-                fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
+            fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
             if not run.accept_rewards(fresh):
                 fresh = [t for t in fresh if math.isfinite(t.reward)]
                 if not fresh:

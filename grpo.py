@@ -408,7 +408,7 @@ def train(config: Config) -> dict:
     weights = [p for p in model.parameters() if p.requires_grad]
     # 0.95: gradients grow with lora_B, which starts at 0; 0.999 would remember the small ones.
     optimizer = adamw(model, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    play = partial(merged_rollout, model, tokenizer, config.env, **rollout_options(config), run=run)
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config), run=run)
     total = config.num_epochs * max(1, len(tasks) // config.tasks_per_step)
     total = total if config.max_steps is None else config.max_steps
     with run:
@@ -447,7 +447,7 @@ def train(config: Config) -> dict:
             advantages = token_advantages(rewards, turns, [t.group_id for t in batch], config)  # (B, T)
             mask = sampled_mask.clone()
             if config.mask_truncated:
-                mask[[t.stop_reason == "max_tokens" for t in batch]] = 0
+                mask[[t.truncated for t in batch]] = 0
             if config.importance_correction:
                 advantages *= importance_correction(old_logprobs, sampled_logprobs, mask, config.importance_correction)
             else:
@@ -525,14 +525,8 @@ def updated(model, config):
 
 def rollout_options(config):
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
-                    config.max_tool_tokens)
-    return dict(limits=limits, temperature=config.temperature, seed=config.seed,
-                tool_timeout=config.tool_timeout, tool_steps=config.tool_steps)
-
-
-def merged_rollout(model, *args, **options):
-    with merged(model):
-        return rollout(model, *args, **options)
+                    config.max_tool_tokens, config.tool_timeout)
+    return dict(limits=limits, temperature=config.temperature, seed=config.seed)
 
 
 def evaluate_with(play, held_out, config):

@@ -371,6 +371,8 @@ def merged(model):
     fixed = chosen.load_in_4bit or chosen.stream_layers
     try:
         for linear in lora_linears(model).values():
+            if linear.lora_merged:  # by an outer block
+                continue
             if linear.lora_on and fixed:
                 linear.lora_work = []
             elif linear.lora_on:

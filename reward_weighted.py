@@ -266,11 +266,9 @@ def collect(model, tokenizer, config: Config, tasks, iteration: int, limits, run
     epoch, place = divmod(iteration * config.tasks_per_iteration, len(tasks))
     order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
     chosen = [tasks[order[(place + i) % len(tasks)]] for i in range(config.tasks_per_iteration)]
-    with merged(model) if config.merge_lora else nullcontext():
-        return rollout(
-            model, tokenizer, config.env, chosen, config.group_size, limits=limits, temperature=config.temperature,
-            seed=config.seed, step=iteration, tool_timeout=config.tool_timeout,
-            tool_steps=config.tool_steps, run=run)
+    return rollout(
+        model, tokenizer, config.env, chosen, config.group_size, limits=limits, temperature=config.temperature,
+        seed=config.seed, step=iteration, run=run)
 
 
 def weigh(episodes: list[Trajectory], config: Config) -> tuple[list[list[float]], dict]:
@@ -346,16 +344,14 @@ def train(config: Config) -> dict:
     optimizer = adamw(
         model, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens, config.max_tool_calls,
-                    config.max_tool_tokens)
+                    config.max_tool_tokens, config.tool_timeout)
     per_step = config.batch_size * config.gradient_accumulation_steps
     iterations = 1 if data else config.num_iterations or 10
 
     def held_out_eval():
-        with merged(model) if config.merge_lora else nullcontext():
-            return evaluate(
-                model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
-                step=-1, temperature=config.temperature,
-                tool_timeout=config.tool_timeout, tool_steps=config.tool_steps, run=run) if held_out else {}
+        return evaluate(
+            model, tokenizer, config.env, held_out, config.eval_group_size, limits=limits, seed=config.seed,
+            step=-1, temperature=config.temperature, run=run) if held_out else {}
 
     def update_weights():  # the sampler's own, but for a dropout of the adapter's input, which merged weights lack
         return merged(model) if config.merge_lora and not config.lora_dropout else nullcontext()

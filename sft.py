@@ -38,7 +38,6 @@ from lora import (
     load_model,
     load_weights,
     merge,
-    merged,
     model_options,
     save_model,
     token_logprobs,
@@ -324,9 +323,8 @@ def train(config: Config) -> dict:
     def held_out_success():
         if not tasks:
             return None
-        with merged(model):
-            return evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens),
-                            seed=config.seed, step=-1, run=run)["success"]
+        return evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens),
+                        seed=config.seed, step=-1, run=run)["success"]
 
     def save(step):
         return run.save(step, lambda folder: save_model(model, folder), tokenizer,

@@ -14,6 +14,8 @@ A world is the class that TRL's `environment_factory` takes: no constructor argu
                                 [] when finished
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
+    limits                      recommended lengths, such as {"max_new_tokens": 512, "max_tokens": 2048}; also
+                                "tool_timeout", the seconds a call may take
 
 Several worlds in one run: `--env equations,gsm8k`. Your own: `--env path/to/file.py:ClassName`.
 """
@@ -36,6 +38,42 @@ from experiment.run import UserError
 ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard",
         "gsm8k": "envs.gsm8k:GSM8K", "meetings": "envs.meetings:Meetings",
         "meetings_shaped": "envs.meetings:MeetingsShaped"}
+
+LIMITS = {"max_new_tokens": 256, "max_tokens": 2048, "tool_timeout": 10.0}  # where an environment states none
+
+
+def names_of(env_names) -> list[str]:
+    """Return the names in "equations, gsm8k". A list of names is returned as it is."""
+    if not isinstance(env_names, str):
+        return list(env_names)
+    return [name.strip() for name in env_names.split(",")]
+
+
+def limits(env_names) -> dict:
+    """Return the lengths and the time-out that the environments recommend, of several the largest.
+
+    Args:
+        env_names: one name, several separated by commas, or a list of names.
+    """
+    stated = [{**LIMITS, **getattr(load(name), "limits", {})} for name in names_of(env_names)]
+    return {key: max(row[key] for row in stated) for key in LIMITS}
+
+
+def options(text: str | None) -> dict:
+    """Return what --env_options says: "num_turns=3,shaped=true" becomes {"num_turns": 3, "shaped": True}."""
+    out = {}
+    for item in (text or "").split(","):
+        if not item.strip():
+            continue
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise UserError(f"--env_options {item.strip()!r}: write name=value,name=value")
+        try:
+            scalar = json.loads(value)
+        except ValueError:
+            scalar = value.strip()
+        out[name.strip()] = value.strip() if isinstance(scalar, (dict, list)) else scalar
+    return out
 
 
 def load(name: str) -> type:
@@ -221,7 +259,35 @@ def _needed(cls) -> list[str]:
 
 
 def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None = None,
-          eval_dataset: str | None = None) -> list[dict]:
+          eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
+    """Return task rows as `_rows` does, each with what --env_options adds to the arguments of `reset`."""
+    extra = options(env_options)
+    return [{**task, **extra} for task in _rows(name, split, n, seed, dataset, eval_dataset)]
+
+
+def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
+    """Return the held-out tasks that are no training tasks, and print how many were dropped.
+
+    Two tasks are the same if the arguments that `reset` requires are.
+    """
+    def key(task, names):
+        shared = names or [name for name in task if name != "env"]
+        return json.dumps({name: task.get(name) for name in shared}, sort_keys=True)
+
+    kept = []
+    seen = {}
+    for task in held_out:
+        names = tuple(_needed(load(task["env"])))
+        if names not in seen:
+            seen[names] = {key(other, names) for other in training_tasks}
+        if key(task, names) not in seen[names]:
+            kept.append(task)
+    if len(kept) < len(held_out):
+        print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out tasks are also in the training data: dropped")
+    return kept
+
+
+def _rows(name, split, n, seed, dataset, eval_dataset) -> list[dict]:
     """Task rows for `split` ("train" | "test"), at most n, ordered by `seed`; train and test never share a row.
 
     Without `dataset` the world makes them (`_tasks`). With one, rows come from its file: test rows from `eval_dataset`,
@@ -234,7 +300,8 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
         if dataset:
             raise UserError(f"--dataset is for one world, --env names {len(names)}")
         share = None if n is None else -(-n // len(names))
-        return [task for row in zip(*(tasks(part, split, share, seed) for part in names)) for task in row][:n]
+        rows = zip(*(_rows(part, split, share, seed, None, None) for part in names))
+        return [task for row in rows for task in row][:n]
     if eval_dataset and not dataset:
         raise UserError("--eval_dataset goes with --dataset: the tasks to train on")
     cls = load(name)

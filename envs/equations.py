@@ -44,6 +44,7 @@ class Equations:
 
     system_prompt = "Solve for x with the tools."
     max_turns = 4
+    limits = {"max_new_tokens": 64, "max_tokens": 1024}
     levels = (1, 2, 2, 2)  # what `_tasks` draws from: of these, one-step equations only now and then
 
     def reset(self, equation: str, factor: int = 0, noise: float = 0.0, seed: int = 0, **_) -> str:
@@ -243,6 +244,7 @@ class EquationsHard(Equations):
     """x on both sides, and brackets."""
 
     max_turns = 8
+    limits = {"max_new_tokens": 64, "max_tokens": 1536}
     levels = (3,)
 
 

@@ -110,6 +110,7 @@ class GSM8K:
     system_prompt = ("Solve the problem step by step. Compute with the calculator. Give the result, one number, with "
                      "the answer tool, or in text on a last line: #### number")
     max_turns = 12  # the longest solution has 9 calculations
+    limits = {"max_new_tokens": 512, "max_tokens": 2048}
     num_turns = 1
     turn_discount = 1.0
 

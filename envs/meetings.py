@@ -143,6 +143,7 @@ class Meetings:
 
     system_prompt = FORMAT  # of every episode: its persona's
     max_turns = 6
+    limits = {"max_new_tokens": 64, "max_tokens": 1024}
     shaped = False
 
     def reset(self, meeting: int, noise: float = 0.0, seed: int = 0, shaped: bool | None = None, **_) -> str:

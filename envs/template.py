@@ -11,6 +11,7 @@ class HigherLower:
 
     system_prompt = "Find the hidden number between 1 and 9."  # optional
     max_turns = 6  # optional: assistant turns of an episode
+    limits = {"max_new_tokens": 64, "max_tokens": 1024}  # optional: recommended lengths of a turn and an episode
 
     def reset(self, number: int, **_) -> str:
         """A new episode from one row of `_tasks` or of --dataset -> the first user message. Renews ALL state."""

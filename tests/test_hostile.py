@@ -124,10 +124,10 @@ def resident_mb():
 
 def ten_thousand_calls():
     envs.ENVS["hostile"], agent.Engine = f"{__name__}:Hostile", Engine
-    limits, threads, sizes = Limits(99, 10**6, 10**7, 10**6, 10**7), threads_alive(), []
+    limits, threads, sizes = Limits(99, 10**6, 10**7, 10**6, 10**7, 60.0), threads_alive(), []
     COUNT.clear()
     for part in range(12):  # the first two warm up
-        for t in rollout(MODEL, TOKENIZER, "hostile", [{}] * 10, limits=limits, step=part, tool_timeout=60):
+        for t in rollout(MODEL, TOKENIZER, "hostile", [{}] * 10, limits=limits, step=part):
             assert t.stop_reason == "done" and len(t.rewards) == 11 and t.reward == 0 and t.info["timeouts"] == 0
             assert len(t.token_ids) == len(t.loss_mask) == len(t.logprobs)
             assert t.token_ids.count(END) == 2 + 11 + 10 and sum(t.loss_mask) > 100  # a result has forged no turn: one END each
