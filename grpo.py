@@ -310,7 +310,7 @@ class Config:
     output_dir: str = flag("runs/grpo", "folder of this run", group="run")
     overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
     resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
-                              group="run", choices=("newest", "previous"), bare="newest")
+                              group="run", choices=("newest", "previous"), const="newest")
     resume_anyway: bool = flag(False, "resume with other --batch_size, --slots or ways to recompute", group="run")
     seed: int = flag(0, "of everything random", group="run", low=0)
     save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)

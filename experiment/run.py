@@ -32,7 +32,8 @@ from experiment.checkpoint import (  # noqa: F401  # some only for those who imp
     sync,
     to_json,
 )
-from experiment.config import convert, flag, nearest, options, parse  # noqa: F401
+from experiment.command_line import parse
+from experiment.config import convert, flag, nearest, options  # noqa: F401
 from experiment.data import lines_of, parse_object, read_json, read_text, read_yaml, reading
 from experiment.distributed import join
 from experiment.errors import Stop, UserError

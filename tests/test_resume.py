@@ -17,6 +17,7 @@ import sft
 from agent import Limits, demonstrate, read_trajectories, rollout
 from envs import tasks
 from experiment import run
+from experiment.command_line import parse
 from experiment.run import Run, UserError
 from llm.tiny import make_tiny
 from lora import load_model, save_model
@@ -290,8 +291,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_goes_on(place, stopp
     sft.train(again)
     assert_equal(tmp_path / "whole", tmp_path / "run")
     path.write_bytes(data[:-1])
-    assert run.convert("previous", run.options(sft.Config)["resume"], "") and run.parse(sft.Config, ["--resume"]).resume == "newest"
-    assert run.parse(sft.Config, ["--resume", "previous", "--seed", "1"]).resume == "previous"
+    assert parse(sft.Config, ["--resume"]).resume == "newest"
+    assert parse(sft.Config, ["--resume", "previous", "--seed", "1"]).resume == "previous"
     with pytest.raises(UserError, match="step_000002/optimizer.safetensors: damaged .* bytes, state.json says"):
         run.read_state(path.parent)
 

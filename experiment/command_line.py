@@ -1,0 +1,178 @@
+"""The command line and YAML files become a config: defaults < `--config file.yaml` < command line.
+
+argparse does the parsing. Added here are YAML files, errors of one line, --no_x for a switch x, and
+a proposal where a name is unknown. If a flag is given twice the last one wins, so that a script may
+end in "$@".
+"""
+import argparse
+import functools
+import os
+import re
+import sys
+
+from experiment.config import convert, nearest, options
+from experiment.data import read_yaml
+from experiment.errors import UserError
+
+METAVARS = {int: "N", float: "X", str: "TEXT", bool: "false"}
+# Names that TRL, transformers, PEFT, verl and OpenRLHF give to our flags.
+SYNONYMS = {
+    "batch_size": "micro_batch_size mini_batch_size per_device_train_batch_size "
+                  "per_device_eval_batch_size",
+    "clip_eps_high": "epsilon_high cliprange_high",
+    "clip_eps_low": "epsilon cliprange clip_range cliprange_low",
+    "dataset": "dataset_name dataset_path train_file train_files",
+    "dtype": "torch_dtype precision",
+    "dtype bfloat16": "bf16",
+    "dtype float16": "fp16",
+    "dtype float32": "fp32",
+    "entropy_coef": "ent_coef entropy_coeff",
+    "env": "environment env_name env_id",
+    "env_options num_turns=3": "num_turns",
+    "eval_dataset": "eval_file validation_file val_files",
+    "eval_every": "eval_steps test_freq",
+    "gradient_accumulation_steps": "grad_accum accumulation_steps",
+    "group_size": "n_samples rollout_n generations num_generations",
+    "kl_coef": "kl kl_beta init_kl_coef kl_loss_coef beta",
+    "learning_rate": "lr",
+    "load_in_4bit": "load_in_8bit qlora use_4bit",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_r": "lora_rank rank r use_peft peft",
+    "lora_target_modules": "target_modules",
+    "max_grad_norm": "grad_clip gradient_clip",
+    "max_new_tokens": "max_completion_length max_response_length response_length",
+    "max_samples": "max_train_samples",
+    "max_steps": "total_steps train_steps total_training_steps",
+    "max_tokens": "max_prompt_length max_seq_length max_model_len",
+    "model_path": "model model_name model_id model_name_or_path pretrain",
+    "num_epochs": "num_train_epochs epochs",
+    "output_dir": "output logging_dir save_path",
+    "overwrite": "overwrite_output_dir force",
+    "resume": "resume_anyway resume_from_checkpoint",
+    "save_every": "save_steps save_freq",
+    "updates_per_step": "num_iterations ppo_epochs",
+    "warmup_steps": "warmup_ratio num_warmup_steps",
+    "weight_decay": "wd",
+}
+
+
+def parse(config_class, argv, description=""):
+    """Return the config that the command line and its --config files ask for.
+
+    Of several files the later one wins. --help prints and exits with status 0. Raises UserError.
+    """
+    flags = options(config_class)
+    parser = _make_parser(flags, description)
+    try:
+        given, unknown = parser.parse_known_args([_plain_name(str(word), flags) for word in argv])
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error.argument_name}: needs a value") from None
+    if unknown:
+        raise UserError(_refusal(unknown[0], flags))
+    values = {}
+    for path in given.config:
+        values.update(_yaml_values(path, flags))
+    del given.config
+    for name, (typed, text) in vars(given).items():
+        is_none = flags[name].optional and text.lower() in ("none", "null")
+        values[name] = convert(None if is_none else text, flags[name], typed)
+    return config_class(**values)
+
+
+class _Store(argparse.Action):
+    """Keep the value of a flag together with the name that was typed, for messages."""
+
+    def __call__(self, parser, namespace, text, option_string=None):
+        setattr(namespace, self.dest, (option_string, text))
+
+
+def _names(flags):
+    """Return {name or alias: field name}."""
+    out = {name: name for name in flags}
+    for name, option in flags.items():
+        out.update(dict.fromkeys(option.aliases, name))
+    return out
+
+
+def _plain_name(word, flags):
+    """Return a word of the command line as argparse knows it: --x=false for --no_x, no dashes."""
+    name, equals, text = word.partition("=")
+    if not name.startswith("--"):
+        return word
+    name = name[2:].replace("-", "_")
+    switch = flags.get(name.removeprefix("no_"))
+    if name not in flags and switch and switch.kind is bool and not equals:
+        return f"--{name.removeprefix('no_')}=false"
+    return f"--{name}{equals}{text}"
+
+
+def _make_parser(flags, description):
+    """Return the argparse parser of these flags, which leaves out what is not given."""
+    program = os.path.basename(sys.argv[0])
+    formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
+    parser = argparse.ArgumentParser(
+        usage=f"python {program} [--config file.yaml] [--name value] [--no_switch]",
+        description=(description or "").strip().split("\n\n")[0],
+        formatter_class=formatter,
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False)
+    # Otherwise argparse takes -1e-4 for the name of an option.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
+    parser.add_argument("--config", metavar="FILE", action="append", default=[],
+                        help="YAML file of options; the command line overrides it")
+    groups = {"": parser}
+    for name, option in flags.items():
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        shape = {"dest": name, "action": _Store, "metavar": METAVARS[option.kind]}
+        if option.kind is bool or option.const:
+            shape.update(nargs="?", const=option.const or "true")
+        groups[option.group].add_argument(f"--{name}", help=_help_text(option), **shape)
+        for alias in option.aliases:
+            parser.add_argument(f"--{alias}", help=argparse.SUPPRESS, **shape)
+    return parser
+
+
+def _help_text(option):
+    """Return the help text of a flag: its meaning, other names, choices and default."""
+    words = [option.help]
+    if option.aliases:
+        words.append("same as --" + ", --".join(option.aliases))
+    if option.choices:
+        words.append("one of " + ", ".join(option.choices))
+    default = option.default.__doc__ if callable(option.default) else str(option.default)
+    if option.default is not None:
+        words.append(f"default: {default or repr('')}")
+    return "; ".join(words).replace("%", "%%")
+
+
+# --------------------------------------------------------------------------------------- YAML files
+def _yaml_values(path, flags):
+    """Return {field name: checked value} of a YAML file."""
+    names, values, lines = _names(flags), {}, {}
+    for line, key, value in read_yaml(path):
+        name = names.get(key.replace("-", "_"))
+        if not name:
+            raise UserError(f"{path}:{line}: unknown option {key}; {_proposal(key, names)}")
+        if name in lines:
+            raise UserError(f"{path}:{line}: {key} is given twice, first in line {lines[name]}")
+        lines[name] = line
+        values[name] = convert(value, flags[name], f"{path}:{line}: {key}")
+    return values
+
+
+# ------------------------------------------------------------------------------------ unknown names
+def _refusal(word, flags):
+    """Return the message for a word of the command line that is no flag."""
+    name = word.partition("=")[0].removeprefix("--")
+    if not name or not word.startswith("--"):
+        return f"unexpected argument {word}; options are written --name value"
+    return f"unknown option --{name}; {_proposal(name, [*_names(flags), 'config', 'help'], '--')}"
+
+
+def _proposal(name, known, prefix=""):
+    """Return a phrase that proposes the flag that was meant, by meaning or else by spelling."""
+    for meant, synonyms in SYNONYMS.items():
+        if name in synonyms.split() and meant.split()[0] in known:
+            return f"did you mean {prefix}{meant}?"
+    return nearest(name, known, f"did you mean {prefix}")

@@ -1,0 +1,244 @@
+"""experiment/config.py and command_line.py: what the flags accept and refuse, and how a config gets its values."""
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import dpo
+import grpo
+import reward_weighted
+import sft
+from experiment.command_line import SYNONYMS, parse
+from experiment.config import (
+    MemoryFlags,
+    ModelFlags,
+    RolloutFlags,
+    RunFlags,
+    TrainingFlags,
+    UserError,
+    auto,
+    fill,
+    flag,
+    options,
+)
+from experiment.run import Run
+
+
+@dataclasses.dataclass
+class Config:
+    model_path: str = flag("tiny", "tiny, a hub id or a folder", group="model")
+    reference: str | None = flag(None, "the reference policy")
+    learning_rate: float = flag(1e-5, "AdamW step size", group="optimisation", above=0)
+    lora_dropout: float = flag(0.0, "probability", low=0, high=1)
+    group_size: int = flag(8, "episodes per task", aliases=("samples_per_prompt",), low=2)
+    batch_size: int = flag(4, "sequences in one forward", low=1)
+    max_steps: int | None = flag(None, "optimizer steps", low=1)
+    loss: str = flag("grpo", "objective", choices=("grpo", "dapo", "gspo"))
+    load_in_4bit: bool = flag(False, "4-bit base weights")
+    shuffle: bool = flag(True, "shuffle the tasks")
+    seed: int = flag(0, "seed of everything random", low=0)
+    output_dir: str = flag("runs/a", "folder")
+    overwrite: bool = flag(False, "replace the run in output_dir")
+    offset: float = flag(0.0, "any number")
+    resume: str | None = flag(None, "continue", choices=("newest", "previous"), const="newest")
+
+
+def refusal(*argv):
+    with pytest.raises(UserError) as caught:
+        parse(Config, argv)
+    return str(caught.value)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("line, name, value", [
+    ("--learning_rate 1e-4", "learning_rate", 1e-4), ("--learning-rate=.5", "learning_rate", 0.5),
+    ("--learning_rate 3", "learning_rate", 3.0), ("--samples_per_prompt 4", "group_size", 4),
+    ("--samples-per-prompt=4", "group_size", 4), ("--load_in_4bit", "load_in_4bit", True),
+    ("--load_in_4bit false", "load_in_4bit", False), ("--load_in_4bit=True", "load_in_4bit", True),
+    ("--no_shuffle", "shuffle", False), ("--no-shuffle", "shuffle", False), ("--shuffle --seed 1", "shuffle", True),
+    ("--max_steps 3", "max_steps", 3), ("--max_steps none", "max_steps", None), ("--reference none", "reference", None),
+    ("--model_path none", "model_path", "none"), ("--model_path=--odd", "model_path", "--odd"),
+    ("--model_path a=b", "model_path", "a=b"), ("--reference=", "reference", ""), ("--offset -1e-4", "offset", -1e-4), ("--offset=-.5", "offset", -0.5), ("--resume", "resume", "newest"),
+    ("--resume previous --seed 1", "resume", "previous"), ("--resume --seed 1", "seed", 1),
+    ("--seed 1 --seed 2", "seed", 2),
+])
+def test_accepts(line, name, value):
+    got = getattr(parse(Config, line.split(" ")), name)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize("line, message", [
+    ("--lerning_rate 1", "unknown option --lerning_rate; did you mean --learning_rate?"),
+    ("--learning 1", "unknown option --learning; did you mean --learning_rate?"),          # no abbreviations
+    ("--zzzz 1", "unknown option --zzzz; --help lists them"),
+    ("--no_seed", "unknown option --no_seed; did you mean --seed?"),
+    ("--learning_rate 1e-4x", "--learning_rate 1e-4x: not a number"),
+    ("--learning_rate nan", "--learning_rate nan: not a number"),
+    ("--learning_rate inf", "--learning_rate inf: not a number"),
+    ("--learning_rate 1e999", "--learning_rate 1e999: not a finite number"),
+    ("--learning_rate 1_0", "--learning_rate 1_0: not a number"),
+    ("--learning_rate 0", "--learning_rate 0: must be greater than 0"),
+    ("--learning_rate -1", "--learning_rate -1: must be greater than 0"),
+    ("--lora_dropout 1.5", "--lora_dropout 1.5: must be at most 1"),
+    ("--batch_size 0", "--batch_size 0: must be at least 1"),
+    ("--batch_size 1.0", "--batch_size 1.0: not a whole number"),
+    ("--batch_size ４", "--batch_size ４: not a whole number"),
+    ("--batch_size true", "--batch_size true: not a whole number"),
+    ("--batch_size=", "--batch_size '': not a whole number"),
+    ("--samples_per_prompt 1", "--samples_per_prompt 1: must be at least 2"),
+    ("--load_in_4bit=yes", "--load_in_4bit yes: not true or false"),
+    ("--load_in_4bit yes", "--load_in_4bit yes: not true or false"), ("--resume x", "--resume x: must be one of newest, previous"),
+    ("--loss gpro", "--loss gpro: must be one of grpo, dapo, gspo"),
+    ("--seed", "--seed: needs a value"), ("--seed --shuffle", "--seed: needs a value"),
+    ("--seed none", "--seed none: not a whole number"),
+    ("train.csv", "unexpected argument train.csv; options are written --name value"),
+    ("-s 1", "unexpected argument -s; options are written --name value"),
+    ("--", "unexpected argument --; options are written --name value"),
+    ("--config", "--config: needs a value"),
+])
+def test_refuses(line, message):
+    assert refusal(*line.split(" ")) == message
+
+
+def test_long_values_are_not_repeated_in_full():
+    assert len(refusal("--seed", "9" * 6000)) < 120
+
+
+# -- YAML --------------------------------------------------------------------------------------------------------------
+
+def test_defaults_then_yaml_then_command_line(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("learning_rate: 1e-4\nsamples_per_prompt: 6\nseed: 5\nmodel_path: no\nmax_steps: null\n")
+    second.write_text("seed: 7\nload-in-4bit: true\n")
+    config = parse(Config, ["--group_size", "3", "--config", str(first), f"--config={second}"])
+    assert config == Config(learning_rate=1e-4, group_size=3, seed=7, model_path="no", load_in_4bit=True)
+    first.write_text("# nothing yet\n")
+    assert parse(Config, ["--config", str(first)]) == Config()
+
+
+@pytest.mark.parametrize("text, message", [
+    ("seed: 1\nlerning_rate: 1\n", ":2: unknown option lerning_rate; did you mean learning_rate?"),
+    ("seed: 1\nseed: 2\n", ":2: seed is given twice, first in line 1"),
+    ("group_size: 4\n\nsamples_per_prompt: 4\n", ":3: samples_per_prompt is given twice, first in line 1"),
+    ("seed:\n", ":1: seed null: not a whole number"), ("batch_size: 0", ":1: batch_size 0: must be at least 1"),
+    ("batch_size: 2.5", ":1: batch_size 2.5: not a whole number"), ("seed: true", ":1: seed true: not a whole number"),
+    ("learning_rate: .nan", ":1: learning_rate .nan: not a number"),
+    ("seed: [1]", ":1: seed ['1']: not a whole number"),
+    ("load_in_4bit: 1", ":1: load_in_4bit 1: not true or false"),
+    ("loss: x", ":1: loss x: must be one of grpo, dapo, gspo"),
+    ("model_path: [a]", ":1: model_path ['a']: not text"),
+    ("seed:\n  a: 1\n", ":2: give lines `name: value`, nothing nested"),
+    ("model_path: [[a]]", ":1: give lines `name: value`, nothing nested"),
+    ("- seed\n", ":1: give lines `name: value`"), ("just text", ":1: give lines `name: value`"),
+    ("seed: 1\n\tx: 2", ":2: cannot be read as YAML: found character '\\t' that cannot start any token"),
+    ("a: *x", ":1: cannot be read as YAML: found undefined alias 'x'"),
+    ("seed: 1\n---\nseed: 2", ":2: cannot be read as YAML: but found another document"),
+])
+def test_yaml_refuses(tmp_path, text, message):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    assert refusal("--config", str(path)) == str(path) + message
+
+
+def test_yaml_that_is_no_yaml(tmp_path):
+    (tmp_path / "y.yaml").write_bytes(b"seed: \xff\xfe\n")
+    assert "y.yaml:1: byte 0xff is not UTF-8; save the file as UTF-8" in refusal("--config", str(tmp_path / "y.yaml"))
+    (tmp_path / "y.yaml").write_text("a: " + "[" * 20000)
+    assert "nested too deep" in refusal("--config", str(tmp_path / "y.yaml"))
+    assert refusal("--config", f"{tmp_path}/x.yaml") == f"{tmp_path}/x.yaml: no such file; nearest: {tmp_path}/y.yaml"
+    assert refusal("--config", f"{tmp_path}/no/x.yaml") == f"{tmp_path}/no/x.yaml: no such file"
+    assert "is a directory; give a file" in refusal("--config", str(tmp_path))
+    assert "the path contains a NUL character" in refusal("--config", "a\0b")
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@example(Config(model_path="\x85", reference="\u2028\ud800\n~"))
+@example(Config(model_path="模型 # x: y", reference="", learning_rate=1e-5))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.builds(Config, model_path=TEXT, reference=st.none() | TEXT,
+                 learning_rate=st.floats(1e-300, 1e300) | st.integers(1, 9), lora_dropout=st.floats(0, 1),
+                 group_size=st.integers(2), max_steps=st.none() | st.integers(1), load_in_4bit=st.booleans(),
+                 loss=st.sampled_from(["grpo", "dapo", "gspo"]), seed=st.integers(0, 2**80)))
+def test_config_yaml_round_trips(tmp_path_factory, config):
+    config.output_dir = str(tmp_path_factory.mktemp("run"))
+    Run(config, "grpo")
+    assert parse(Config, ["--config", config.output_dir + "/config.yaml"]) == config
+
+
+
+
+# -- shared flags ------------------------------------------------------------------------------------------------------
+
+def rate(config):
+    """2e-5 with LoRA, 1e-6 without"""
+    return 2e-5 if config.lora_r else 1e-6
+
+
+@dataclasses.dataclass(kw_only=True)
+class Toy(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+    heading = "toy"
+    loss: str = flag("toy", "the objective")
+    lora_r: int = 0
+    learning_rate: float | None = auto(rate)
+    max_grad_norm: float | None = 0.5
+
+
+def test_a_redeclared_flag_keeps_what_is_not_stated_again():
+    flags = options(Toy)
+    assert (flags["lora_r"].default, flags["lora_r"].low, flags["lora_r"].group) == (0, 0, "model") and "LoRA" in flags["lora_r"].help
+    assert flags["learning_rate"].auto and flags["learning_rate"].low == 0 and not flags["max_grad_norm"].auto
+    assert list(flags)[:2] == ["loss", "model_path"] and flags["loss"].group == "toy"
+
+
+def test_fill_takes_the_user_then_the_tables_then_the_stated_default():
+    config = fill(Toy(max_tokens=7), {"learning_rate": 1.0, "max_tokens": 8}, {"learning_rate": 2.0, "max_new_tokens": 3})
+    assert (config.max_tokens, config.learning_rate, config.max_new_tokens) == (7, 1.0, 3)
+    assert (config.save_every, config.max_grad_norm, config.dtype) == (0, 0.5, "float32")
+    assert fill(Toy()).learning_rate == 1e-6 and fill(Toy(lora_r=4)).learning_rate == 2e-5
+    assert fill(Toy(lora_r=4)).dtype in ("float32", "bfloat16")
+    with pytest.raises(KeyError, match="Toy has no field learning_rat"):
+        fill(Toy(), {"learning_rat": 1.0})
+
+
+def test_help_lists_flags_by_parent_with_the_defaults_that_are_in_force(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(Toy, ["--help"], "Toy learns 100 % nothing.\n\nMore.")
+    out = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and "Toy learns 100 % nothing." in out and "More." not in out
+    headings = ["toy:", "model:", "memory:", "environment and rollout:", "training:", "run:"]
+    assert [out.index(f" {name} --") for name in headings] == sorted(out.index(f" {name} --") for name in headings)
+    assert "--learning_rate X AdamW step size at its peak; default: 2e-5 with LoRA, 1e-6 without" in out
+    assert "--group_size N episodes of each task; same as --samples_per_prompt, --num_samples, --num_generations; default: 8" in out
+
+
+@pytest.mark.parametrize("line, hint", [
+    ("--lr 1", "--learning_rate"), ("--per_device_train_batch_size 1", "--batch_size"), ("--lora_rank 8", "--lora_r"),
+    ("--kl_beta 1", "--kl_coef"), ("--kl 1", "--kl_coef"), ("--beta 1", "--kl_coef"), ("--model_name_or_path x", "--model_path"),
+    ("--max_completion_length 9", "--max_new_tokens"), ("--max_prompt_length 9", "--max_tokens"), ("--epsilon 1", "--clip_eps_low"),
+    ("--num_train_epochs 2", "--num_epochs"), ("--bf16", "--dtype bfloat16"), ("--num-iterations 2", "--updates_per_step"),
+    ("--torch_dtype x", "--dtype"), ("--target_modules x", "--lora_target_modules"), ("--save_steps 1", "--save_every")])
+def test_names_of_other_libraries_are_known(line, hint):
+    with pytest.raises(UserError, match=f"unknown option .*; did you mean {re.escape(hint)}[?]"):
+        parse(grpo.Config, line.split())
+    assert parse(Toy, ["--num_generations", "4"]).group_size == 4
+
+
+def test_every_synonym_stands_once_and_means_a_flag():
+    known = set().union(*(options(module.Config) for module in (grpo, dpo, sft, reward_weighted)), options(Toy))
+    words = [word for synonyms in SYNONYMS.values() for word in synonyms.split()]
+    assert len(words) == len(set(words)) > 60
+    assert {meant.split()[0] for meant in SYNONYMS} <= known
+
+
+def test_config_needs_the_standard_library_only():
+    code = "import sys, json; from experiment.command_line import parse; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not {"torch", "yaml", "numpy", "transformers", "safetensors", "tqdm"} & set(json.loads(done.stdout))
