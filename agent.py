@@ -23,8 +23,9 @@ from envs.tool_pool import ToolPool, paid
 from experiment.run import UserError, finite, flag, main, mix
 from llm.chat import Chat, parse_tool_calls
 from llm.generate import Engine, Row
+from llm.loading import DTYPES, load_model
 from llm.memory import techniques_of
-from lora import DTYPES, load_model, merged
+from lora import merged
 
 
 @dataclass

@@ -51,17 +51,10 @@ from experiment.run import (
 )
 from llm.chat import Chat
 from llm.dry_run import dry_run
+from llm.loading import DTYPES, fast_float32, load_model, load_weights, model_options, save_model
+from llm.logprobs import token_logprobs
 from llm.optimizer import adamw
-from lora import (
-    DTYPES,
-    fast_float32,
-    load_model,
-    load_weights,
-    merged,
-    model_options,
-    save_model,
-    token_logprobs,
-)
+from lora import merged
 from sft import teach_tiny
 
 

@@ -32,18 +32,11 @@ import envs
 from agent import Limits, Trajectory, cheapest_order, collate, pass_at_k, rollout, summarise
 from experiment.run import Run, UserError, flag, main, mix
 from llm.dry_run import dry_run
+from llm.loading import DTYPES, fast_float32, load_model, model_options
+from llm.logprobs import token_logprobs
 from llm.optimizer import adamw
 from llm.training_state import TrainingState
-from lora import (
-    DTYPES,
-    fast_float32,
-    freeze_reference,
-    load_model,
-    merged,
-    model_options,
-    reference,
-    token_logprobs,
-)
+from lora import freeze_reference, merged, reference
 from sft import teach_tiny
 
 

@@ -31,17 +31,10 @@ import envs
 from agent import Limits, Trajectory, cheapest_order, collate, evaluate, read_trajectories, rollout, summarise
 from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 from llm.dry_run import dry_run
+from llm.loading import DTYPES, fast_float32, load_model, load_weights, model_options, save_model
+from llm.logprobs import token_logprobs
 from llm.optimizer import adamw
-from lora import (
-    DTYPES,
-    fast_float32,
-    load_model,
-    load_weights,
-    merged,
-    model_options,
-    save_model,
-    token_logprobs,
-)
+from lora import merged
 from sft import teach_tiny
 
 

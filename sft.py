@@ -31,17 +31,10 @@ from envs import gsm8k, meetings
 from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
 from llm.chat import Chat
 from llm.dry_run import dry_run
+from llm.loading import DTYPES, fast_float32, load_model, load_weights, model_options, save_model
+from llm.logprobs import token_logprobs
+from llm.merge import merge
 from llm.optimizer import adamw
-from lora import (
-    DTYPES,
-    fast_float32,
-    load_model,
-    load_weights,
-    merge,
-    model_options,
-    save_model,
-    token_logprobs,
-)
 
 # How the other algorithms' tiny model is taught before they start: by demonstrations in which most
 # actions are wrong, but numbers are always copied correctly. Which action to choose is left to learn.

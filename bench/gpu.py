@@ -223,7 +223,7 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     from llm import generate
-    from lora import load_model
+    from llm.loading import load_model
     torch.backends.cuda.enable_cudnn_sdp(False)  # for all: it compiles at each new shape, every step of model.generate
     engines, stock = [], generate.Engine
     generate.Engine = lambda *a, **k: engines.append(stock(*a, **k)) or engines[-1]
@@ -287,7 +287,9 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
 def update(args, folder: str) -> dict:
     import torch
 
-    from lora import load_model, merged, token_logprobs
+    from llm.loading import load_model
+    from llm.logprobs import token_logprobs
+    from lora import merged
     result = {}
     for checkpointing in (False, True):
         for rows in (4, 1):

@@ -37,9 +37,11 @@ def main():
     import torch
     from transformers import AutoModelForCausalLM
 
+    from llm.facts import facts
     from llm.generate import generate
+    from llm.loading import fast_float32, load_model
     from llm.tiny import make_tiny
-    from lora import fast_float32, load_model, merged
+    from lora import merged
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=16, dtype=args.dtype)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +80,7 @@ def main():
                for k, name in enumerate(names)}} for mode, times in took.items()}
         print(case, {mode: {k: round(v, 2) for k, v in row.items()} for mode, row in cases[case].items()}, flush=True)
     name = os.path.basename(os.path.normpath(args.model_path))
-    result = {"model": name, "dtype": args.dtype, "fused": getattr(model, "fuses", False), "cases": cases,
+    result = {"model": name, "dtype": args.dtype, "fused": facts(model).fuses, "cases": cases,
               "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
                           "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
               "date": datetime.date.today().isoformat(), "command": "python bench/rollout.py " + " ".join(sys.argv[1:])}

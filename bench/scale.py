@@ -75,14 +75,15 @@ def measure(point) -> dict:
 
     import agent
     import grpo
-    import lora
     from envs import schemas
-    from llm import generate
+    from llm import generate, loading
     from llm.chat import Chat
     from llm.generate import Row
+
+    def no_attention(module, query, *_, **__):
+        return query.transpose(1, 2).contiguous(), None
     if not attention:
-        lora.causal_attention = lambda module, query, *_, **__: (query.transpose(1, 2).contiguous(), None)
-        generate.row_attention = lora.causal_attention
+        loading.causal_attention = generate.row_attention = no_attention
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))
     turns = [chat.turn("", [{"name": "read", "arguments": {}}])] * (sizes["turns"] - 1) + [chat.turn(" to", [])]

@@ -114,7 +114,8 @@ def now() -> float:
 def ours(args) -> dict:
     import torch
 
-    from lora import fast_float32, load_model, lora_linears, save_model
+    from llm.loading import fast_float32, load_model, save_model
+    from lora import adapter_tensors, adapters
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,
                                   gradient_checkpointing=args.gradient_checkpointing,
@@ -123,13 +124,12 @@ def ours(args) -> dict:
                for c in conversations(args.prompts)]
     if args.gradients_to:
         folder, generator = Path(args.gradients_to), torch.Generator().manual_seed(1)
-        for linear in lora_linears(model).values():  # with B = 0 every gradient of A is 0: nothing to compare
-            linear.lora_B.weight.data.copy_(0.02 * torch.randn(linear.lora_B.weight.shape, generator=generator))
+        for linear in adapters(model).values():  # with B = 0 every gradient of A is 0: nothing to compare
+            linear.lora.B.data.copy_(0.02 * torch.randn(linear.lora.B.shape, generator=generator))
         save_model(model, str(folder / "adapter"))
         _, completions = our_step(model, tokenizer, None, prompts, 0, args)
         (folder / "completions.json").write_text(json.dumps({"prompts": prompts, "completions": completions}))
-        gradients = {f"{name}.{part}.weight": getattr(linear, part).weight.grad
-                     for name, linear in lora_linears(model).items() for part in ("lora_A", "lora_B")}
+        gradients = {name.removeprefix("base_model.model."): p.grad for name, p in adapter_tensors(model).items()}
         return write_gradients(gradients, folder / "ours.safetensors")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, weight_decay=0.0)
     steps = [our_step(model, tokenizer, optimizer, prompts, i, args)[0] for i in range(1 + args.repeats)]
@@ -146,7 +146,8 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from agent import Trajectory, cheapest_order, collate
     from grpo import LOSSES, Counts, group_advantages
     from llm.generate import generate
-    from lora import merged, token_logprobs
+    from llm.logprobs import token_logprobs
+    from lora import merged
     began = now()
     with merged(model):
         sampled = generate(model, prompts, group_size=args.samples, max_new_tokens=args.tokens,

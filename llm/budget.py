@@ -255,7 +255,8 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
     Gradients and moments are there before the update, as in every step but a run's first. The peak
     of loading on the meta device includes a skeleton that a run's device never holds.
     """
-    from lora import freeze_reference, load_model
+    from llm.loading import load_model
+    from lora import freeze_reference
     cuda = device.startswith("cuda")
     count = nullcontext() if cuda else Bytes(kind if device == "meta" else "real")
     with count:

@@ -71,7 +71,7 @@ def workload(config, memory: str, loss, rows: int, merge: bool, episodes: int, h
 
 def load_options(config, memory: str) -> dict:
     """Return the arguments of load_model at a setting."""
-    from lora import model_options
+    from llm.loading import model_options
     return {"path": config.model_path, **model_options(config), "memory": memory}
 
 

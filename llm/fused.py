@@ -13,24 +13,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from experiment.process import give_back_memory
 from llm import pointwise
 from llm.checkpointing import tiled
 from llm.logprobs import head_logits
-from llm.memory import give_back_memory
+from lora import adapted_forward, keep_packed, packed, whole_policy
 
 
 def fits(model) -> bool:
     """Is every module what it was built as, with weights that hold the whole policy?"""
     if model.config.model_type not in pointwise.FAMILY:
         return False
-    for name, module in model.base_model.named_modules():
-        if name.endswith(("lora_A", "lora_B")):  # part of the merged weight, wherever they are
-            continue
-        adapted, forward = hasattr(module, "lora_A"), vars(module).get("forward")
-        if (adapted and module.lora_on and not module.lora_merged or isinstance(module, nn.Linear) and (
+    for module in model.base_model.modules():
+        forward = vars(module).get("forward")
+        if (not whole_policy(module) or isinstance(module, nn.Linear) and (
                 type(module) is not nn.Linear or module.weight.device != model.device)
-                or len(module._forward_hooks) > adapted or module._forward_pre_hooks
-                or forward and getattr(forward, "func", None) not in (tiled, pointwise.mlp, pointwise.norm)):
+                or module._forward_hooks or module._forward_pre_hooks
+                or forward and getattr(forward, "func", None) not in (
+                    tiled, pointwise.mlp, pointwise.norm, adapted_forward)):
             return False
     return True
 
@@ -79,10 +79,7 @@ class Fused:
     def drop_merged(self):
         """Merged weights that are packed go; `lora.merged` keeps the base's, and brings them back where it ends."""
         for linears, weight in self.packed:
-            if all(getattr(linear, "lora_merged", False) for linear in linears):
-                linears[0].lora_packed = weight
-                for linear in linears:
-                    linear.weight.data = linear.weight.data.new_empty(0)  # stock modules would fail, not err
+            keep_packed(linears, weight)
         give_back_memory()
 
     def _linear(self, *linears):
@@ -92,7 +89,7 @@ class Fused:
         if not self.packs:
             weight = joined([linear.weight for linear in linears])
             return lambda x: F.linear(x, weight, bias)
-        weight = getattr(linears[0], "lora_packed", None)  # by an Engine before, of the same merged weights
+        weight = packed(linears)  # by an Engine before, of the same merged weights
         if weight is None:
             weights = [linear.weight.detach() for linear in linears]
             weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(weights) > 1 else weights[0])

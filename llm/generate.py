@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from experiment.run import UserError
+from llm.facts import facts
 from llm.fused import Fused, fits
 from llm.logprobs import head_logits
 
@@ -260,7 +261,7 @@ class Engine:
             self.cache.reserve(tokens + WINDOW)
             # No graphs of this model: hooks before a layer (layers streamed from the host) are Python, which a replayed
             # graph would leave out, and some RoPE looks at the positions.
-            self.refused = getattr(model, "refuses_graphs", False) or any(
+            self.refused = facts(model).refuses_graphs or any(
                 m._forward_pre_hooks or getattr(m, "rope_type", "") in ("dynamic", "longrope")
                 for m in model.base_model.modules())
         self.fused = self._fuse() if fused else None
@@ -268,16 +269,17 @@ class Engine:
     def _fuse(self) -> Fused | None:
         """The fused forward, if the model is of its family and the two agree, which is asked once of each model."""
         model = self.model
-        if not fits(model) or not getattr(model, "fuses", True):
+        known = facts(model)
+        if not fits(model) or known.fuses is False:
             return None
         try:
             fused = Fused(model, row_attention)
-            model.fuses = getattr(model, "fuses", False) or self._agrees(fused)
-            if model.fuses:
+            known.fuses = known.fuses or self._agrees(fused)
+            if known.fuses:
                 fused.drop_merged()
         except Exception:  # a part of it is not what this family has
-            model.fuses = False
-        return fused if model.fuses else None
+            known.fuses = False
+        return fused if known.fuses else None
 
     @torch.inference_mode()
     def _agrees(self, fused) -> bool:
@@ -483,7 +485,7 @@ class Engine:
             print(f"note: decoding without CUDA graphs: {str(error).splitlines()[0]}", file=sys.stderr)
             torch.cuda.set_stream(stream)  # torch.cuda.graph leaves both behind where the capture's end raises
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            self.refused = self.model.refuses_graphs = True
+            self.refused = facts(self.model).refuses_graphs = True
             return None
         return graph
 

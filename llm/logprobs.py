@@ -1,4 +1,4 @@
-"""What the policy says: log-probability and entropy of every trained token, with little memory. lora.py hands it on.
+"""What the policy says: log-probability and entropy of every trained token, with little memory.
 
     token_logprobs     the one function that algorithms call, and the one place that shifts
     hidden_states      rows that begin alike go through the model as one packed row, their beginning once
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from llm import quantization
 from llm.checkpointing import recompute
+from llm.facts import facts
+from lora import GRADIENT_SCALE
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_elements: int = 2**23):
@@ -39,11 +41,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0, chunk_
     return blank.masked_scatter(at, logprobs), blank.masked_scatter(at, entropy)
 
 
-GRADIENT_SCALE = 2.0**12  # float16 ends at 6e-8, where a token's share of a step's loss soon is
-
-
 class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is GRADIENT_SCALE times as large: through float16 layers. `Unscaled` takes it back.
+    """The identity, whose gradient is GRADIENT_SCALE times as large in float16 layers. `lora.Unscaled` takes it back.
 
     Constant, where others search for it: what overflows is an update that is skipped (Run.accept_update).
     """
@@ -57,22 +56,6 @@ class _Scaled(torch.autograd.Function):
         return grad * GRADIENT_SCALE
 
 
-class Unscaled(torch.autograd.Function):
-    """A float32 weight in the dtype and on the device of `like`; its gradient returns in float32, unscaled.
-
-    So in float16 a loss must be of `token_logprobs`' numbers, as all losses here are.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, like):
-        ctx.device = weight.device
-        return weight.to(like.device, like.dtype, non_blocking=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.to(ctx.device, torch.float32) / GRADIENT_SCALE, None
-
-
 def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
     """The last hidden states (N, D) and, per token, the row of them that is its own: index (B, T).
 
@@ -83,7 +66,7 @@ def hidden_states(model, token_ids, loss_mask, share: bool | None = None):
     alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
     P = min(int(alike.long().cumprod(0).sum()), T - 1) if share is not False else 0
     window = getattr(model.config.get_text_config(), "sliding_window", None) or T
-    if share is None and (not getattr(model, "shares_prefix", False) or (B - 1) * P < 0.1 * B * T or window < T):
+    if share is None and (not facts(model).shares_prefix or (B - 1) * P < 0.1 * B * T or window < T):
         P = 0
     device, column = token_ids.device, torch.arange(T, device=token_ids.device)
     row = torch.arange(B, device=device)[:, None]

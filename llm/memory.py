@@ -11,7 +11,6 @@ Each setting adds to the one before it:
 
 No technique changes an equation. `llm/dry_run.py` counts what each setting needs.
 """
-import ctypes
 from typing import NamedTuple
 
 
@@ -61,14 +60,3 @@ def techniques(memory: str | Techniques, load_in_4bit: bool = False,
 def techniques_of(model) -> Techniques:
     """Return the techniques that `load_model` applied; those of "plain" for any other model."""
     return getattr(model, "techniques", PLAIN)
-
-
-def give_back_memory():
-    """Return freed memory to the operating system.
-
-    glibc would keep it, and the peaks of rollout and update would add up.
-    """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):
-        pass  # This C library is not glibc.

@@ -12,6 +12,7 @@ from experiment.errors import UserError
 from llm.memory import Techniques
 from llm.quantization import Int8Embedding, Int8Head, Int8Table, Linear4bit
 from llm.streaming import layers_of
+from lora import is_adapted
 
 
 def skeleton(config, dtype):
@@ -133,18 +134,19 @@ def rebuild_buffers(model, device=None):
 
 
 @torch.no_grad()
-def dequantize_model(model, update):
+def dequantize_model(model, effective_weight):
     """Replace quantized modules by stock ones with the weights that they stood for, in 16 bits.
 
     Args:
         model: changed in place
-        update: function from a Linear4bit to what is added to its weight before rounding
+        effective_weight: function of a Linear and its frozen weight to the weight with its adapter
     """
     half = (torch.float16, torch.bfloat16)
     dtype = next((p.dtype for p in model.parameters() if p.dtype in half), torch.bfloat16)
     for name, module in list(model.named_modules()):
-        if isinstance(module, Linear4bit):
-            weight = module.dequantize(torch.float32) + update(module)  # (out, in)
+        if isinstance(module, Linear4bit) or is_adapted(module):
+            frozen = module.dequantize(torch.float32) if isinstance(module, Linear4bit) else module.weight
+            weight = effective_weight(module, frozen)  # (out, in)
             with torch.device("meta"):
                 stock = nn.Linear(module.in_features, module.out_features, bias=False)
             stock.weight = nn.Parameter(weight.to(dtype), requires_grad=False)

@@ -1,7 +1,7 @@
 """What a checkpoint of a training run holds."""
 from dataclasses import dataclass
 
-from lora import load_weights, save_model
+from llm.loading import load_weights, save_model
 
 
 @dataclass

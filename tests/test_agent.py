@@ -37,7 +37,9 @@ from agent import (
 from experiment import run
 from experiment.run import UserError
 from llm.chat import Chat, parse_tool_calls
-from lora import add_lora, lora_linears, make_tiny, merged, token_logprobs
+from llm.logprobs import token_logprobs
+from llm.tiny import make_tiny
+from lora import adapters, add_lora, merged
 
 ROOT = Path(agent.__file__).parent
 MODEL, TOKENIZER = make_tiny()
@@ -241,8 +243,8 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
     if lora:
         model, _ = make_tiny()
         model.eval(), add_lora(model, 4, 8)
-        for i, linear in enumerate(lora_linears(model).values()):
-            torch.nn.init.normal_(linear.lora_B.weight, std=0.05, generator=torch.Generator().manual_seed(i))
+        for i, linear in enumerate(adapters(model).values()):
+            torch.nn.init.normal_(linear.lora.B, std=0.05, generator=torch.Generator().manual_seed(i))
     limits = Limits(max_new_tokens=60, max_tokens=600, max_turns=4)
     Script(monkeypatch, [LOUD[:i % 4] for i in range(16)], "equations")
     found = rollout(model, TOKENIZER, "equations", EQUATIONS, 4, limits=limits, temperature=temperature, slots=slots, seed=3, step=7, first_task=100)

@@ -20,7 +20,7 @@ import reward_weighted
 import sft
 from experiment import run
 from experiment.run import UserError
-from lora import load_model
+from llm.loading import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}
 GOOD = {"messages": [ASK, ANSWER]}

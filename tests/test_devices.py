@@ -19,6 +19,8 @@ import reward_weighted
 import sft
 from llm.budget import Bytes
 from llm.generate import Engine, Row
+from llm.loading import load_model
+from llm.tiny import make_tiny
 
 aten = torch.ops.aten
 CROSSING = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
@@ -67,7 +69,7 @@ def test_the_witness_sees_what_no_graph_can_hold(look):
 @pytest.fixture
 def on_the_device(monkeypatch):
     for module in (dpo, grpo, reward_weighted, sft):
-        monkeypatch.setattr(module, "load_model", partial(lora.load_model, device="meta"))
+        monkeypatch.setattr(module, "load_model", partial(load_model, device="meta"))
     stock = Engine.__init__
     monkeypatch.setattr(Engine, "__init__", lambda self, *args, **options: stock(self, *args, **{**options, "static": True}))
     # It refuses turns that do not match the mask, which has no numbers here: its own work is done on the host.
@@ -81,7 +83,7 @@ def on_the_device(monkeypatch):
     (sft, LEAN), (sft, {"lora_r": 0}), (dpo, LEAN), (dpo, {"lora_r": 0}), (reward_weighted, LEAN), (reward_weighted, {"lora_r": 0}),
 ], ids=lambda x: x.__name__ if hasattr(x, "__name__") else "-".join(x) if len(x) < 6 else "lean" + "-streamed" * ("stream_layers" in x))
 def test_a_run_keeps_its_tensors_on_one_device(module, options, tmp_path, on_the_device):
-    for part in lora.make_tiny():
+    for part in make_tiny():
         part.save_pretrained(tmp_path / "base")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": "2 + 2?", "chosen": f"{i}", "rejected": "five, or so"}) + "\n" for i in range(4)))
@@ -94,7 +96,7 @@ def test_a_run_keeps_its_tensors_on_one_device(module, options, tmp_path, on_the
 
 
 def test_a_run_with_a_tensor_on_the_host_is_seen(tmp_path, on_the_device, monkeypatch):
-    for part in lora.make_tiny():
+    for part in make_tiny():
         part.save_pretrained(tmp_path / "base")
     collate = grpo.collate
     monkeypatch.setattr(grpo, "collate", lambda batch, device: collate(batch, "cpu"))
@@ -108,7 +110,7 @@ def test_a_run_with_a_tensor_on_the_host_is_seen(tmp_path, on_the_device, monkey
     *((name, {}, False) for name in FAMILIES), ("tiny", {"lora_r": 4}, True), ("tiny", {"lora_r": 4}, False),
     ("tiny", {"lora_r": 4, "load_in_4bit": True, "int8_head": True}, True)], ids=str)
 def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_path, monkeypatch):
-    for part in lora.make_tiny():
+    for part in make_tiny():
         part.save_pretrained(tmp_path)
     step, steps = Engine._static_step, []
 
@@ -120,7 +122,7 @@ def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_
         witness.captured = False
     monkeypatch.setattr(Engine, "_static_step", captured)
     with OneDevice() as witness:
-        model = build(name).to("meta") if name in FAMILIES else lora.load_model(str(tmp_path), device="meta", **options)[0]
+        model = build(name).to("meta") if name in FAMILIES else load_model(str(tmp_path), device="meta", **options)[0]
         with lora.merged(model):
             for sdpa in (False, True):
                 engine = Engine(model, slots=4, static=True, stop_ids={2}, **sampling)

@@ -21,8 +21,8 @@ from agent import Trajectory, demonstrate
 from dpo import LOSSES, Counts, pair_loss
 from experiment.distributed import join
 from experiment.run import UserError
+from llm.loading import load_model
 from llm.tiny import make_tiny
-from lora import load_model
 
 HYPER = {"beta": 0.3, "label_smoothing": 0.1, "discopop_tau": 0.05}
 ROOT = Path(dpo.__file__).parent

@@ -437,7 +437,7 @@ def test_worlds_own_tasks(name):
 # ---------------------------------------------------------------------------------------------- a world of the README's size
 def test_the_readmes_world_plays(tmp_path):
     import agent
-    from lora import make_tiny
+    from llm.tiny import make_tiny
     name = readme_world(tmp_path)
     assert len(README_ENV.strip().splitlines()) < 30
     model, tokenizer = make_tiny()
@@ -461,7 +461,7 @@ def test_the_same_class_trains_in_trl(tmp_path, monkeypatch):
     import torch
     from trl import chat_template_utils
 
-    from lora import make_tiny
+    from llm.tiny import make_tiny
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     model, tokenizer = make_tiny()
     tokenizer.chat_template = chat_template_utils.qwen3_chat_template  # TRL parses calls only of templates that it knows by heart

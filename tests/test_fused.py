@@ -8,6 +8,8 @@ from torch.utils._pytree import tree_leaves
 import lora
 from llm import fused, generate, memory
 from llm.generate import Engine, Row
+from llm.logprobs import token_logprobs
+from llm.tiny import make_tiny
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
 OTHERS = ["gemma3", "mistral", "phi3"]
@@ -17,8 +19,8 @@ def adapted(name="qwen2"):
     model = build(name)
     model.requires_grad_(False)
     lora.add_lora(model, 4, 8)
-    for linear in lora.lora_linears(model).values():
-        torch.nn.init.normal_(linear.lora_B.weight, std=0.1)
+    for linear in lora.adapters(model).values():
+        torch.nn.init.normal_(linear.lora.B, std=0.1)
     return model
 
 
@@ -30,7 +32,7 @@ def storages(model):
 @pytest.mark.parametrize("name", OURS)
 def test_same_tokens_and_logprobs_as_the_stock_modules(name):
     model = build(name)
-    assert Engine(model).fused and model.fuses is True
+    assert Engine(model).fused and model.facts.fuses is True
     runs = [play(model, schedule(5), slots=4, limit=9, stop_ids=set(range(0, VOCAB, 11)), fused=on, pause=lambda row: len(row.turn) % 4)[0]
             for on in (True, False)]
     for ours, stock in zip(*runs):
@@ -42,7 +44,7 @@ def test_same_tokens_and_logprobs_as_the_stock_modules(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_architecture_stays_with_the_stock_modules(name):
     model = build(name)
-    assert Engine(model).fused is None and not fused.fits(model) and not hasattr(model, "fuses")
+    assert Engine(model).fused is None and not fused.fits(model) and not model.facts.fuses
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True, "mlp_bias": True}, {"rms_norm_eps": 0.1}, {"head_dim": 32},
@@ -75,7 +77,7 @@ def test_what_does_not_agree_is_not_used(break_it, monkeypatch):
         else:
             monkeypatch.delattr(fused, "joined")
     engine = Engine(model)
-    assert engine.fused is None and model.fuses is False and fused.fits(model)
+    assert engine.fused is None and model.facts.fuses is False and fused.fits(model)
     assert recomputed(model, play(model, schedule(2), slots=3)[0]).max() < 1e-4
 
 
@@ -89,8 +91,8 @@ def test_merged_adapters_run_fused_unmerged_ones_and_hooks_do_not():
         first = play(model, schedule(3), slots=3)[0]
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters()) and storages(model) == places
     assert recomputed(model, first).max() < 1e-4
-    for linear in lora.lora_linears(model).values():
-        linear.lora_B.weight.data *= -1  # an update: the next Engine has it
+    for linear in lora.adapters(model).values():
+        linear.lora.B.data *= -1  # an update: the next Engine has it
     with lora.merged(model):
         second = play(model, schedule(3), slots=3)[0]
     assert recomputed(model, second).max() < 1e-4 and recomputed(model, first).max() > 1e-2
@@ -122,7 +124,7 @@ def test_there_is_no_second_copy_and_training_and_saving_go_on(tmp_path):
     for _ in range(2):
         played = play(model, schedule(4, 4), slots=4)[0]
         assert recomputed(model, played).max() < 1e-4  # of the weights as they are now
-        logprobs, _ = lora.token_logprobs(model, torch.tensor([played[0].ids]), torch.tensor([played[0].mask]))
+        logprobs, _ = token_logprobs(model, torch.tensor([played[0].ids]), torch.tensor([played[0].mask]))
         logprobs.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -290,7 +292,7 @@ def test_rollout_with_tools_is_the_same_static(monkeypatch, graphs):
     """agent.rollout: tools in threads, rows that wait, the same episodes token by token."""
     import envs
     from agent import Limits, rollout
-    model, tokenizer = lora.make_tiny(0)
+    model, tokenizer = make_tiny(0)
     tasks = envs.tasks("equations", "train", 3, 0)
     calls = tokenizer.encode('<tool_call>\n{"name": "add_terms", "arguments": {"value": "3"}}\n</tool_call><|im_end|>', add_special_tokens=False)
 

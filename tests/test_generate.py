@@ -10,7 +10,10 @@ from torch.nn import functional as F
 import lora
 from llm import generate
 from llm.generate import Engine, Row, sample
-from lora import merged, token_logprobs
+from llm.loading import load_model
+from llm.logprobs import token_logprobs
+from llm.tiny import make_tiny
+from lora import merged
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"
 LAST = 1 - 2**-53  # the largest float64 below 1
@@ -36,7 +39,7 @@ def build(name, seed=0):
     """A random model of this family, its distributions neither flat nor one-hot."""
     import transformers
     if name == "tiny":
-        return lora.make_tiny(seed)[0].eval()
+        return make_tiny(seed)[0].eval()
     family, extra = FAMILIES[name]
     torch.manual_seed(seed)
     config = getattr(transformers, family + ("TextConfig" if family == "Gemma3" else "Config"))(**{**SMALL, **extra})
@@ -218,8 +221,8 @@ def test_with_lora_merged_or_as_a_hook(name):
     model = build(name)
     model.requires_grad_(False)
     lora.add_lora(model, 4, 8)
-    for linear in lora.lora_linears(model).values():
-        torch.nn.init.normal_(linear.lora_B.weight, std=0.1)
+    for linear in lora.adapters(model).values():
+        torch.nn.init.normal_(linear.lora.B, std=0.1)
     with merged(model):
         first, _ = play(model, schedule(1), slots=3)
         model_changed = recomputed(build(name), first).max()
@@ -470,7 +473,7 @@ def test_the_head_of_the_sampler_is_the_head_of_the_trainer():
 
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="no .real/smollm2")
 def test_smollm2():
-    model, tokenizer = lora.load_model(str(SMOLLM2), device="cpu", lora_r=2, lora_target_modules="q_proj")
+    model, tokenizer = load_model(str(SMOLLM2), device="cpu", lora_r=2, lora_target_modules="q_proj")
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "2 + 2 =")]
     with torch.no_grad():
         (ids, _), _ = generate.generate(model, prompts, max_new_tokens=8, temperature=0)

@@ -15,7 +15,8 @@ import pytest
 import agent
 import envs
 from agent import Limits, rollout
-from lora import give_back_memory, make_tiny
+from experiment.process import give_back_memory
+from llm.tiny import make_tiny
 
 MODEL, TOKENIZER = make_tiny()
 END = TOKENIZER.eos_token_id

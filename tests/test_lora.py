@@ -16,16 +16,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
-from lora import (
-    UserError,
-    freeze_reference,
-    load_model,
-    lora_linears,
-    merged,
-    reference,
-    save_model,
-    token_logprobs,
-)
+from experiment.config import UserError
+from llm import loading
+from llm.facts import facts
+from llm.loading import load_model, newest, save_model
+from llm.logprobs import causal_attention, token_logprobs
+from llm.merge import merge
+from llm.tiny import make_tiny
+from lora import adapters, freeze_reference, merged, reference
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"
 IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)
@@ -36,7 +34,7 @@ ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 def tiny(tmp_path_factory):
     """Folder of a tiny model."""
     folder = str(tmp_path_factory.mktemp("tiny"))
-    model, tokenizer = lora.make_tiny()
+    model, tokenizer = make_tiny()
     model.save_pretrained(folder), tokenizer.save_pretrained(folder)
     return folder
 
@@ -48,8 +46,8 @@ def load(path, **options):
 def randomise(model, scale=0.3):
     """An adapter that changes something: B is zero when fresh."""
     generator = torch.Generator().manual_seed(1)
-    for linear in lora_linears(model).values():
-        linear.lora_B.weight.data = torch.randn(linear.lora_B.weight.shape, generator=generator) * scale
+    for linear in adapters(model).values():
+        linear.lora.B.data = torch.randn(linear.lora.B.shape, generator=generator) * scale
     return model
 
 
@@ -170,7 +168,7 @@ def count_tokens(model, ids, mask):
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
 def test_a_shared_prefix_goes_through_once_and_changes_nothing(tiny, lora_r, checkpointing):
     model, (ids, mask) = randomise(load(tiny, lora_r=lora_r)), alike()
-    assert model.shares_prefix and count_tokens(model, ids, mask) == 9 + 3 * 12
+    assert model.facts.shares_prefix and count_tokens(model, ids, mask) == 9 + 3 * 12
     exact = full(model, ids, mask, 0.8)
     expected = gradients(model, (exact[0] * ids).sum() + exact[1].sum())
     if checkpointing:
@@ -219,13 +217,13 @@ def test_a_family_that_cannot_share_is_found_out(family, shares):
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, config)(**sizes)).eval()
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
-    AttentionInterface.register("causal_attention", lora.causal_attention)
+    AttentionInterface.register("causal_attention", causal_attention)
     AttentionMaskInterface.register("causal_attention", sdpa_mask)
     if family != "Mamba":
         model.set_attn_implementation("causal_attention")
-    assert lora._shares_prefix(model) == shares
+    assert loading._shares_prefix(model) == shares
     if shares:
-        model.shares_prefix = True
+        facts(model).shares_prefix = True
         ids, mask = alike()
         assert count_tokens(model, ids, mask) < ids.numel()
         assert (token_logprobs(model, ids, mask)[0] - full(model, ids, mask, 1.0)[0]).abs().max() < 1e-4
@@ -236,7 +234,7 @@ def test_a_window_shorter_than_the_rows_is_not_shared():
     model = transformers.MistralForCausalLM(transformers.MistralConfig(
         vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=8)).eval()
-    model.shares_prefix, (ids, mask) = True, alike()
+    facts(model).shares_prefix, (ids, mask) = True, alike()
     assert count_tokens(model, ids, mask) == ids.numel()
 
 
@@ -360,8 +358,8 @@ def test_bf16_logprobs_are_float32_and_gradients_reach_the_float32_masters(tiny)
 def test_only_a_and_b_require_grad_and_the_fresh_adapter_changes_nothing(tiny):
     model = load(tiny, lora_r=4)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {f"{name}.{part}.weight" for name in lora_linears(model) for part in ("lora_A", "lora_B")}
-    assert {name.rsplit(".", 1)[-1] for name in lora_linears(model)} == ALL_LINEAR
+    assert trained == {f"{name}.lora.{part}" for name in adapters(model) for part in ("A", "B")}
+    assert {name.rsplit(".", 1)[-1] for name in adapters(model)} == ALL_LINEAR
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert torch.equal(logits_of(model), logits_of(load(tiny)))
     assert all(p.requires_grad for p in load(tiny).parameters())
@@ -369,10 +367,10 @@ def test_only_a_and_b_require_grad_and_the_fresh_adapter_changes_nothing(tiny):
 
 def test_a_is_drawn_like_pefts_and_from_the_seed(tiny):
     a, b, c = (load(tiny, lora_r=8, seed=s) for s in (0, 0, 1))
-    for name, linear in lora_linears(a).items():
-        A, bound = linear.lora_A.weight, 1 / math.sqrt(linear.in_features)
-        assert A.abs().max() <= bound and abs(A.std() - bound / math.sqrt(3)) < 0.05 * bound and not linear.lora_B.weight.any()
-        assert torch.equal(A, lora_linears(b)[name].lora_A.weight) and not torch.equal(A, lora_linears(c)[name].lora_A.weight)
+    for name, linear in adapters(a).items():
+        A, bound = linear.lora.A, 1 / math.sqrt(linear.in_features)
+        assert A.abs().max() <= bound and abs(A.std() - bound / math.sqrt(3)) < 0.05 * bound and not linear.lora.B.any()
+        assert torch.equal(A, adapters(b)[name].lora.A) and not torch.equal(A, adapters(c)[name].lora.A)
 
 
 def test_a_forward_is_w_x_plus_scale_b_a_x(tiny):
@@ -380,9 +378,9 @@ def test_a_forward_is_w_x_plus_scale_b_a_x(tiny):
         model = randomise(load(tiny, lora_r=4, lora_alpha=12, use_rslora=rslora))
         linear = model.model.layers[1].self_attn.q_proj
         x = torch.randn(3, 128)
-        expected = F.linear(x, linear.weight + scale * linear.lora_B.weight @ linear.lora_A.weight, linear.bias)
-        assert linear.lora_scale == scale and (linear(x) - expected).abs().max() < 1e-5
-    assert load(tiny, lora_r=4).model.layers[0].mlp.up_proj.lora_scale == 2.0  # default: alpha = 2 r
+        expected = F.linear(x, linear.weight + scale * linear.lora.B @ linear.lora.A, linear.bias)
+        assert linear.lora.scale == scale and (linear(x) - expected).abs().max() < 1e-5
+    assert load(tiny, lora_r=4).model.layers[0].mlp.up_proj.lora.scale == 2.0  # default: alpha = 2 r
 
 
 @pytest.mark.parametrize("targets, names", [
@@ -391,9 +389,9 @@ def test_a_forward_is_w_x_plus_scale_b_a_x(tiny):
     ("model.layers.2.mlp.up_proj", {"up_proj"})])
 def test_target_modules(tiny, targets, names):
     model = load(tiny, lora_r=2, lora_target_modules=targets)
-    found = lora_linears(model)
+    found = adapters(model)
     assert {name.rsplit(".", 1)[-1] for name in found} == names
-    assert len(found) == (1 if "layers.2" in str(targets) else 4 * len(names)) and not hasattr(model.lm_head, "lora_A")
+    assert len(found) == (1 if "layers.2" in str(targets) else 4 * len(names)) and not hasattr(model.lm_head, "lora")
 
 
 def test_an_unknown_target_lists_the_names(tiny):
@@ -459,7 +457,7 @@ def test_merged_weights_give_the_adapter_its_gradient(tiny, checkpointing):
     with merged(model):
         found = gradients(model, (token_logprobs(model, ids, mask)[0] * ids).sum())
     same_gradients(found, expected)
-    assert len(found) == 2 * len(lora_linears(model))
+    assert len(found) == 2 * len(adapters(model))
 
 
 def test_merged_is_nothing_without_an_adapter(tiny):
@@ -497,7 +495,7 @@ def test_the_reference_is_the_policy_this_run_started_from(tiny, tmp_path, start
     mask = random_mask(IDS)
     frozen = freeze_reference(model)
     assert (frozen is None) == (start == "fresh")
-    with torch.no_grad():
+    with torch.no_grad(), merged(model, update=True):
         at_start = token_logprobs(model, IDS, mask)[0]
     train_steps(model)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -559,7 +557,7 @@ def test_we_read_pefts_adapter(tiny, tmp_path, options):
     assert not torch.equal(expected, logits_of(peft_base(tiny)))
     model = load(tmp_path, lora_r=6)
     assert (logits_of(model) - expected).abs().max() == 0.0
-    assert model.base_path == tiny and not model.lora_fresh and freeze_reference(model)
+    assert model.facts.source == tiny and not model.lora_settings.fresh and freeze_reference(model)
     assert (logits_of(load(tmp_path)) - expected).abs().max() < 1e-5  # lora_r = 0: merged, and all weights train
 
 
@@ -568,7 +566,7 @@ def test_merge_writes_a_plain_folder(tiny, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = randomise(load(tiny, lora_r=4))
     save_model(model, tmp_path / "adapter")
-    lora.merge(str(tmp_path / "adapter"), str(tmp_path / "plain"))
+    merge(str(tmp_path / "adapter"), str(tmp_path / "plain"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
     assert (logits_of(plain) - logits_of(model)).abs().max() < 1e-5
     assert AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template
@@ -616,11 +614,11 @@ def output_folder(tiny, folder):
 def test_an_output_folder_is_its_newest_checkpoint_and_can_be_moved(tiny, tmp_path):
     model = output_folder(tiny, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    assert lora.newest(str(tmp_path / "run")).endswith("step_000010")
+    assert newest(str(tmp_path / "run")).endswith("step_000010")
     assert torch.equal(logits_of(load(tmp_path / "run", lora_r=4)), logits_of(model))
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     moved = load(tmp_path / "elsewhere", lora_r=4)
-    assert torch.equal(logits_of(moved), logits_of(model)) and "elsewhere" in moved.base_path
+    assert torch.equal(logits_of(moved), logits_of(model)) and "elsewhere" in moved.facts.source
     assert not torch.equal(logits_of(load(tmp_path / "elsewhere" / "checkpoints" / "step_000005", lora_r=4)), logits_of(model))
 
 
@@ -668,7 +666,7 @@ def no_tokenizer(tiny, folder):
 
 def long_tokenizer(tiny, folder):
     shutil.copytree(tiny, folder / "m")
-    tokenizer = lora.make_tiny()[1]
+    tokenizer = make_tiny()[1]
     tokenizer.add_tokens([f"<extra_{i}>" for i in range(300)])
     tokenizer.save_pretrained(folder / "m")
     return folder / "m"
@@ -772,7 +770,7 @@ def prompt_tuning(tiny, folder):
     (base_gone, "/gone/model: no such folder"), (prompt_tuning, "only plain LoRA")])
 def test_refusals_are_one_line_that_names_the_place(tiny, tmp_path, make, says):
     path = make(tiny, tmp_path)
-    vocab, tokens = (len(lora.make_tiny()[1]) + extra for extra in (0, 300))
+    vocab, tokens = (len(make_tiny()[1]) + extra for extra in (0, 300))
     with pytest.raises(UserError) as error:
         load(path, lora_r=4)
     message = str(error.value)
@@ -800,7 +798,7 @@ def test_a_hub_id_whose_tokenizer_is_not_cached_yet_goes_to_the_hub(tiny, monkey
     import huggingface_hub
     from transformers import AutoModelForCausalLM
     asked, real = [], AutoModelForCausalLM.from_pretrained
-    tokenizer = lora.make_tiny()[1]
+    tokenizer = make_tiny()[1]
 
     def read_tokenizer(source, **where):
         if where:
@@ -808,7 +806,7 @@ def test_a_hub_id_whose_tokenizer_is_not_cached_yet_goes_to_the_hub(tiny, monkey
         return tokenizer
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda source, **options: real(tiny, **options))
-    monkeypatch.setattr(lora, "_read_tokenizer", read_tokenizer)
+    monkeypatch.setattr(loading, "_read_tokenizer", read_tokenizer)
     monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: asked.append(1))
     assert load_model("some/model", device="cpu")[1] is tokenizer and asked
 
@@ -823,7 +821,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------- tiny
 @pytest.fixture(scope="module")
 def tokenizer():
-    return lora.make_tiny()[1]
+    return make_tiny()[1]
 
 
 @pytest.fixture(scope="module")
@@ -832,11 +830,11 @@ def reopened(tiny):
 
 
 def test_tiny_is_small_and_repeatable():
-    (a, _), (b, _), (c, _) = lora.make_tiny(), lora.make_tiny(), lora.make_tiny(1)
+    (a, _), (b, _), (c, _) = make_tiny(), make_tiny(), make_tiny(1)
     assert 0.7e6 < sum(p.numel() for p in a.parameters()) < 1e6
     assert torch.equal(logits_of(a), logits_of(b)) and not torch.equal(logits_of(a), logits_of(c))
     state = torch.random.get_rng_state()
-    lora.make_tiny(3)
+    make_tiny(3)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -925,13 +923,13 @@ def test_merge_overwrites_nothing(tmp_path, target, says):
 def test_dropout_is_the_flag_s_whatever_the_adapter_was_trained_with(tiny, tmp_path, dropout):
     save_model(load(tiny, lora_r=4, lora_dropout=0.3), tmp_path)
     model = load(str(tmp_path), lora_r=4, lora_dropout=dropout)
-    assert {linear.lora_dropout for linear in lora_linears(model).values()} == {dropout}
+    assert {linear.lora.dropout for linear in adapters(model).values()} == {dropout}
 
 
 def test_merging_takes_the_adapter_to_where_the_base_is(tiny):
     """--optim adamw_cpu keeps A and B on the CPU; the meta device stands for a GPU."""
     model = load(tiny, lora_r=4)
-    for linear in lora_linears(model).values():
+    for linear in adapters(model).values():
         linear.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     with merged(model):
-        assert all(linear.weight.is_meta and linear.lora_merged for linear in lora_linears(model).values())
+        assert all(linear.weight.is_meta and linear.lora.base is not None for linear in adapters(model).values())

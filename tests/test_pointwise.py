@@ -4,10 +4,11 @@ import torch
 from test_fused import OTHERS, OURS, adapted
 from test_generate import build
 
-import lora
 from llm import pointwise
 from llm.generate import Engine, generate
-from lora import lora_linears, merged, token_logprobs
+from llm.loading import load_model
+from llm.logprobs import token_logprobs
+from lora import adapters, merged
 
 
 def batch(vocab, rows=3, width=11):
@@ -26,7 +27,7 @@ def stock(model):
 
 
 def gradients(model, share=False):
-    model.shares_prefix = share
+    model.facts.shares_prefix = share
     if share:
         model.set_attn_implementation("causal_attention")
     ids, mask = batch(model.config.vocab_size)
@@ -117,7 +118,7 @@ def test_much_less_is_kept():
 
 def test_attention_keeps_its_inputs_alone():
     """Nothing that grows with the square of the length is kept on a CPU."""
-    model, _ = lora.load_model("tiny", lora_r=2)
+    model, _ = load_model("tiny", lora_r=2)
     sizes = []
     for width in (100, 400):
         ids = torch.zeros(1, width, dtype=torch.long)
@@ -136,16 +137,16 @@ def test_attention_keeps_its_inputs_alone():
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's layout")
 def test_merged_weights_are_packed_and_dropped_then_the_base_returns():
     model = adapted("qwen2").to(torch.bfloat16)
-    before = {n: linear.weight.detach().clone() for n, linear in lora_linears(model).items()}
+    before = {n: linear.weight.detach().clone() for n, linear in adapters(model).items()}
     with merged(model):
         first = generate(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
-        assert all(linear.weight.numel() == 0 for linear in lora_linears(model).values())
+        assert all(linear.weight.numel() == 0 for linear in adapters(model).values())
         assert generate(model, [[1, 2, 3]], group_size=4, max_new_tokens=6) == first  # a second Engine: the same packs
         with pytest.raises(RuntimeError):
             model(input_ids=torch.tensor([[1]]))
-    assert all(torch.equal(before[n], linear.weight) and linear.lora_packed is None for n, linear in lora_linears(model).items())
-    for linear in lora_linears(model).values():
-        linear.lora_B.weight.data.neg_()
+    assert all(torch.equal(before[n], linear.weight) and linear.lora.packed is None for n, linear in adapters(model).items())
+    for linear in adapters(model).values():
+        linear.lora.B.data.neg_()
     with merged(model):  # other weights, other packs
         other = generate(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
     assert other != first

@@ -19,8 +19,8 @@ from envs import tasks
 from experiment import run
 from experiment.command_line import parse
 from experiment.run import Run, UserError
+from llm.loading import load_model, save_model
 from llm.tiny import make_tiny
-from lora import load_model, save_model
 
 ROOT = Path(run.__file__).parent.parent
 

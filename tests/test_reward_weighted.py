@@ -17,7 +17,8 @@ import sft
 from agent import collate, read_trajectories, rollout
 from envs import tasks
 from experiment.run import UserError, options
-from lora import load_model, token_logprobs
+from llm.loading import load_model
+from llm.logprobs import token_logprobs
 
 WORLD = '''
 import random

@@ -11,8 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import agent
 from agent import collate, demonstrate, rollout
 from llm.generate import Row
+from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
-from lora import add_lora, lora_linears, merged, token_logprobs
+from lora import adapters, add_lora, merged
 
 
 def tokenizer_of(case):
@@ -29,8 +30,8 @@ def test_rollout_gives_the_ids_of_the_demonstration_and_the_trainers_logprobs(ca
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
         num_key_value_heads=1, initializer_range=0.1, max_position_embeddings=4096)).eval()
     add_lora(model, r=4, alpha=8)
-    for linear in lora_linears(model).values():
-        torch.nn.init.normal_(linear.lora_B.weight, std=0.05)
+    for linear in adapters(model).values():
+        torch.nn.init.normal_(linear.lora.B, std=0.05)
     limits = agent.Limits(max_new_tokens=400, max_tokens=8000, max_tool_tokens=8000)
     tasks = [{"equation": "x + 3 = 5"}, {"equation": "2x = -6"}, {"equation": "x/2 = 4"}]
     wanted = demonstrate(tokenizer, "equations", tasks, limits)

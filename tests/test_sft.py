@@ -9,7 +9,8 @@ import envs
 import sft
 from agent import Trajectory, collate, demonstrate
 from experiment.run import UserError
-from lora import load_model, token_logprobs
+from llm.loading import load_model
+from llm.logprobs import token_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import sft
 from agent import Episode, Limits, Trajectory, collate, demonstrate
 from experiment.run import UserError
 from llm.chat import Chat, parse_tool_calls
+from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
-from lora import token_logprobs
 
 GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
 SYSTEM, ASK, ANSWER = ({"role": role, "content": text} for role, text in (

@@ -1,0 +1,44 @@
+"""Merge an adapter into its base model.
+
+    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
+"""
+import os
+import sys
+
+from experiment.config import UserError
+from llm import loading
+from lora import settings
+
+
+def merge(source: str, folder: str):
+    """Write the plain model folder, weights and tokenizer, of an adapter or output folder."""
+    model, tokenizer = loading.load_model(source, dtype="auto", train=False)
+    if settings(model):
+        loading.merge(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main(words: list[str]) -> int:
+    """Run the command and return its exit status."""
+    if len(words) != 3 or words[0] != "merge":
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = words[2]
+    try:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            names = os.listdir(folder)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot write there ({error.strerror})") from None
+        if names:  # it may be the adapter's base: the adapter would then be applied twice
+            raise UserError(f"{folder}: is not empty; give a new folder")
+        merge(*words[1:])
+    except UserError as error:
+        print(f"lora.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
