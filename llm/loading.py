@@ -164,7 +164,7 @@ def is_tiny(model_path: str) -> bool:
             return True
         with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
             return bool(json.load(file).get("tiny"))
-    except (UserError, OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError):  # a UserError is a ValueError
         return False
 
 

@@ -85,5 +85,5 @@ def make_tiny(seed: int = 0):
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
             num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
             initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, tiny=True))
     return model, tokenizer

@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lora
-from llm import fused, generate, memory
+from llm import checkpointing, fused, generate
+from llm.facts import facts
 from llm.generate import Engine, Row
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
@@ -32,7 +33,7 @@ def storages(model):
 @pytest.mark.parametrize("name", OURS)
 def test_same_tokens_and_logprobs_as_the_stock_modules(name):
     model = build(name)
-    assert Engine(model).fused and model.facts.fuses is True
+    assert Engine(model).fused and facts(model).fuses is True
     runs = [play(model, schedule(5), slots=4, limit=9, stop_ids=set(range(0, VOCAB, 11)), fused=on, pause=lambda row: len(row.turn) % 4)[0]
             for on in (True, False)]
     for ours, stock in zip(*runs):
@@ -44,7 +45,7 @@ def test_same_tokens_and_logprobs_as_the_stock_modules(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_architecture_stays_with_the_stock_modules(name):
     model = build(name)
-    assert Engine(model).fused is None and not fused.fits(model) and not model.facts.fuses
+    assert Engine(model).fused is None and not fused.fits(model) and not facts(model).fuses
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True, "mlp_bias": True}, {"rms_norm_eps": 0.1}, {"head_dim": 32},
@@ -77,7 +78,7 @@ def test_what_does_not_agree_is_not_used(break_it, monkeypatch):
         else:
             monkeypatch.delattr(fused, "joined")
     engine = Engine(model)
-    assert engine.fused is None and model.facts.fuses is False and fused.fits(model)
+    assert engine.fused is None and facts(model).fuses is False and fused.fits(model)
     assert recomputed(model, play(model, schedule(2), slots=3)[0]).max() < 1e-4
 
 
@@ -102,7 +103,7 @@ def test_merged_adapters_run_fused_unmerged_ones_and_hooks_do_not():
         assert not fused.fits(plain)
         handle.remove()
     assert fused.fits(plain)
-    memory.tile_mlps(plain, 4)  # the same product, a few tokens at a time
+    checkpointing.tile_mlps(plain, 4)  # the same product, a few tokens at a time
     assert fused.fits(plain)
     plain.model.layers[0].self_attn.forward = lambda *_, **__: None
     assert not fused.fits(plain)

@@ -168,7 +168,7 @@ def count_tokens(model, ids, mask):
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
 def test_a_shared_prefix_goes_through_once_and_changes_nothing(tiny, lora_r, checkpointing):
     model, (ids, mask) = randomise(load(tiny, lora_r=lora_r)), alike()
-    assert model.facts.shares_prefix and count_tokens(model, ids, mask) == 9 + 3 * 12
+    assert facts(model).shares_prefix and count_tokens(model, ids, mask) == 9 + 3 * 12
     exact = full(model, ids, mask, 0.8)
     expected = gradients(model, (exact[0] * ids).sum() + exact[1].sum())
     if checkpointing:
@@ -557,7 +557,7 @@ def test_we_read_pefts_adapter(tiny, tmp_path, options):
     assert not torch.equal(expected, logits_of(peft_base(tiny)))
     model = load(tmp_path, lora_r=6)
     assert (logits_of(model) - expected).abs().max() == 0.0
-    assert model.facts.source == tiny and not model.lora_settings.fresh and freeze_reference(model)
+    assert facts(model).source == tiny and not model.lora_settings.fresh and freeze_reference(model)
     assert (logits_of(load(tmp_path)) - expected).abs().max() < 1e-5  # lora_r = 0: merged, and all weights train
 
 
@@ -618,7 +618,7 @@ def test_an_output_folder_is_its_newest_checkpoint_and_can_be_moved(tiny, tmp_pa
     assert torch.equal(logits_of(load(tmp_path / "run", lora_r=4)), logits_of(model))
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     moved = load(tmp_path / "elsewhere", lora_r=4)
-    assert torch.equal(logits_of(moved), logits_of(model)) and "elsewhere" in moved.facts.source
+    assert torch.equal(logits_of(moved), logits_of(model)) and "elsewhere" in facts(moved).source
     assert not torch.equal(logits_of(load(tmp_path / "elsewhere" / "checkpoints" / "step_000005", lora_r=4)), logits_of(model))
 
 
