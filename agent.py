@@ -19,7 +19,9 @@ import torch
 from tqdm import tqdm
 
 import envs
+from envs.demonstrations import check_tokens
 from envs.tool_pool import ToolPool, paid
+from experiment.data import read_rows, reading
 from experiment.run import UserError, finite, flag, main, mix
 from llm.chat import Chat, parse_tool_calls
 from llm.generate import Engine, Row
@@ -375,16 +377,20 @@ def collate(trajectories: list[Trajectory], device="cpu"):
             pad([t.logprobs for t in trajectories], torch.float32))
 
 
-def read_trajectories(path: str) -> list[Trajectory]:
-    """Episodes of a trajectories.jsonl. UserError: `FILE:LINE: what is wrong`."""
+def read_trajectories(path: str, tokenizer=None, vocabulary: int = 0) -> list[Trajectory]:
+    """Return the episodes of a trajectories.jsonl. UserError: `FILE:LINE: what is wrong`.
+
+    With a model's tokenizer and the size of its vocabulary, episodes of another model are refused.
+    """
     out = []
-    for row in envs.read_rows(path):
+    for row in read_rows(path):
         line = row.pop("_line")
         row.pop("step", None)
-        try:
-            out.append(Trajectory.from_json(row))
-        except ValueError as error:
-            raise UserError(f"{path}:{line}: {error}") from None
+        with reading(path, line):
+            episode = Trajectory.from_json(row)
+            if tokenizer:
+                check_tokens(episode.token_ids, episode.messages, tokenizer, vocabulary)
+        out.append(episode)
     return out
 
 

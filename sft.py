@@ -1,42 +1,53 @@
-"""Supervised fine-tuning: imitate demonstrations.
+"""Supervised fine-tuning (SFT): imitate demonstrations.
 
-    demonstrations  -> episodes of a world's scripted expert (`demonstrate`), or what a file holds (`recorded`)
-    sft_loss        -> -log pi(token | tokens before it), a mean over the tokens that the demonstrator wrote
-    train           -> AdamW over shuffled epochs; held-out loss and held-out success
+    demonstrations  episodes of a scripted expert, or what a file holds: chats, completions, recorded episodes
+    sft_loss        -log pi(token | tokens before it), a mean over the tokens that the demonstrator wrote
+    train           AdamW over shuffled epochs; loss and success on held-out data
 
-Loss falls on assistant tokens and their end-of-turn token only: prompts, templates and tool results are context. Left
-out: packing (episodes of like length share a batch instead), label smoothing.
+The loss falls on assistant tokens and their end-of-turn token only: prompts, templates and tool results are
+context. Left out: packing (episodes of similar length share a batch instead) and label smoothing.
 
-    python sft.py                       the tiny model learns the equations world from nothing: a minute on a CPU
+    python sft.py                       the tiny model learns the equations environment from nothing: a minute on a CPU
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16 --learning_rate 1e-4
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
+
+Legend: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
-import json
 import math
-import time
-import unicodedata
-import zlib
-from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import envs
-from agent import Limits, Trajectory, collate, demonstrate, evaluate
-from envs import gsm8k, meetings
-from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
-from llm.chat import Chat
+from agent import Limits, Trajectory, collate, demonstrate, evaluate, read_trajectories
+from envs.demonstrations import (
+    EXPECTED,
+    Encoder,
+    Row,
+    describe,
+    imitates_rows,
+    read_demonstrations,
+    registered_envs,
+    split,
+)
+from experiment.checkpoint import replace_file, to_json
+from experiment.config import MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag
+from experiment.data import read_rows
+from experiment.errors import UserError
+from experiment.run import Run, main, mix
 from llm.dry_run import dry_run
-from llm.loading import DTYPES, fast_float32, load_model, load_weights, model_options, save_model
+from llm.loading import fast_float32, is_tiny, load_model, model_options
 from llm.logprobs import token_logprobs
 from llm.merge import merge
 from llm.optimizer import adamw
+from llm.training_state import TrainingState
 
-# How the other algorithms' tiny model is taught before they start: by demonstrations in which most
+TINY = {"learning_rate": 3e-3, "dtype": "float32"}  # defaults of the tiny model
+
+# How the tiny model is taught before another algorithm starts from it: by demonstrations in which most
 # actions are wrong, but numbers are always copied correctly. Which action to choose is left to learn.
 TINY_SFT = {
     "max_samples": 2600,
@@ -46,229 +57,140 @@ TINY_SFT = {
     "batch_size": 16,
     "learning_rate": 3e-3,
 }
+HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
-@dataclass
-class Config:
-    model_path: str = flag("tiny", "model: tiny, hub id, model folder, adapter folder or output folder", group="model")
-    lora_r: int = flag(0, "LoRA rank; 0: all weights train", group="model", low=0)
-    lora_alpha: float | None = flag(None, "LoRA alpha; default: twice the rank", group="model", above=0)
-    lora_dropout: float = flag(0.0, "dropout on the adapter's input", group="model", low=0, high=0.99)
-    lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas", group="model")
-    use_rslora: bool = flag(False, "scale by alpha / sqrt(rank)", group="model")
-    dtype: str = flag("float32", "of frozen weights", group="model", choices=tuple(DTYPES))
+def usual_learning_rate(config):
+    """1e-4 with LoRA, 1e-5 where all weights train"""
+    return 1e-4 if config.lora_r else 1e-5
 
-    memory: str = flag("plain", "what is saved, each with what stands before it", group="memory",
-                       choices=("plain", "checkpoint", "4bit", "small", "stream"))
-    load_in_4bit: bool = flag(False, "frozen base in NF4 with double quantization", group="memory")
-    gradient_checkpointing: bool = flag(
-        False, "recompute layers in the backward pass: less memory, a third more time", group="memory")
-    dry_run: bool = flag(False, "print what every setting of --memory would need, and stop", group="memory")
 
-    env: str | None = flag(None, "world or worlds (a,b); also path/to/file.py:Class; default: equations, or with "
-                                 "recorded rows the world they are of", group="data")
+@dataclass(kw_only=True)
+class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
+    heading = "demonstrations"
+    lora_r: int = 0
+    learning_rate: float | None = auto(usual_learning_rate)
+    warmup_steps: int = 20
+    batch_size: int = 32
+    num_epochs: int = 4
+    output_dir: str = "runs/sft"
+
+    env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; default: equations, or "
+                                 "with recorded rows the environment they are of")
     dataset: str | None = flag(
-        None, "rows (.jsonl, .csv) to learn from: messages | prompt, completion | question, answer (GSM8K) | "
-        "input_text, target_probability ... (meetings) | token_ids ...; all other rows, and those that a given --env "
-        "takes for its tasks, are played by the expert", group="data")
-    eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth, by hash", group="data")
+        None, f"rows (.jsonl, .csv) to imitate: {EXPECTED}; all other rows, and those that a given --env "
+        "takes for its tasks, are played by the expert")
+    eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth, by hash")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; --dataset and "
-                                          "--eval_dataset are then tasks to play at the end", group="data")
-    min_reward: float | None = flag(None, "with --trajectories: imitate episodes of at least this reward", group="data")
-    max_samples: int = flag(3000, "demonstrations", group="data", low=1)
-    expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", group="data", low=0, high=1)
-    max_turns: int | None = flag(None, "assistant turns of a demonstration; default: the world's", group="data", low=1)
-    max_tokens: int = flag(1024, "longest episode, tokens; longer ones are dropped and counted", group="data", low=8)
-
-    num_epochs: int = flag(4, "passes over the demonstrations", group="training", low=1, aliases=("total_epochs",))
-    max_steps: int | None = flag(None, "optimiser steps; beats num_epochs", group="training", low=1)
-    max_seconds: float | None = flag(
-        None, "stop after this long; such a run is not repeatable to the bit", group="training", above=0)
-    batch_size: int = flag(32, "episodes in one forward pass", group="training", low=1)
-    gradient_accumulation_steps: int = flag(1, "forward passes of one step", group="training", low=1)
-    learning_rate: float | None = flag(
-        None, "AdamW step size at its peak; default: 1e-4 with LoRA, 1e-5 without, 3e-3 for tiny",
-        group="training", above=0)
-    warmup_steps: int = flag(20, "steps of linear warm-up; after them a cosine down to 10 %", group="training", low=0)
-    weight_decay: float = flag(0.0, "AdamW weight decay", group="training", low=0)
-    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this", group="training", above=0)
-
-    output_dir: str = flag("runs/sft", "folder of this run", group="run")
-    overwrite: bool = flag(False, "replace the run that is in output_dir", group="run")
-    resume: str | None = flag(None, "go on with the run in output_dir, from its newest checkpoint or the one before",
-                              group="run", choices=("newest", "previous"), const="newest")
-    resume_anyway: bool = flag(False, "resume with other --batch_size, --slots or ways to recompute", group="run")
-    seed: int = flag(0, "of everything random", group="run", low=0)
-    save_every: int = flag(0, "steps between checkpoints; 0: at the end", group="run", low=0)
-    eval_tasks: int = flag(200, "held-out tasks played, at temperature 1, after (and before, if the model is not tiny)",
-                           group="run", low=0)
-    eval_every: int = flag(0, "steps between evaluations; 0: before and after only", group="run", low=0)
+                                          "--eval_dataset are then tasks to play in the evaluation")
+    min_reward: float | None = flag(None, "with --trajectories: imitate episodes of at least this reward")
+    max_samples: int = flag(3000, "demonstrations", low=1)
+    expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
+    max_turns: int | None = flag(None, "assistant turns of an episode; default: what the environment states", low=1)
+    max_new_tokens: int | None = auto(128, "tokens per turn in the evaluation", low=1)
+    max_tokens: int | None = auto(1024, "longest episode in tokens; longer ones are dropped and counted", low=8,
+                                  aliases=("max_length",))
 
 
 def sft_loss(logprobs, loss_mask, num_tokens):
-    """-sum log pi / num_tokens. logprobs, loss_mask (B, T); num_tokens: masked tokens of the whole step."""
+    """Compute the negative log-likelihood of the demonstrator's tokens.
+
+    Args:
+        logprobs: (B, T) log pi of each token given those before it, in nats.
+        loss_mask: (B, T) 1 on the tokens that the demonstrator wrote, else 0.
+        num_tokens: sum of the masks of the whole step, so that the losses of its micro-batches add up.
+
+    Returns a scalar, nats per token.
+    """
     return -(logprobs * loss_mask).sum() / num_tokens
 
 
-def learning_rate(step: int, config, total: int) -> float:
-    """Linear warm-up, then a cosine to a tenth. A function of the step alone: nothing to save."""
-    warm = min(1.0, (step + 1) / max(config.warmup_steps, 1))
-    return config.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / total))
+# ---------------------------------------------------------------------------------------- demonstrations
+def demonstrations(config: Config, tokenizer, vocabulary: int) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Return the episodes to imitate and the held-out ones.
 
-
-# ---------------------------------------------------------------------------------------------------------- data
-FIELDS = (("token_ids", "loss_mask"), ("messages",), ("prompt", "completion"), ("question", "answer"),
-          ("input_text", "target_probability"))
-KINDS = "; ".join(map(", ".join, FIELDS))
-
-
-def demonstrations(config: Config, tokenizer, split: str, n: int, vocabulary: int | None = None) -> list[Trajectory]:
-    """At most n episodes to imitate, `split` "train" or "test": recorded, or the expert's; too long: dropped aloud."""
-    if rows := learns_rows(config):
-        found = recorded(config, tokenizer, split, n, vocabulary or len(tokenizer))
+    They are recorded episodes (--trajectories), rows of a file that are written to be imitated (--dataset), or
+    episodes of the environment's scripted expert. Those longer than max_tokens are dropped and counted.
+    """
+    if config.trajectories:
+        learned, held_out = recorded(config, tokenizer, vocabulary)
+    elif imitates_rows(config.dataset, config.env):
+        learned, held_out = written(config, tokenizer)
     else:
-        tasks = envs.tasks(config.env, split, n, config.seed, config.dataset, config.eval_dataset)
-        if config.dataset:
-            print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split})")
-        tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split, i)}
-                 for i, task in enumerate(tasks)]
-        found = demonstrate(tokenizer, config.env, tasks, Limits(config.max_turns, max_tokens=config.max_tokens))
-    short = [t for t in found if len(t.token_ids) <= config.max_tokens]
-    if len(short) < len(found):
-        print(f"{len(found) - len(short)} of {len(found)} episodes exceed {config.max_tokens} tokens: dropped")
-    if not short and not (rows and split == "test"):
-        floor = f"of reward {config.min_reward} or more " if config.min_reward is not None else ""
-        raise UserError(f"no episodes to imitate: {config.trajectories or config.dataset or config.env} has none "
-                        f"{floor}within {config.max_tokens} tokens")
+        learned = played(config, tokenizer, "train", config.max_samples)
+        held_out = played(config, tokenizer, "test", HELD_OUT)
+    learned = drop_long(learned, config.max_tokens)
+    if not learned:
+        source = config.trajectories or config.dataset or config.env
+        floor = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
+        raise UserError(f"no episodes to imitate: {source} has none {floor}within {config.max_tokens} tokens")
+    return learned, drop_long(held_out, config.max_tokens)
+
+
+def recorded(config, tokenizer, vocabulary):
+    """Return the episodes of --trajectories of at least --min_reward, and those held out: of other tasks."""
+    def read(path):
+        episodes = read_trajectories(path, tokenizer, vocabulary)
+        floor = -math.inf if config.min_reward is None else config.min_reward
+        return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor]
+
+    def task(t):
+        return [t.info.get("task"), t.token_ids[:t.loss_mask.index(1)]]
+
+    # With --dataset, both data sets are tasks of the evaluation.
+    apart = None if config.dataset or not config.eval_dataset else read(config.eval_dataset)
+    learned, held_out = split(read(config.trajectories), apart, task, config.seed)
+    print(f"{config.trajectories}: {len(learned)} episodes to learn from, {len(held_out)} held out")
+    return learned[:config.max_samples], held_out[:HELD_OUT]
+
+
+def written(config, tokenizer):
+    """Return the conversations of --dataset as episodes, and those held out: of --eval_dataset, or a tenth."""
+    apart = config.eval_dataset and read_demonstrations(config.eval_dataset)
+    learned, held_out = split(read_demonstrations(config.dataset), apart, Row.content, config.seed)
+    learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
+    describe(learned, tokenizer)
+    encode = Encoder(tokenizer, config.env)
+    return [as_episode(row, encode) for row in learned], [as_episode(row, encode) for row in held_out]
+
+
+def as_episode(row, encode) -> Trajectory:
+    """Return the conversation of a row as an episode, token for token as a rollout would write it down."""
+    token_ids, loss_mask, messages = row.tokens(encode)
+    return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), group_id=f"{row.path}:{row.line}",
+                      messages=messages, info={"env": row.conversation.env, "task": row.row}, stop_reason="done")
+
+
+def played(config, tokenizer, split_name, n):
+    """Return episodes of the environment's scripted expert, a share of whose actions is wrong (--expert_noise)."""
+    tasks = envs.tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
+    if config.dataset:
+        print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
+    tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
+             for i, task in enumerate(tasks)]
+    return demonstrate(tokenizer, config.env, tasks, Limits(config.max_turns, max_tokens=config.max_tokens))
+
+
+def drop_long(episodes, max_tokens):
+    """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
+    short = [t for t in episodes if len(t.token_ids) <= max_tokens]
+    if len(short) < len(episodes):
+        print(f"{len(episodes) - len(short)} of {len(episodes)} episodes exceed {max_tokens} tokens: dropped")
     return short
 
 
-def learns_rows(config: Config) -> bool:
-    """Whether a file's rows are learnt from: --trajectories; --dataset, if its first has some FIELDS and is no task."""
-    if config.trajectories or not config.dataset or config.dataset == config.env:
-        return bool(config.trajectories)
-    row = envs.read_rows(config.dataset)[0]
-    line, known = row.pop("_line"), any(row.keys() >= {*fields} for fields in FIELDS)
-    if not config.env and not known and not envs.is_task("equations", row):
-        raise UserError(f"{config.dataset}:{line}: neither a row to learn from ({KINDS}) nor a task of equations; "
-                        f"name the world with --env; has: {', '.join(row)}")
-    return known and not (config.env and envs.is_task(config.env, row))
+def held_out_tasks(config, env, learned) -> list[dict]:
+    """Return the tasks to play in the evaluation, none of which is learned from; [] where no environment is known."""
+    if not config.eval_tasks or not env:
+        return []
+    files = (config.dataset, config.eval_dataset) if config.dataset else ()
+    if not config.trajectories and imitates_rows(config.dataset, config.env):
+        if not envs.is_task(env, read_rows(config.dataset)[0]):
+            files = ()  # the environment's own tasks
+    tasks = envs.tasks(env, "test", config.eval_tasks, config.seed, *files)
+    return envs.drop_seen(tasks, [t.info["task"] for t in learned if t.info.get("task")])
 
 
-def recorded(config: Config, tokenizer, split: str, n: int, vocabulary: int) -> list[Trajectory]:
-    """At most n episodes of a file's rows, drawn by the seed; UserError `FILE:LINE: what is wrong`.
-
-    Held out is --eval_dataset, or every tenth row by the hash of its content, of an episode by that of its task. Rows
-    that bring no tools and no system message get those of --env, if it is given.
-    """
-    apart = None if config.trajectories and config.dataset else config.eval_dataset
-    path = apart if split == "test" and apart else config.trajectories or config.dataset
-    world = envs.load(config.env) if config.env and "," not in config.env else None
-    system = getattr(world, "system_prompt", None)
-    chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
-    rows, found, kinds, spelled = [], [], Counter(), Counter()
-    for row in envs.read_rows(path):
-        where = f"{path}:{row.pop('_line')}"
-        try:
-            kind, what = read_row(row)
-            if isinstance(what, Trajectory):
-                check_tokens(what, tokenizer, vocabulary)
-                if config.min_reward is not None and what.reward < config.min_reward:
-                    continue
-                row = [what.info.get("task"), what.token_ids[:what.loss_mask.index(1)]]
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-        rows.append((where, kind, what, row, zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0))
-    if not apart:
-        few = all(held for *_, held in rows)  # one or two rows: all are learnt from
-        rows = [r for r in rows if (r[-1] and not few) == (split == "test")]
-    for i in np.random.default_rng(config.seed).permutation(len(rows))[:n]:
-        where, kind, what, row, _ = rows[i]
-        kinds[kind] += 1
-        if not isinstance(what, Trajectory):
-            solved, text = kind == "written solutions", json.dumps(what, ensure_ascii=False)
-            spelled.update({token for token in tokenizer.all_special_tokens if token in text})
-            tools = envs.schemas(envs.load("gsm8k")) if solved else row.get("tools")
-            if tools is None:
-                tools = envs.schemas(world) if world else []
-            try:
-                tools = json.loads(tools) if isinstance(tools, str) and tools.lstrip().startswith("[") else tools
-                check_tools(tools)
-                if (about := row.get("system") or system) and what[0].get("role") != "system":
-                    what = [{"role": "system", "content": about}, *what]
-                ids, mask = chat(json.dumps(tools)).conversation(what)
-            except ValueError as error:
-                raise UserError(f"{where}: {error}") from None
-            what = Trajectory(ids, mask, [0.0] * len(ids), group_id=where, stop_reason="done", messages=what,
-                              info={"env": "gsm8k"} if solved else {})
-        found.append(what)
-    print(f"{path}: {' and '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'none'} of {len(rows)} rows "
-          f"{'to learn from' if split == 'train' else 'held out'}")
-    for token, count in spelled.items():  # text stays text: it ends no turn
-        print(f"{count} rows contain {token} as text")
-    return found
-
-
-def read_row(row: dict) -> tuple[str, list[dict] | Trajectory]:
-    """What a row to learn from is, and its messages or episode; its fields tell. ValueError: in one line.
-
-    token_ids ...            an episode of trajectories.jsonl: what its policy sampled is learnt
-    messages                 a conversation, "tools" and "system" beside it; messages with "loss" or "weight" 0 are not
-                             learnt
-    prompt, completion       each text or messages; the completion is learnt
-    question, answer         GSM8K's written solution: each <<48/2=24>> becomes a call, answered by the world itself
-    input_text, target_probability, target_reason, ground_truth_prob     a meeting as text, and the answer as JSON
-    """
-    match row:
-        case {"token_ids": _, "loss_mask": _}:
-            episode = Trajectory.from_json({key: value for key, value in row.items() if key != "step"})
-            if not sum(episode.loss_mask):
-                raise ValueError("nothing to train: loss_mask is 0 throughout")
-            return "episodes", episode
-        case {"messages": [{"role": _}, *_] as messages}:
-            return "conversations", messages
-        case {"messages": _}:
-            raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
-        case {"prompt": prompt, "completion": completion}:
-            for name, part, lost in (("prompt", prompt, "answer"), ("completion", completion, "train on")):
-                if isinstance(part, (str, list)) and not (part.strip() if isinstance(part, str) else part):
-                    raise ValueError(f'"{name}" is empty: nothing to {lost}')
-            prompt, completion = ([{"role": role, "content": part}] if isinstance(part, str) else part
-                                  for role, part in (("user", prompt), ("assistant", completion)))
-            if not all(isinstance(part, list) and part and all(isinstance(m, dict) for m in part)
-                       for part in (prompt, completion)):
-                raise ValueError('"prompt" and "completion" must each be text or a list of messages')
-            return "completions", [{**m, "loss": 0} for m in prompt] + completion
-        case {"question": _, "answer": _}:
-            return "written solutions", gsm8k.written_solution(row)
-        case {"input_text": _, "target_probability": _}:
-            text, probability, reason, _ = meetings.read_columns({key: str(value) for key, value in row.items()})
-            return "meetings", [{"role": "user", "content": text},
-                                {"role": "assistant", "content": meetings.answer(probability, reason)}]
-    raise ValueError(f"nothing to learn from; need {KINDS}; has: {', '.join(row)}")
-
-
-def check_tokens(episode: Trajectory, tokenizer, vocabulary: int):
-    """ValueError if another model's tokenizer wrote the episode: ids out of range, or the user's words not in them."""
-    if (largest := max(episode.token_ids)) >= vocabulary:
-        raise ValueError(f"token {largest} is not in this model's vocabulary of {vocabulary}: another model's episode")
-    asked, read = (unicodedata.normalize("NFKC", "".join(text.split())) for text in (  # what tokenizers may lose
-        next((str(m.get("content")) for m in episode.messages if m.get("role") == "user"), ""),
-        tokenizer.decode(episode.token_ids)))
-    if asked not in read:
-        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
-
-
-def check_tools(tools):
-    try:
-        named = isinstance(tools, list) and all(isinstance(tool["function"]["name"], str) for tool in tools)
-    except (TypeError, KeyError):
-        named = False
-    if not named:
-        raise ValueError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
-
-
-# ---------------------------------------------------------------------------------------------------------- loop
 def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int, pool=16) -> list[list[Trajectory]]:
     """Return one pass over the data as batches of at most `per_step` episodes; every episode is in one of them.
 
@@ -283,122 +205,85 @@ def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int, 
     return [[data[i] for i in batches[place]] for place in rng.permutation(len(batches))]
 
 
-def train(config: Config) -> dict:
-    started = time.time()
-    if config.learning_rate is None:
-        config = replace(config, learning_rate=3e-3 if config.model_path == "tiny" else 1e-4 if config.lora_r else 1e-5)
-    rows = learns_rows(config)
-    if not (config.env or rows):
+@torch.no_grad()
+def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> dict:
+    """Return the loss of the held-out demonstrations in nats per token, and what `evaluate` says of held-out tasks."""
+    total, tokens = 0.0, 0
+    for start in range(0, len(held_out), config.batch_size):
+        token_ids, loss_mask, _ = collate(held_out[start:start + config.batch_size], model.device)  # (B, T) each
+        total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
+        tokens += loss_mask.sum().item()
+    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens)
+    played = evaluate(model, tokenizer, env, tasks, limits=limits, seed=config.seed, step=-1, run=run) if tasks else {}
+    return {"loss": total / tokens, **played} if tokens else played
+
+
+# --------------------------------------------------------------------------------------------------- loop
+def settle(config: Config) -> Config:
+    """Return the config with a value in every field that depends on the model or the environment."""
+    if not config.env and not config.trajectories and not imitates_rows(config.dataset, None):
         config = replace(config, env="equations")
+    lengths = envs.lengths(config.env) if config.env else {}
+    return fill(config, TINY if is_tiny(config.model_path) else {}, lengths)
+
+
+def train(config: Config) -> dict:
+    """Imitate demonstrations: raise the log-probability of every token that the demonstrator wrote."""
+    config = settle(config)
     if config.dry_run:
-        plays = config.env or config.trajectories  # chats and answers have no world
         return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1), merge=False,
-                       rows=min(config.batch_size, config.max_samples), held_out=config.eval_tasks if plays else 0)
-    run = Run(config, "sft")
+                       rows=min(config.batch_size, config.max_samples), held_out=config.eval_tasks)
+    run = Run(config, "sft")  # the output folder: log, checkpoints, resume, signals, torchrun
     if run.finished:
         return run.finished
     fast_float32()
     model, tokenizer = load_model(config.model_path, **model_options(config))
+    learned, held_out = demonstrations(config, tokenizer, model.get_input_embeddings().num_embeddings)
+    env = config.env or registered_envs(t.info for t in learned)
+    tasks = held_out_tasks(config, env, learned)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    data = demonstrations(config, tokenizer, "train", config.max_samples, vocabulary)
-    held_out = demonstrations(config, tokenizer, "test", 100, vocabulary)
-    world, tasks = config.env or recorded_world(data), []
-    if config.eval_tasks and world:
-        playable = config.trajectories or not rows or envs.is_task(world, envs.read_rows(config.dataset)[0])
-        files = (config.dataset, config.eval_dataset) if config.dataset and playable else ()  # else the world's own
-        tasks = envs.tasks(world, "test", config.eval_tasks, config.seed, *files)
-    per_step = config.batch_size * config.gradient_accumulation_steps
-    steps_per_epoch = len(epoch_batches(data, per_step, config.seed, 0))
-    total = config.max_steps or config.num_epochs * steps_per_epoch
+    per_step = config.batch_size * (config.gradient_accumulation_steps or 1)
+    steps_per_epoch = len(epoch_batches(learned, per_step, config.seed, 0))
+    total = config.num_epochs * steps_per_epoch if config.max_steps is None else config.max_steps
+    evaluation = partial(evaluate_held_out, model, tokenizer, held_out, env, tasks, config, run)
+    with run:
+        state = TrainingState(model, tokenizer, optimizer)
+        for step in run.steps(total, state, evaluation, evaluate_before=config.model_path != "tiny"):
+            # 1. Episodes: the next demonstrations of the epoch.
+            epoch, place = divmod(step, steps_per_epoch)
+            batch = epoch_batches(learned, per_step, config.seed, epoch)[place]
+            token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
 
-    def held_out_success():
-        if not tasks:
-            return None
-        return evaluate(model, tokenizer, world, tasks, limits=Limits(max_tokens=config.max_tokens),
-                        seed=config.seed, step=-1, run=run)["success"]
+            # 2. Targets: every token that the demonstrator wrote counts the same.
+            num_tokens = loss_mask.sum().item()
 
-    def save(step):
-        return run.save(step, lambda folder: save_model(model, folder), tokenizer,
-                        optimizer_tensors(optimizer, model.named_parameters()),
-                        {"before": before, "seconds": time.time() - training_began})
-
-    start, saved = run.restore(lambda folder: load_weights(model, folder), optimizer, model.named_parameters())
-    before = saved["before"] if saved else held_out_success() if config.model_path != "tiny" else None
-    started, training_began = (t - saved.get("seconds", 0.0) for t in (started, time.time()))
-    run.begin(save)
-    bar = tqdm(range(start, total), "sft", initial=start, total=total)
-    for step in bar:
-        began = time.time()
-        epoch, place = divmod(step, steps_per_epoch)
-        batch = epoch_batches(data, per_step, config.seed, epoch)[place]
-        num_tokens, loss = sum(sum(t.loss_mask) for t in batch), 0.0
-        model.train()
-        for part in run.ranks.micro_batches(len(batch), config.batch_size):
-            run.check()
-            torch.manual_seed(mix(config.seed, "dropout", step, part.start))
-            token_ids, loss_mask, _ = collate(batch[part], model.device)  # (B, T) each
-            logprobs = token_logprobs(model, token_ids, loss_mask)[0]  # (B, T)
-            part = sft_loss(logprobs, loss_mask, num_tokens)
-            part.backward()
-            loss += part.item()
-            del logprobs, part  # or the graph lies in the way of the next
-        run.ranks.add_gradients(weights)
-        loss = sum(run.ranks.gather(loss))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config, total)
-        grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-        if run.accept_update(batch, loss, grad_norm):
-            optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"],
-                   "tokens": num_tokens}
-        seconds = time.time() - began
-        if config.eval_every and (step + 1) % config.eval_every == 0 and tasks:
-            metrics["eval/success"] = held_out_success()
-        run.write_line(step, metrics, {"seconds": seconds})
-        bar.set_postfix(loss=f"{loss:.3f}")
-        run.end(step + 1, metrics.get("eval/success"))
-        if config.max_seconds and run.ranks.first(lambda: time.time() - training_began > config.max_seconds):
-            total = step + 1
-            break
-    folder, after = run.last(total), held_out_success()
-    result = {"success_before": before, "success_after": after, "steps": total, "seed": config.seed,
-              "held_out_loss": None}
-    if held_out:
-        result["held_out_loss"] = held_out_loss(model, held_out, config.batch_size)
-    if config.eval_tasks:
-        print(f"held-out: loss {result['held_out_loss'] or math.nan:.3f}"
-              + (f", success {after:.3f} of {len(tasks)} tasks" if tasks else "; no world, no success")
-              + f"\nwritten: {folder}"
-              + (f"\nnext:    python grpo.py --model_path {config.output_dir} --env {world}" if world else ""))
-    return run.write_result({**result, "seconds": time.time() - started, "peak_memory_mb": peak_memory_mb()})
-
-
-def recorded_world(data: list[Trajectory]) -> str | None:
-    """The worlds that all of the episodes are of, if we know them: a data file does not choose which code runs."""
-    names = {str(t.info.get("env")) for t in data}
-    return ",".join(sorted(names)) if names <= envs.ENVS.keys() else None
-
-
-@torch.no_grad()
-def held_out_loss(model, trajectories, batch_size) -> float:
-    """`sft_loss` of demonstrations that were not trained on, nats per token."""
-    total = tokens = 0.0
-    for i in range(0, len(trajectories), batch_size):
-        token_ids, loss_mask, _ = collate(trajectories[i:i + batch_size], model.device)  # (B, T)
-        total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
-        tokens += loss_mask.sum().item()
-    return total / tokens
+            # 3. Update. The losses of the micro-batches add up to the loss of the step.
+            model.train()
+            loss_sum = 0.0
+            for rows in run.micro_batches(batch, step):
+                logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, t)
+                loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
+                loss.backward()
+                loss_sum += loss.item()
+                # Free the autograd graph before the next micro-batch builds its own.
+                del logprobs, loss
+            run.ranks.add_gradients(weights)
+            loss_sum = sum(run.ranks.gather(loss_sum))
+            grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+            if run.accept_update(batch, loss_sum, grad_norm):
+                optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
+    return run.finish(held_out_loss=run.after.get("loss"))
 
 
 def teach_tiny(config, run) -> str:
     """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
 
-    The folder is `base/` in the output folder: a plain model, which the run's adapters point to.
-    A resumed run finds it there and teaches nothing.
+    The folder is `base/` in the output folder: a plain model, which the run's adapters point to. A resumed run finds
+    it there and teaches nothing.
 
     Args:
         config: of the algorithm that starts from the tiny model (`output_dir`, `env`, `seed`).
@@ -409,8 +294,8 @@ def teach_tiny(config, run) -> str:
     if run.ranks.first(taught.exists):
         return str(base)
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
-    schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations", seed=config.seed,
-                       eval_tasks=0, overwrite=True, **TINY_SFT)
+    schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations", seed=config.seed, eval_tasks=0,
+                       overwrite=True, **TINY_SFT)
     seconds = train(schooling)["seconds"]
     run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
     run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))

@@ -59,6 +59,11 @@ def limits(env_names) -> dict:
     return {key: max(row[key] for row in stated) for key in LIMITS}
 
 
+def lengths(env_names) -> dict:
+    """Return the max_new_tokens and max_tokens that the environments recommend."""
+    return {name: value for name, value in limits(env_names).items() if name != "tool_timeout"}
+
+
 def options(text: str | None) -> dict:
     """Return what --env_options says: "num_turns=3,shaped=true" becomes {"num_turns": 3, "shaped": True}."""
     out = {}

@@ -345,21 +345,31 @@ class Run:
         if self.looping and not self.updated and self.saved != self.step:
             self.make(self.step)
 
-    def steps(self, total, state, evaluate):
+    def learning_rate(self, step):
+        """Return the learning rate of a step: a linear warm-up, and a linear decay to a tenth of the peak."""
+        warmup = min(1.0, (step + 1) / max(self.config.warmup_steps, 1))
+        return self.config.learning_rate * warmup * (1 - 0.9 * step / max(self.total, 1))
+
+    def steps(self, total, state, evaluate, evaluate_before=True):
         """Yield the numbers of the steps that are still to be done, and look after everything around them.
 
-        Before the first: the checkpoint to resume from is loaded, or the policy is evaluated. After each: the held-out
-        evaluation if it is due, the step's lines in metrics.jsonl and timing.jsonl, a checkpoint if it is due.
+        Before the first: the checkpoint to resume from is loaded, or the policy is evaluated. Before each: the
+        optimizer gets the step's learning rate. After each: the held-out evaluation if it is due, the step's lines in
+        metrics.jsonl and timing.jsonl, a checkpoint if it is due.
 
         Args:
             total: steps of the whole run; the learning rate's schedule has this length.
             state: the `TrainingState` that checkpoints hold.
             evaluate: returns the metrics of held-out tasks as a dict, {} if there are none.
+            evaluate_before: False if the policy is not worth evaluating before the first step.
         """
         from tqdm import tqdm
         self.total = total
         start, saved = self.restore(state.load_weights, state.optimizer, state.model.named_parameters())
-        self.before = saved["before"] if saved else evaluate()
+        if saved:
+            self.before = saved["before"]
+        else:
+            self.before = evaluate() if evaluate_before else {}
         self.began = time.time() - saved.get("seconds", 0.0)
         self.begin(lambda step: self.save(
             step, state.save_weights, state.tokenizer,
@@ -367,7 +377,9 @@ class Run:
             {"before": self.before, "seconds": time.time() - self.began}))
         bar = tqdm(range(start, total), self.algorithm, initial=start, total=total, disable=not total)
         for step in bar:
-            self.line, self.rollout_seconds, began = {}, 0.0, time.time()
+            self.line, self.rollout_seconds, began = {"learning_rate": self.learning_rate(step)}, 0.0, time.time()
+            for group in state.optimizer.param_groups:
+                group["lr"] = self.line["learning_rate"]
             yield step
             timing = self._timing(time.time() - began)
             if self.config.eval_every and (step + 1) % self.config.eval_every == 0:

@@ -141,7 +141,7 @@ ROWS = [
     ({"messages": [ASK, {"role": "tool", "content": "x"}, ANSWER]}, "message 1: need assistant after the user, got tool"),  # 18
     ({"messages": [ASK, called("serch"), {"role": "tool", "content": "x"}, ANSWER], "tools": [TOOL]}, "message 1: calls 'serch'; tools are search"),  # 20
     ({"messages": [ASK]}, "nothing to train: no assistant message"),  # 24
-    ({"text": "x"}, "nothing to learn from; need token_ids, loss_mask; messages; prompt, completion; question, answer; input_text, target_probability; has: text"),  # 14
+    ({"text": "x"}, "nothing to learn from; need messages; prompt, completion; question, answer; input_text, target_probability; has: text"),  # 14
 ]
 
 
@@ -178,7 +178,7 @@ def test_probabilities(told, place, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("module, words, line", [
     (sft, ["--lerning_rate", "1"], "unknown option --lerning_rate; did you mean --learning_rate?"),  # 40
     (sft, ["--learning_rate", "1e-4x"], "--learning_rate 1e-4x: not a number"),  # 41
-    (sft, ["--learning_rate", "-1"], "--learning_rate -1: must be greater than 0"),
+    (sft, ["--learning_rate", "-1"], "--learning_rate -1: must be at least 0"),
     (dpo, ["--learning_rate", "nan"], "--learning_rate nan: not a number"),
     (reward_weighted, ["--batch_size", "0"], "--batch_size 0: must be at least 1"),
     (grpo, ["--num_samples", "1"], "--num_samples 1: must be at least 2"),

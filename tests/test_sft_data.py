@@ -1,5 +1,6 @@
 """What sft.py learns from: every kind of row, the same ids as a rollout, and the loss on what the demonstrator wrote."""
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate, demonstrate
+from envs.demonstrations import imitates_rows, registered_envs
 from experiment.run import UserError
 from llm.chat import Chat, parse_tool_calls
 from llm.logprobs import token_logprobs
@@ -45,7 +47,14 @@ def write(folder, rows, name="rows.jsonl"):
 
 
 def read(path, tokenizer, split="train", n=10**6, **options):
-    return sft.demonstrations(sft.Config(dataset=path, **options), tokenizer, split, n)
+    config = sft.settle(sft.Config(dataset=path, max_samples=n, **options))
+    return sft.demonstrations(config, tokenizer, len(tokenizer))[split == "test"]
+
+
+def recorded(path, tokenizer, **options):
+    """The episodes to learn from and the held-out ones."""
+    config = sft.settle(sft.Config(trajectories=path, max_samples=1000, **options))
+    return sft.demonstrations(config, tokenizer, len(tokenizer))
 
 
 def spelled(tokenizer, episode):
@@ -246,13 +255,16 @@ def test_each_kind_of_row_is_told_apart_by_its_fields(tokenizer, tmp_path, capsy
     rows = [{"messages": [ASK, ANSWER]}, {"prompt": "How many?", "completion": "42"},
             {"prompt": [ASK], "completion": [ANSWER]}, NATALIA, episode.to_json(),
             {"input_text": "Meet?", "target_probability": 0.8, "target_reason": "slot", "ground_truth_prob": 0.81}]
-    made = [read(write(tmp_path, [row]), tokenizer)[0] for row in rows]
+    made = []
+    for row in rows:
+        path = write(tmp_path, [row])
+        made += recorded(path, tokenizer)[0] if "token_ids" in row else read(path, tokenizer)
     assert made[0].token_ids == made[1].token_ids == made[2].token_ids
     assert spelled(tokenizer, made[0]) == ["42<|im_end|>"]
     assert len(spelled(tokenizer, made[3])) == 3 and made[4] == episode
     assert spelled(tokenizer, made[5]) == ['{"probability": 0.80, "reason": "slot", "recommendation": "YES"}<|im_end|>']
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split("jsonl: ")[1] for line in said] == [f"1 {kind} of 1 rows to learn from" for kind in (
+    said = [line.split("jsonl: ")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == [f"1 {kind} to learn from" for kind in (
         "conversations", "completions", "completions", "written solutions", "episodes", "meetings")]
 
 
@@ -284,8 +296,8 @@ def test_written_solutions_of_the_real_file_end_in_their_answers(tokenizer, tmp_
     with open(GSM8K) as f:
         rows = [json.loads(line) for line, _ in zip(f, range(60))]
     answers = {row["question"]: row["answer"].rpartition("#### ")[2].replace(",", "") for row in rows}
-    made = read(write(tmp_path, rows), tokenizer, max_tokens=4000, eval_dataset="unused")
-    assert len(made) == 60 and sum("<tool_response>" in tokenizer.decode(t.token_ids) for t in made) > 55
+    made = read(write(tmp_path, rows[:-1]), tokenizer, max_tokens=4000, eval_dataset=write(tmp_path, rows[-1:], "other.jsonl"))
+    assert len(made) == 59 and sum("<tool_response>" in tokenizer.decode(t.token_ids) for t in made) > 55
     for t in made:
         assert t.messages[-1]["tool_calls"] == [{"name": "answer", "arguments": {"value": answers[t.messages[1]["content"]]}}]
         assert "error" not in str(t.messages) and "<<" not in str(t.messages)
@@ -315,13 +327,13 @@ def test_tools_are_the_rows_own_or_the_given_worlds(tokenizer, tmp_path):
 
 
 def test_rows_that_a_given_world_takes_are_tasks_for_its_expert(tokenizer, tmp_path, capsys):
-    path = write(tmp_path, [NATALIA, {**NATALIA, "question": "And now?"}] * 20)
+    path = write(tmp_path, [{**NATALIA, "question": f"And now? {i}"} for i in range(40)])
     assert read(path, tokenizer, env="gsm8k")[0].rewards[-1] == 1.0  # played: it has rewards
     assert "tasks for the expert of gsm8k (train)" in capsys.readouterr().out
     assert read(path, tokenizer)[0].rewards == [] == read(path, tokenizer, env="equations")[0].rewards  # learnt as written
-    assert "written solutions of" in capsys.readouterr().out
+    assert "written solutions to learn from" in capsys.readouterr().out
     path = write(tmp_path, [{"equation": f"x + {b} = 9"} for b in range(1, 40)])
-    assert not sft.learns_rows(sft.Config(dataset=path)) and not sft.learns_rows(sft.Config(dataset=path, env="equations"))
+    assert not imitates_rows(path, None) and not imitates_rows(path, "equations")
     assert read(path, tokenizer, env="equations")[0].rewards
 
 
@@ -359,22 +371,36 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
      '"answer" has no number; give 72, or a solution that ends in #### 72, not \'many\''),
     ({"input_text": "Meet?", "target_probability": "0.5"},
      'no "target_reason" column; has: input_text, target_probability'),
-    ({"token_ids": [1, 2], "loss_mask": [0, 0], "logprobs": [0.0, 0.0]}, "nothing to train: loss_mask is 0 throughout"),
-    ({"token_ids": [1, 2], "loss_mask": [0], "step": 3}, "not a trajectory: token_ids, loss_mask, logprobs have lengths (2, 1, 0)"),
-    ({"token_ids": [1, 10**6], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]},
-     "token 1000000 is not in this model's vocabulary of 933: another model's episode"),
-    ({"token_ids": [5, 6], "loss_mask": [0, 1], "logprobs": [0.0, 0.0], "messages": [ASK]},
-     "the tokens do not spell the episode's messages: another model's episode"),
-    ({"text": "42"}, "nothing to learn from; need token_ids, loss_mask; messages; prompt, completion; question, answer; "
+    ({"text": "42"}, "nothing to learn from; need messages; prompt, completion; question, answer; "
                      "input_text, target_probability; has: text"),
 ])
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem):
     good = {"messages": [ASK, ANSWER]}
     path = write(tmp_path, [good, row, good])
-    problem = problem.replace("933", str(len(tokenizer)))
     with pytest.raises(UserError) as caught:
-        [read(path, tokenizer, split, n=100) for split in ("train", "test")]
+        read(path, tokenizer)
     assert str(caught.value) == f"{path}:2: {problem}"
+
+
+@pytest.mark.parametrize("row, problem", [
+    ({"token_ids": [1, 2], "loss_mask": [0], "step": 3}, "not a trajectory: token_ids, loss_mask, logprobs have lengths (2, 1, 0)"),
+    ({"token_ids": [1, 10**6], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]},
+     "token id 1000000 is not in this model's vocabulary of 933: another model's episode"),
+    ({"token_ids": [5, 6], "loss_mask": [0, 1], "logprobs": [0.0, 0.0], "messages": [ASK]},
+     "the tokens do not spell the episode's messages: another model's episode"),
+])
+def test_a_bad_episode_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem):
+    good = {"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]}
+    path = write(tmp_path, [good, row, good])
+    with pytest.raises(UserError) as caught:
+        recorded(path, tokenizer)
+    assert str(caught.value) == f"{path}:2: {problem.replace('933', str(len(tokenizer)))}"
+
+
+def test_recorded_episodes_are_given_with_trajectories(tokenizer, tmp_path):
+    path = write(tmp_path, [{"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]}])
+    with pytest.raises(UserError, match="rows.jsonl:1: a recorded episode; give the file with --trajectories"):
+        read(path, tokenizer)
 
 
 def test_a_file_of_neither_rows_nor_tasks_is_refused(tokenizer, tmp_path):
@@ -382,15 +408,16 @@ def test_a_file_of_neither_rows_nor_tasks_is_refused(tokenizer, tmp_path):
     with pytest.raises(UserError) as caught:
         read(path, tokenizer)
     assert str(caught.value) == (
-        f"{path}:1: neither a row to learn from (token_ids, loss_mask; messages; prompt, completion; question, answer; "
-        "input_text, target_probability) nor a task of equations; name the world with --env; has: text")
+        f"{path}:1: neither a row to learn from (messages; prompt, completion; question, answer; "
+        "input_text, target_probability) nor a task of equations; name the environment with --env; has: text")
     with pytest.raises(UserError, match='rows.jsonl:1: no "equation" field; has: text'):
         read(path, tokenizer, env="equations")
 
 
 def test_rows_too_long_are_dropped_and_counted(tokenizer, tmp_path, capsys):
     path = write(tmp_path, [{"prompt": "a" * n, "completion": "b"} for n in (1, 2, 4000)])
-    assert len(read(path, tokenizer, max_tokens=100, eval_dataset=path)) == 2
+    other = write(tmp_path, [{"prompt": "x", "completion": "y"}], "other.jsonl")
+    assert len(read(path, tokenizer, max_tokens=100, eval_dataset=other)) == 2
     assert "1 of 3 episodes exceed 100 tokens: dropped" in capsys.readouterr().out
 
 
@@ -412,16 +439,16 @@ def test_episodes_are_held_out_by_task_and_chosen_by_reward(tokenizer, tmp_path)
     played = [replace(t, reward=float(i), token_ids=[*t.token_ids[:-1], i])  # three endings of each
               for t in demonstrate(tokenizer, "equations", tasks) for i in range(3)]
     path = write(tmp_path, [{"step": 0, **t.to_json()} for t in played])
-    halves = [sft.demonstrations(sft.Config(trajectories=path), tokenizer, split, 1000) for split in ("train", "test")]
+    halves = recorded(path, tokenizer)
     names = [{t.info["task"]["equation"] for t in half} for half in halves]
     assert not names[0] & names[1] and len(names[1]) > 0 and sum(map(len, halves)) == 90
-    best = sft.demonstrations(sft.Config(trajectories=path, min_reward=2), tokenizer, "train", 1000)
+    best, _ = recorded(path, tokenizer, min_reward=2)
     assert {t.reward for t in best} == {2.0} and len(best) == len(halves[0]) / 3
 
 
 def test_a_few_rows_are_all_learnt_from(tokenizer, tmp_path):
     rows = [{"prompt": "a", "completion": str(n)} for n in range(60)]
-    only_held_out = [row for row in rows if sft.zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0][:1]
+    only_held_out = [row for row in rows if zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0][:1]
     path = write(tmp_path, only_held_out)
     assert len(read(path, tokenizer)) == 1 and read(path, tokenizer, "test") == []
 
@@ -431,18 +458,15 @@ def test_chat_rows_are_learnt_without_a_world(tmp_path, capsys):
     path = write(tmp_path, [{"prompt": f"say {n}", "completion": "yes"} for n in range(60)])
     result = sft.train(sft.Config(dataset=path, output_dir=str(tmp_path / "o"), max_steps=10, batch_size=8, warmup_steps=1))
     assert result["held_out_loss"] < 1 and result["success_after"] is None
-    assert "no world, no success" in capsys.readouterr().out
     assert "env: null" in (tmp_path / "o" / "config.yaml").read_text()  # --config repeats it: still rows to learn from
 
 
-def test_episodes_are_tried_in_the_world_they_are_of(tokenizer, tmp_path, capsys):
+def test_episodes_are_tried_in_the_world_they_are_of(tokenizer, tmp_path):
     tasks = [{"equation": f"x + {b} = 9"} for b in range(1, 31)]
     path = write(tmp_path, [t.to_json() for t in demonstrate(tokenizer, "equations", tasks)])
     result = sft.train(sft.Config(trajectories=path, output_dir=str(tmp_path / "o"), max_steps=1, batch_size=4, eval_tasks=2))
     assert result["held_out_loss"] > 1 and result["success_after"] is not None
-    assert "--env equations" in capsys.readouterr().out
-    stranger = Trajectory(info={"env": "/tmp/evil.py:World"})
-    assert sft.recorded_world([stranger]) is None  # a data file does not choose which code runs
+    assert registered_envs([{"env": "/tmp/evil.py:World"}]) is None  # a data file does not choose which code runs
 
 
 def test_rows_to_learn_from_with_two_worlds_are_tried_in_both(tmp_path):
@@ -456,4 +480,4 @@ def test_held_out_solutions_are_the_worlds_held_out_tasks(tokenizer, tmp_path):
     path = write(tmp_path, [{**NATALIA, "question": f"{NATALIA['question']} {n}"} for n in range(60)])
     held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test")}
     assert held_out == {task["question"] for task in envs.tasks("gsm8k", "test", None, 0, path)} and held_out
-    assert envs.is_task("gsm8k", NATALIA) and sft.recorded_world(read(path, tokenizer)) == "gsm8k"
+    assert envs.is_task("gsm8k", NATALIA) and registered_envs(t.info for t in read(path, tokenizer)) == "gsm8k"
