@@ -24,9 +24,10 @@ from envs.tool_pool import ToolPool, paid
 from experiment.data import read_rows, reading
 from experiment.run import UserError, finite, flag, main, mix
 from llm.chat import Chat, parse_tool_calls
-from llm.generate import Engine, Row
+from llm.engine import Row
 from llm.loading import DTYPES, load_model
 from llm.memory import techniques_of
+from llm.static_engine import make_engine
 from lora import merged
 
 
@@ -271,8 +272,9 @@ def _rollout(model, tokenizer, env_name, tasks, group_size, limits, temperature,
     classes, chats = _chats(tokenizer, tasks, env_name, model.generation_config)
     own = run.ranks.share(len(tasks)) if run else range(len(tasks))
     slots = min(slots or techniques_of(model).decode_rows, max(len(own), 1) * group_size)
-    engine = Engine(model, slots=slots, tokens=limits.max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                    stop_ids=frozenset().union(*(chat.stop_ids | chat.start_ids for chat in chats.values())))
+    engine = make_engine(model, slots=slots, tokens=limits.max_tokens, temperature=temperature, top_k=top_k,
+                         top_p=top_p, stop_ids=frozenset().union(
+                             *(chat.stop_ids | chat.start_ids for chat in chats.values())))
     episodes, pool, paused = {}, ToolPool(min(engine.slots, 32), limits.tool_timeout), []
     for i in own:
         task, name = tasks[i], tasks[i].get("env", env_name)
@@ -493,7 +495,7 @@ def talk(config: Config):
     episode = Episode(config.env, env, chat, task, "chat", limits)
     print(f"World {config.env}: {', '.join(envs.tools(env))}. An empty line plays the world's own task; Ctrl-D ends.\n"
           f"Its task: {episode.trajectory.messages[-1]['content']}")
-    engine = Engine(model, slots=1, stop_ids=chat.stop_ids, **sampling)
+    engine = make_engine(model, slots=1, stop_ids=chat.stop_ids, **sampling)
     row, system = None, [m for m in episode.trajectory.messages if m["role"] == "system"]
     while True:
         try:

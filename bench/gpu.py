@@ -180,7 +180,7 @@ def grpo(args, folder: str, shape: str) -> dict:
     import grpo
     from envs import schemas
     from llm.chat import Chat
-    from llm.generate import Row
+    from llm.engine import Row
     flags, episodes = SHAPES[shape][1:]
     missing = set(flags) - set(grpo.Config.__dataclass_fields__)
     if missing:
@@ -222,11 +222,11 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    from llm import generate
+    from llm.engine import generate
     from llm.loading import load_model
+    from llm.static_engine import make_engine
     torch.backends.cuda.enable_cudnn_sdp(False)  # for all: it compiles at each new shape, every step of model.generate
-    engines, stock = [], generate.Engine
-    generate.Engine = lambda *a, **k: engines.append(stock(*a, **k)) or engines[-1]
+    engines = []
     if engine == "generate.py":
         model, _ = load_model(folder, dtype="bfloat16", train=False)
     else:  # as transformers ships it
@@ -253,7 +253,8 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
                     num_blocks=rows * (2 + (args.prompt + tokens) // 256), max_batch_tokens=256 + rows))
             sizes = [len(x.generated_tokens) for x in out.values()]
         else:
-            found = generate.generate(model, prompts.tolist(), max_new_tokens=tokens, slots=rows)
+            engines.append(make_engine(model, slots=rows, tokens=args.prompt + tokens))
+            found = generate(engines[-1], prompts.tolist(), max_new_tokens=tokens)
             sizes = [len(ids) for ids, _ in found]
         assert sizes == [tokens] * rows, f"{sizes[:4]} tokens, {tokens} wanted"
         return now() - began

@@ -37,9 +37,10 @@ def main():
     import torch
     from transformers import AutoModelForCausalLM
 
+    from llm.engine import generate
     from llm.facts import facts
-    from llm.generate import generate
     from llm.loading import fast_float32, load_model
+    from llm.static_engine import make_engine
     from llm.tiny import make_tiny
     from lora import merged
     fast_float32()
@@ -67,8 +68,8 @@ def main():
                     transformers_rollout(ids, samples, tokens if i else 2)
                 else:
                     with merged(model):
-                        generate(model, ids, group_size=samples, max_new_tokens=tokens if i else 2, seed=i,
-                                 slots=prompts * samples, **options)
+                        engine = make_engine(model, slots=prompts * samples, tokens=110 + tokens, **options)
+                        generate(engine, ids, group_size=samples, max_new_tokens=tokens if i else 2, seed=i)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 if i:

@@ -76,14 +76,14 @@ def measure(point) -> dict:
     import agent
     import grpo
     from envs import schemas
-    from llm import generate, loading
+    from llm import engine, fused, loading
     from llm.chat import Chat
-    from llm.generate import Row
+    from llm.engine import Row
 
     def no_attention(module, query, *_, **__):
         return query.transpose(1, 2).contiguous(), None
     if not attention:
-        loading.causal_attention = generate.row_attention = no_attention
+        loading.causal_attention = engine.row_attention = fused.row_attention = no_attention
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))
     turns = [chat.turn("", [{"name": "read", "arguments": {}}])] * (sizes["turns"] - 1) + [chat.turn(" to", [])]

@@ -145,13 +145,14 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
 
     from agent import Trajectory, cheapest_order, collate
     from grpo import LOSSES, Counts, group_advantages
-    from llm.generate import generate
+    from llm.engine import generate
     from llm.logprobs import token_logprobs
+    from llm.static_engine import make_engine
     from lora import merged
     began = now()
     with merged(model):
-        sampled = generate(model, prompts, group_size=args.samples, max_new_tokens=args.tokens,
-                           slots=len(prompts) * args.samples, seed=step)
+        engine = make_engine(model, slots=len(prompts) * args.samples, tokens=max(map(len, prompts)) + args.tokens)
+        sampled = generate(engine, prompts, group_size=args.samples, max_new_tokens=args.tokens, seed=step)
     rollout = now() - began
     assert all(len(ids) == args.tokens for ids, _ in sampled)
     batch = []

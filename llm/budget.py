@@ -328,11 +328,12 @@ def _rollout(model, work: Workload, steps: int):
 
     What lies between these tokens only fills the cache. On a GPU the second step is a CUDA graph.
     """
-    from llm.generate import Engine, Row
+    from llm.engine import Row
+    from llm.static_engine import make_engine
     from lora import merged
     prompt = [1] * (work.tokens - work.max_new_tokens)
     with merged(model):
-        engine = Engine(model.eval(), slots=work.decode_rows, tokens=work.tokens)
+        engine = make_engine(model.eval(), slots=work.decode_rows, tokens=work.tokens)
         engine.add([Row(prompt, group=i // work.group_size, limit=2**30)
                     for i in range(work.decode_rows)])
         engine.step()

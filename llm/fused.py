@@ -1,13 +1,15 @@
-"""The rollout's forward pass of the Llama family (Llama, Qwen2, Qwen3) in few kernels, for `generate.Engine`.
+"""The forward pass of the Llama family (Llama, Qwen2, Qwen3) in few kernels, for the rollout.
 
-A layer is RMSNorm, one product for q, k and v, RoPE on q and k at once, attention, output product, RMSNorm, one product
-for gate and up, SwiGLU, down product: 11 kernels and the attention, where the stock modules launch 41 to 57. No
-gradients. The Engine compares it with the stock modules before it trusts it; every other architecture, weights that are
-no plain Linears (4 bits), an adapter that is not merged and modules with hooks stay with the stock modules.
+A layer takes 11 kernels and the attention, where the stock modules launch 41 to 57: RMSNorm, one
+product for q, k and v, RoPE on q and k together, attention, the output product, RMSNorm, one
+product for gate and up, SwiGLU, the down product. It has no gradients.
 
-Memory: none. The joint weights take the place of the model's own tensors, which become views of them; they are put
-together layer by layer. A CPU with bfloat16 weights holds them in oneDNN's own layout, in which a product of few rows
-takes 25 to 35 % less time: merged weights instead of the model's tensors, others beside them while an Engine lives.
+It is compared with the stock modules before it is used. Every other architecture, 4-bit weights,
+an adapter that is not merged, and modules with hooks stay with the stock modules.
+
+It takes no memory: the joint weights replace the model's tensors, which become views of them. On
+a CPU, bfloat16 weights are held in oneDNN's layout, in which a product of few rows takes 25 to
+35 % less time. Merged weights are then freed. Other weights stay beside the packed ones.
 """
 import torch
 from torch import nn
@@ -15,96 +17,209 @@ from torch.nn import functional as F
 
 from experiment.process import give_back_memory
 from llm import pointwise
+from llm.attention import row_attention
 from llm.checkpointing import tiled
-from llm.logprobs import head_logits
+from llm.facts import facts
+from llm.kv_cache import RowCache
 from lora import adapted_forward, keep_packed, packed, whole_policy
 
 
+def fused_forward(model, stock):
+    """Return the fused forward of a model as its weights are now, or None where it does not apply.
+
+    Whether it agrees with `stock`, the forward of the stock modules, is asked once per model.
+    """
+    known = facts(model)
+    if known.fuses is False or not fits(model):
+        return None
+    try:
+        fused = Fused(model)
+        known.fuses = known.fuses or agrees(model, fused, stock)
+    except Exception:  # the model lacks something that this family has
+        known.fuses = False
+    if not known.fuses:
+        return None
+    fused.free_merged()
+    return fused
+
+
 def fits(model) -> bool:
-    """Is every module what it was built as, with weights that hold the whole policy?"""
+    """True if the fused forward may apply: a supported architecture of plain Linears, no hooks.
+
+    Adapters must be merged, so that the weights are those of the whole policy.
+    """
     if model.config.model_type not in pointwise.FAMILY:
         return False
-    for module in model.base_model.modules():
-        forward = vars(module).get("forward")
-        if (not whole_policy(module) or isinstance(module, nn.Linear) and (
-                type(module) is not nn.Linear or module.weight.device != model.device)
-                or module._forward_hooks or module._forward_pre_hooks
-                or forward and getattr(forward, "func", None) not in (
-                    tiled, pointwise.mlp, pointwise.norm, adapted_forward)):
-            return False
-    return True
+    return all(_as_built(module, model.device) for module in model.base_model.modules())
+
+
+def _as_built(module, device) -> bool:
+    if not whole_policy(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if isinstance(module, nn.Linear) and (
+            type(module) is not nn.Linear or module.weight.device != device):
+        return False
+    replaced = vars(module).get("forward")
+    # These compute the same numbers by other means.
+    known = tiled, pointwise.mlp, pointwise.norm, adapted_forward
+    return not replaced or getattr(replaced, "func", None) in known
+
+
+@torch.inference_mode()
+def agrees(model, fused, stock) -> bool:
+    """True if both forwards give the same logits for prompts and for one more token each.
+
+    In bfloat16 single rows may differ widely, because control tokens, the first of a vocabulary,
+    make huge activations. So the median of the errors decides.
+    """
+    config = model.config.get_text_config()
+    vocabulary, rows, length = config.vocab_size, 4, 6
+    prompts = torch.linspace(vocabulary // 4, vocabulary - 1, rows * length, device=model.device)
+    prompts = prompts.long().view(rows, length)
+    token = torch.full((rows, 1), vocabulary // 2, device=model.device)
+
+    def logits(forward):
+        cache = RowCache(config.num_hidden_layers, rows, model.device)
+        cache.prepare(rows, [0] * rows, [length] * rows)
+        first = forward.head(forward(prompts, cache)[:, -1])
+        cache.prepare(rows, [length] * rows, [1] * rows)
+        second = forward.head(forward(token, cache)[:, -1])
+        return torch.stack([first, second]).float()  # (2, rows, V)
+    expected = logits(stock)
+    error = ((logits(fused) - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
+    return bool(error < (1e-4 if model.dtype == torch.float32 else 0.05))
 
 
 class Fused:
-    """`fused(ids, cache)` -> last hidden states; `fused.head(hidden)` -> logits. The weights as they are now."""
+    """The fused forward: `fused(ids, cache)` gives hidden states, `fused.head(hidden)` logits."""
 
     @torch.no_grad()
-    def __init__(self, model, attention):
-        self.model, self.attention = model, attention
+    def __init__(self, model):
+        self.base = model.base_model
+        self.eps = model.config.rms_norm_eps
         self.packs = (model.device.type == "cpu" and model.dtype == torch.bfloat16
                       and torch.backends.mkldnn.is_available())
-        self.layers, self.packed = [], []
-        for layer in model.base_model.layers:
-            a, mlp = layer.self_attn, layer.mlp
-            heads = a.q_proj.out_features // a.head_dim, a.k_proj.out_features // a.head_dim  # H, H_kv
-            norms = torch.cat([norm.weight.expand(n, -1) for norm, n in zip((a.q_norm, a.k_norm), heads)]) if hasattr(
-                a, "q_norm") else None  # (H + H_kv, d)
-            self.layers.append((a, heads, layer.input_layernorm.weight, self._linear(a.q_proj, a.k_proj, a.v_proj),
-                                norms, self._linear(a.o_proj), layer.post_attention_layernorm.weight,
-                                self._linear(mlp.gate_proj, mlp.up_proj), self._linear(mlp.down_proj)))
+        self.products = []
+        self.layers = [FusedLayer(layer, i, self.eps, self._joint)
+                       for i, layer in enumerate(self.base.layers)]
         head = model.get_output_embeddings()
-        self.head = self._linear(head) if type(head) is nn.Linear else lambda hidden: head_logits(model, hidden)
+        self.head = self._joint(head) if type(head) is nn.Linear else head
+
+    def _joint(self, *linears):
+        self.products.append(JointLinear(linears, self.packs))
+        return self.products[-1]
 
     def __call__(self, ids, cache):
-        """ids (R, C), each at its cache.position (R, C) -> (R, C, D)."""
-        base, eps = self.model.base_model, self.model.config.rms_norm_eps
-        x = base.embed_tokens(ids)  # (R, C, D)
-        cos, sin = (t[:, :, None] for t in base.rotary_emb(x, cache.position))  # (R, C, 1, d) each
-        d = cos.shape[-1]
-        sin = torch.cat([-sin[..., :d // 2], sin[..., d // 2:]], -1)  # its sign goes along: a roll is all that is left
-        for i, (a, (H, H_kv), norm, qkv, qk_norm, out, mlp_norm, gate_up, down) in enumerate(self.layers):
-            y = qkv(F.rms_norm(x, x.shape[-1:], norm, eps)).unflatten(-1, (-1, d))  # (R, C, H + 2 H_kv, d)
-            qk, v = y.split([H + H_kv, H_kv], 2)
-            if qk_norm is not None:
-                qk = F.rms_norm(qk, (d,), None, eps) * qk_norm
-            qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin).transpose(1, 2)  # (R, H + H_kv, C, d)
-            k, v = cache.update(qk[:, H:], v.transpose(1, 2), i)  # (R, H_kv, S, d) each
-            y, _ = self.attention(a, qk[:, :H], k, v, None, scaling=a.scaling, row_cache=cache,
-                                  sliding_window=getattr(a, "sliding_window", None))  # (R, C, H, d)
-            x = x + out(y.flatten(2))
-            gate, up = gate_up(F.rms_norm(x, x.shape[-1:], mlp_norm, eps)).chunk(2, -1)
-            x = x + down(F.silu(gate) * up)
-        return F.rms_norm(x, x.shape[-1:], base.norm.weight, eps)
+        """Return the last hidden states (R, C, D) of ids (R, C), each at its cache.position."""
+        x = self.base.embed_tokens(ids)  # (R, C, D)
+        cos, sin = (t[:, :, None] for t in self.base.rotary_emb(x, cache.position))  # (R, C, 1, d)
+        half = sin.shape[-1] // 2
+        # The sign of RoPE's rotation goes into the sine. What is left of it is a roll.
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        for layer in self.layers:
+            x = layer(x, cos, sin, cache)
+        return F.rms_norm(x, x.shape[-1:], self.base.norm.weight, self.eps)
 
-    def drop_merged(self):
-        """Merged weights that are packed go; `lora.merged` keeps the base's, and brings them back where it ends."""
-        for linears, weight in self.packed:
-            keep_packed(linears, weight)
+    def free_merged(self):
+        """Free merged weights that are packed. `lora.merged` brings the base's back at its end."""
+        for product in self.products:
+            product.free_merged()
         give_back_memory()
 
-    def _linear(self, *linears):
-        """One product for all of them: x -> their outputs, one behind the other."""
+
+class FusedLayer:
+    """One decoder layer."""
+
+    def __init__(self, layer, index: int, eps: float, joint):
+        """joint: makes one product of several Linears."""
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention = attention
+        self.index = index
+        self.eps = eps
+        self.norm = layer.input_layernorm.weight
+        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.qkv = joint(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = joint(attention.o_proj)
+        self.gate_up = joint(mlp.gate_proj, mlp.up_proj)
+        self.down = joint(mlp.down_proj)
+        self.heads = attention.q_proj.out_features // attention.head_dim  # H
+        self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv
+        self.qk_norm = None
+        if hasattr(attention, "q_norm"):
+            q_norm = attention.q_norm.weight.expand(self.heads, -1)
+            k_norm = attention.k_norm.weight.expand(self.kv_heads, -1)
+            self.qk_norm = torch.cat([q_norm, k_norm])  # (H + H_kv, d)
+
+    def __call__(self, x, cos, sin, cache):
+        """x (R, C, D) and the rotation cos, sin (R, C, 1, d) give the layer's output (R, C, D)."""
+        x = x + self.attend(F.rms_norm(x, x.shape[-1:], self.norm, self.eps), cos, sin, cache)
+        y = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
+        gate, up = self.gate_up(y).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+    def attend(self, x, cos, sin, cache):
+        H, H_kv, d = self.heads, self.kv_heads, cos.shape[-1]
+        qkv = self.qkv(x).unflatten(-1, (-1, d))  # (R, C, H + 2 H_kv, d)
+        qk, v = qkv.split([H + H_kv, H_kv], 2)
+        if self.qk_norm is not None:
+            qk = F.rms_norm(qk, (d,), None, self.eps) * self.qk_norm
+        qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin).transpose(1, 2)
+        k, v = cache.update(qk[:, H:], v.transpose(1, 2), self.index)  # (R, H_kv, S, d) each
+        window = getattr(self.attention, "sliding_window", None)
+        y, _ = row_attention(self.attention, qk[:, :H], k, v, None, self.attention.scaling, window,
+                             row_cache=cache)  # (R, C, H, d)
+        return self.out(y.flatten(2))
+
+
+class JointLinear:
+    """Several Linears of the same input as one product; their outputs stand one behind the other.
+
+    packs: hold the weight in oneDNN's layout instead of joining the model's own tensors.
+    """
+
+    def __init__(self, linears, packs: bool):
+        self.linears = linears
+        self.packs = packs
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        bias = torch.cat(biases) if biases else None
-        if not self.packs:
-            weight = joined([linear.weight for linear in linears])
-            return lambda x: F.linear(x, weight, bias)
-        weight = packed(linears)  # by an Engine before, of the same merged weights
-        if weight is None:
-            weights = [linear.weight.detach() for linear in linears]
-            weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
-        self.packed.append((linears, weight))
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        self.bias = torch.cat(biases) if biases else None
+        weights = [linear.weight for linear in linears]
+        if not packs:
+            self.weight = join(weights)
+            return
+        # An Engine before may have packed the same merged weights.
+        self.weight = packed(linears)
+        if self.weight is None:
+            whole = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(whole)
+
+    def __call__(self, x):
+        if self.packs:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+    def free_merged(self):
+        """Free the Linears' weights if they are merged."""
+        if self.packs:
+            keep_packed(self.linears, self.weight)
 
 
-def joined(weights):
-    """The weights (out, in) as one (sum of out, in), of which they themselves become views; or are already."""
-    first, total = weights[0], sum(len(w) for w in weights)
-    one = all(w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and w.is_contiguous()
-              for w in weights)
-    if one and all(b.data_ptr() == a.data_ptr() + a.nbytes for a, b in zip(weights, weights[1:])):
-        return first.detach().as_strided((total, first.shape[1]), first.stride())
-    whole = torch.cat([w.detach() for w in weights])
-    for weight, part in zip(weights, whole.split([len(w) for w in weights])):
-        weight.data = part
+def join(weights):
+    """Return the weights (out, in) as one (sum of out, in), of which they become views."""
+    lengths = [len(weight) for weight in weights]
+    first = weights[0].detach()
+    if _adjacent(weights):
+        return first.as_strided((sum(lengths), first.shape[1]), first.stride())
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, rows in zip(weights, whole.split(lengths)):
+        weight.data = rows
     return whole
+
+
+def _adjacent(weights) -> bool:
+    """True if the weights already follow each other in one storage."""
+    storage = weights[0].untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.untyped_storage().data_ptr() != storage or not weight.is_contiguous():
+            return False
+    return all(after.data_ptr() == before.data_ptr() + before.nbytes
+               for before, after in zip(weights, weights[1:]))

@@ -14,9 +14,10 @@ import torch
 from experiment.config import UserError
 from llm import pointwise
 from llm.adapter_files import adapter_base, quantization_of, read_settings
+from llm.attention import causal_attention
 from llm.checkpointing import checkpoint_layers, tile_mlps
 from llm.facts import facts
-from llm.logprobs import causal_attention, head_logits, hidden_states
+from llm.logprobs import head_logits, hidden_states
 from llm.memory import PLAIN, Techniques, techniques, techniques_of
 from llm.skeleton import dequantize_model, fill, skeleton, tensor_reader
 from llm.streaming import Stream, layers_of

@@ -2,7 +2,6 @@
 
     token_logprobs     the one function that algorithms call, and the one place that shifts
     hidden_states      rows that begin alike go through the model as one packed row, their beginning once
-    causal_attention   the attention of every model here: the stock kernel, or two matmuls, or one of packed rows
     _HeadLogprobs      head and softmax in chunks of tokens: no (B, T, V) tensor ever exists
     _BlockLogprobs     the same in blocks of the vocabulary, for a head in int8
 """
@@ -12,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from llm import quantization
-from llm.checkpointing import recompute
 from llm.facts import facts
 from lora import GRADIENT_SCALE
 
@@ -206,54 +204,3 @@ class _BlockLogprobs(torch.autograd.Function):
 
 def _over(x, temperature):
     return x if temperature == 1 else x / temperature  # a pass over (n, V) is not free
-
-
-def causal_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, dropout=0.0,
-                     shared_prefix=None, **kwargs):
-    """The attention of every model `load_model` opens: the stock kernel, but for two cases.
-
-    shared_prefix (P, B): the one row is `hidden_states`' [prefix, row 1 .. row B]; each row sees the prefix and itself.
-    On a CPU with gradients it is two matmuls, query heads of a KV head stacked as query rows: forward and backward take
-    a half to an eighth of the time of the fused kernel, whose grouped-query backward is slow there, though the matmuls
-    run again in the backward pass, so that no (B, H, T, S) weights are kept. The stock kernel still serves whatever
-    needs no gradient (so logits equal the stock model's to the bit), is masked, or has over 32 MiB of such weights.
-    """
-    B, H, T, _ = query.shape
-    P, rows = shared_prefix or (0, B)
-    attention_mask = None if shared_prefix else attention_mask
-    keys = P + (T - P) // rows if shared_prefix else key.shape[2]  # that a row's last query sees
-    ours = (query.is_cpu and torch.is_grad_enabled() and not dropout and attention_mask is None
-            and B * H * T * keys * query.element_size() <= 2**25)
-    def stock(query, key, value):  # (B, H, T, D), (B, H_kv, S, D) twice -> (B, T, H, D)
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        mask, (T, S) = attention_mask, (query.shape[2], key.shape[2])
-        if mask is None and S > T:  # the queries are the last T of S positions
-            mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling,
-                                      sliding_window=sliding_window, **kwargs)[0]
-    attend = partial(_attend, scaling) if ours else stock
-    if shared_prefix:
-        attend = partial(_attend_packed, attend, P, rows)
-    return recompute(attend, query, key, value) if ours else attend(query, key, value), None  # (B, T, H, D)
-
-
-def _attend_packed(attend, P, rows, query, key, value):
-    """One row [prefix, row 1 .. row B] (1, H or H_kv, P + B * W, D) -> (1, P + B * W, H, D)."""
-    def own(x):  # (1, H, P + B * W, D) -> (B, H, W, D)
-        return x[0, :, P:].unflatten(1, (rows, -1)).transpose(0, 1)
-    head = attend(*(x[:, :, :P] for x in (query, key, value)))  # (1, P, H, D)
-    keys, values = (torch.cat([x[:, :, :P].expand(rows, -1, -1, -1), own(x)], 2) for x in (key, value))
-    tail = attend(own(query), keys, values)  # (B, W, H, D) of keys and values (B, H_kv, P + W, D)
-    return torch.cat([head, tail.flatten(0, 1)[None]], 1)
-
-
-def _attend(scaling, query, key, value):
-    """query (B, H, T, D): the last T of S positions; key, value (B, H_kv, S, D) -> (B, T, H, D)."""
-    B, H, T, D = query.shape
-    heads, S = key.shape[1:3]
-    ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)  # (T, S): keys hidden from a query
-    bias = query.new_zeros(T, S).masked_fill_(ahead, -torch.inf)
-    scores = (query * scaling).reshape(B, heads, H // heads * T, D) @ key.transpose(2, 3)  # (B, H_kv, groups * T, S)
-    weights = scores.view(B, heads, H // heads, T, S).add_(bias).softmax(-1)  # (B, H_kv, groups, T, S)
-    out = weights.view(B, heads, H // heads * T, S) @ value  # (B, H_kv, groups * T, D)
-    return out.view(B, H, T, -1).transpose(1, 2)

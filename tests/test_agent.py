@@ -37,6 +37,7 @@ from agent import (
 from experiment import run
 from experiment.run import UserError
 from llm.chat import Chat, parse_tool_calls
+from llm.engine import Engine
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
 from lora import adapters, add_lora, merged
@@ -535,8 +536,8 @@ def test_async_tools_share_one_loop_and_overlap(monkeypatch):
 def test_slow_tools_overlap_with_each_other_and_with_decoding(monkeypatch):
     rows = [[[call("sleep", seconds=0.4)], "fine"]] * 6 + [[TOKENIZER.encode("word") * 60 + [END]]] * 2
     stepping, asleep = [], []
-    step, sleep = agent.Engine.step, time.sleep
-    monkeypatch.setattr(agent.Engine, "step", lambda self: (stepping.append(time.monotonic()), step(self))[1])
+    step, sleep = Engine.step, time.sleep
+    monkeypatch.setattr(Engine, "step", lambda self: (stepping.append(time.monotonic()), step(self))[1])
     monkeypatch.setattr(time, "sleep", lambda s: (asleep.append(time.monotonic()), sleep(s)))
     monkeypatch.setattr(agent, "TOOL_STEPS", 50)
     Script(monkeypatch, rows)
@@ -713,8 +714,8 @@ def test_the_chat_calls_tools(monkeypatch, capsys):
     row = agent.Row
     monkeypatch.setattr(agent, "Row", lambda prompt, **options: heard.append(row(prompt, forced=ids, **options)) or heard[-1])
     monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
-    sent, extend = [], agent.Engine.extend
-    monkeypatch.setattr(agent.Engine, "extend", lambda self, row, new, limit: (sent.append(list(new)), extend(self, row, new, limit))[1])
+    sent, extend = [], Engine.extend
+    monkeypatch.setattr(Engine, "extend", lambda self, row, new, limit: (sent.append(list(new)), extend(self, row, new, limit))[1])
     words = iter(["solve", "and?"])
     def ask(_):
         try:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_generate import FAMILIES, build
+from test_engine import FAMILIES, build
 from torch.utils._pytree import tree_leaves
 
 import dpo
@@ -18,8 +18,9 @@ import lora
 import reward_weighted
 import sft
 from llm.budget import Bytes
-from llm.generate import Engine, Row
+from llm.engine import Row
 from llm.loading import load_model
+from llm.static_engine import StaticEngine
 from llm.tiny import make_tiny
 
 aten = torch.ops.aten
@@ -70,8 +71,7 @@ def test_the_witness_sees_what_no_graph_can_hold(look):
 def on_the_device(monkeypatch):
     for module in (dpo, grpo, reward_weighted, sft):
         monkeypatch.setattr(module, "load_model", partial(load_model, device="meta"))
-    stock = Engine.__init__
-    monkeypatch.setattr(Engine, "__init__", lambda self, *args, **options: stock(self, *args, **{**options, "static": True}))
+    monkeypatch.setattr("agent.make_engine", StaticEngine)
     # It refuses turns that do not match the mask, which has no numbers here: its own work is done on the host.
     monkeypatch.setattr(grpo, "turn_advantages", lambda rewards, turns, *_: torch.zeros(turns.shape, device=turns.device))
 
@@ -112,7 +112,7 @@ def test_a_run_with_a_tensor_on_the_host_is_seen(tmp_path, on_the_device, monkey
 def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_path, monkeypatch):
     for part in make_tiny():
         part.save_pretrained(tmp_path)
-    step, steps = Engine._static_step, []
+    step, steps = StaticEngine.static_step, []
 
     def captured(self, rows, span):
         steps.append(rows)
@@ -120,12 +120,12 @@ def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_
         with mock.patch.object(torch, "tensor", side_effect=RuntimeError("torch.tensor takes numbers from the host")):  # dispatches nothing
             step(self, rows, span)
         witness.captured = False
-    monkeypatch.setattr(Engine, "_static_step", captured)
+    monkeypatch.setattr(StaticEngine, "static_step", captured)
     with OneDevice() as witness:
         model = build(name).to("meta") if name in FAMILIES else load_model(str(tmp_path), device="meta", **options)[0]
         with lora.merged(model):
             for sdpa in (False, True):
-                engine = Engine(model, slots=4, static=True, stop_ids={2}, **sampling)
+                engine = StaticEngine(model, slots=4, stop_ids={2}, **sampling)
                 engine.cache.sdpa = sdpa
                 engine.add([Row([1, 2, 3], group=i // 2, limit=6, forced=[5] if i == 3 else None) for i in range(6)])
                 while engine.busy:

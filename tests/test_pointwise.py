@@ -1,12 +1,12 @@
 """pointwise.py against the stock modules of transformers: numbers, gradients, what is kept; packed weights while decoding."""
 import pytest
 import torch
+from test_engine import build, complete
 from test_fused import OTHERS, OURS, adapted
-from test_generate import build
 
 from llm import pointwise
+from llm.engine import Engine
 from llm.facts import facts
-from llm.generate import Engine, generate
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 from lora import adapters, is_adapted, merged
@@ -141,9 +141,9 @@ def test_merged_weights_are_packed_and_dropped_then_the_base_returns():
     model = adapted("qwen2").to(torch.bfloat16)
     before = {n: linear.weight.detach().clone() for n, linear in adapters(model).items()}
     with merged(model):
-        first = generate(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
+        first = complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
         assert all(linear.weight.numel() == 0 for linear in adapters(model).values())
-        assert generate(model, [[1, 2, 3]], group_size=4, max_new_tokens=6) == first  # a second Engine: the same packs
+        assert complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6) == first  # a second Engine: the same packs
         stock_forward = model(input_ids=torch.tensor([[1, 2, 3]])).logits  # merges what it needs again
     with merged(model):
         assert torch.equal(model(input_ids=torch.tensor([[1, 2, 3]])).logits, stock_forward)
@@ -151,12 +151,12 @@ def test_merged_weights_are_packed_and_dropped_then_the_base_returns():
     for linear in adapters(model).values():
         linear.lora.B.data.neg_()
     with merged(model):  # other weights, other packs
-        other = generate(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
+        other = complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
     assert other != first
     assert Engine(model).fused is None  # not merged
 
 
 def test_weights_without_an_adapter_stay():
     model = build("qwen2").to(torch.bfloat16)
-    generate(model, [[1, 2, 3]], max_new_tokens=3)
+    complete(model, [[1, 2, 3]], max_new_tokens=3)
     assert all(p.numel() for p in model.parameters())

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
 from agent import collate, demonstrate, rollout
-from llm.generate import Row
+from llm.engine import Row
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
 from lora import adapters, add_lora, merged

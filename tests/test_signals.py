@@ -22,7 +22,7 @@ import sft
 from agent import rollout
 from experiment import run
 from experiment.run import Run, Signals, Stop
-from llm import generate
+from llm.engine import Engine
 
 ROOT = Path(run.__file__).parent.parent
 
@@ -58,13 +58,13 @@ def at(monkeypatch, place, name, when, signum):  # noqa: F811
 @pytest.mark.parametrize("name, target, call, signum, done", [
     ("sft, full", (sft, "token_logprobs"), 3, signal.SIGTERM, 1),                  # first micro-batch of step 1
     ("sft, full", (sft, "token_logprobs"), 4, signal.SIGTERM, 1),                  # its second one
-    ("grpo, LoRA", (generate.Engine, "step"), 2, signal.SIGINT, 0),                # a decode step of step 0's rollout
+    ("grpo, LoRA", (Engine, "step"), 2, signal.SIGINT, 0),                # a decode step of step 0's rollout
     ("grpo, LoRA", (grpo, "summarise"), 2, signal.SIGINT, 1),                      # after step 1's episodes were written
     ("grpo, LoRA", (torch.nn.utils, "clip_grad_norm_"), 4, signal.SIGTERM, 2),     # step 1's second update
     ("grpo, LoRA", (grpo, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
     ("dpo, full", (dpo, "pair_loss"), 3, signal.SIGTERM, None),
-    ("reward_weighted, LoRA", (generate.Engine, "step"), 3, signal.SIGTERM, 0),
-    ("reward_weighted, LoRA", (generate.Engine, "step"), 9, signal.SIGTERM, None),         # in the second iteration's
+    ("reward_weighted, LoRA", (Engine, "step"), 3, signal.SIGTERM, 0),
+    ("reward_weighted, LoRA", (Engine, "step"), 9, signal.SIGTERM, None),         # in the second iteration's
     ("reward_weighted, LoRA", (reward_weighted, "reward_weighted_loss"), 3, signal.SIGINT, 1),
 ], ids=str)
 def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_after(

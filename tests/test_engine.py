@@ -1,4 +1,4 @@
-"""generate.py: the sampler against softmax, the engine against `token_logprobs`, transformers' generate, and itself."""
+"""engine.py against `token_logprobs`, against transformers' generate, and against itself."""
 import math
 import random
 from pathlib import Path
@@ -8,15 +8,14 @@ import torch
 from torch.nn import functional as F
 
 import lora
-from llm import generate
-from llm.generate import Engine, Row, sample
+from llm.engine import Engine, Row, generate
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
+from llm.static_engine import make_engine
 from llm.tiny import make_tiny
 from lora import merged
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"
-LAST = 1 - 2**-53  # the largest float64 below 1
 VOCAB = 300
 SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
          "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
@@ -46,101 +45,14 @@ def build(name, seed=0):
     return getattr(transformers, family + "ForCausalLM")(config).eval()
 
 
+def complete(model, prompts, *, group_size=1, max_new_tokens=128, seed=0, forced=None, **options):
+    """`generate` with an engine of its own."""
+    engine = make_engine(model, **options)
+    return generate(engine, prompts, group_size=group_size, max_new_tokens=max_new_tokens, seed=seed, forced=forced)
+
+
 def ids_of(n, seed=0):
     return random.Random(seed).choices(range(3, VOCAB), k=n)
-
-
-# ----------------------------------------------------------------------------------------------------------- the sampler
-def softmax_of(logits, temperature=1.0):
-    return (logits.double() / temperature).softmax(-1)
-
-
-@pytest.mark.parametrize("vocab, block", [(1, 256), (7, 256), (255, 256), (256, 256), (257, 256), (1000, 256), (10, 4), (13, 1)])
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
-def test_inverse_cdf_gives_every_token_its_share(vocab, block, temperature):
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
-    n = 20_000
-    uniforms = [(i + 0.5) / n for i in range(n)]  # stratified: each count may differ from n p by no more than one at either end
-    ids, logprobs = sample(logits.expand(n, vocab), uniforms, temperature, block=block)
-    expected = softmax_of(logits, temperature)
-    assert (torch.bincount(ids, minlength=vocab) - expected * n).abs().max() < 2.1
-    assert (logprobs - expected.log()[ids]).abs().max() < 1e-5 and logprobs.dtype == torch.float32
-
-
-def test_chi_square_of_the_rows_own_random_numbers():
-    vocab, rows, draws = 1000, 64, 640
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
-    rows = [Row([1], seed=s) for s in range(rows)]
-    ids = torch.cat([sample(logits.expand(len(rows), vocab), [row.uniform() for row in rows])[0] for _ in range(draws)])
-    expected = softmax_of(logits) * len(ids)
-    seen, kept = torch.bincount(ids, minlength=vocab).double(), expected >= 5
-    seen, expected = (torch.cat([x[kept], x[~kept].sum()[None]]) for x in (seen, expected))
-    chi_square, freedom = ((seen - expected)**2 / expected).sum().item(), len(seen) - 1
-    assert abs(chi_square - freedom) < 4.5 * math.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize("vocab, block", [(600, 256), (10, 4), (256, 256), (3, 256)])
-@pytest.mark.parametrize("uniform", [0.0, 5e-324, 1e-9, 0.5, 1 - 2**-25, LAST])
-def test_extreme_uniforms_never_draw_a_token_of_weight_zero(vocab, block, uniform):
-    for alive in ({0}, {vocab - 1}, {vocab // 2}, {0, vocab - 1}, {1, vocab // 2}):
-        for low in (-torch.inf, -1e4):  # excluded, or underflowing to weight 0
-            logits = torch.full((vocab,), low)
-            for i in alive:
-                logits[i] = 0.3 * i
-            ids, logprobs = sample(logits[None], [uniform], block=block)
-            assert ids.item() in alive and logprobs.item() > -200
-            if uniform in (0.0, LAST) and len(alive) == 2:
-                ends = logits.clone()
-                ends[list(alive)] = 0.0
-                assert sample(ends[None], [uniform], block=block)[0].item() == (min(alive) if uniform == 0.0 else max(alive))
-
-
-def test_minus_infinity_is_never_drawn():
-    logits = torch.randn(700, generator=torch.Generator().manual_seed(0))
-    logits[::2] = -torch.inf
-    ids, logprobs = sample(logits.expand(5000, 700), torch.linspace(0, LAST, 5000).tolist())
-    assert (ids % 2 == 1).all() and torch.isfinite(logprobs).all()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_logits_that_are_not_finite_raise(bad, temperature):
-    logits = torch.zeros(3, 700)
-    logits[1, 650] = bad
-    with pytest.raises(FloatingPointError, match="not finite"):
-        sample(logits, [0.5] * 3, temperature)
-    with pytest.raises(FloatingPointError):
-        sample(torch.full((1, 5), -torch.inf), [0.5], temperature)
-
-
-def test_temperature_0_takes_the_most_likely():
-    logits = torch.randn(50, 700, generator=torch.Generator().manual_seed(0))
-    ids, logprobs = sample(logits, [LAST] * 50, temperature=0)
-    assert torch.equal(ids, logits.argmax(-1))
-    assert (logprobs - logits.log_softmax(-1).amax(-1)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_k": 5}, {"top_k": 5000}, {"top_p": 0.01}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.9}])
-def test_top_k_and_top_p_keep_what_transformers_keeps_and_renormalise(cut):
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
-    logits = torch.randn(700, generator=torch.Generator().manual_seed(0)) * 3
-    warped = logits[None] / 0.8
-    if "top_k" in cut:
-        warped = TopKLogitsWarper(cut["top_k"])(None, warped)
-    if "top_p" in cut:
-        warped = TopPLogitsWarper(cut["top_p"])(None, warped)
-    n = 20_000
-    ids, logprobs = sample(logits.expand(n, 700), [(i + 0.5) / n for i in range(n)], 0.8, **cut)
-    assert (torch.bincount(ids, minlength=700) - softmax_of(warped[0]) * n).abs().max() < 2.1
-    assert (logprobs - warped[0].log_softmax(-1)[ids]).abs().max() < 1e-5
-
-
-def test_a_rows_random_numbers_are_its_seeds():
-    def draw(seed):
-        return [Row([1], seed=seed).uniform() for _ in range(1)] + [r.uniform() for r in [Row([1], seed=seed)] for _ in range(200)]
-    assert draw(5) == draw(5) != draw(6) and len(set(draw(5))) == 200
-    big = [Row([1], seed=2**100 + i).uniform() for i in range(2)]
-    assert big[0] != big[1] and all(0 <= u < 1 for u in draw(5))
 
 
 # ------------------------------------------------------------------------------------------------------------ the engine
@@ -152,7 +64,7 @@ class Played:
 
 def play(model, episodes, *, slots, limit=6, stop_ids=(), pause=None, seed=0, hold=lambda row: False, **sampling):
     """Play `episodes`, each (prompt, group, [tokens that answer turn 1, turn 2, ...]), to their ends -> (Played each, engine)."""
-    engine = Engine(model, slots=slots, stop_ids=stop_ids, **sampling)
+    engine = make_engine(model, slots=slots, stop_ids=stop_ids, **sampling)
     played = [Played(prompt, plan) for prompt, _, plan in episodes]
     rows = [Row(prompt, group=group, seed=seed * 1000 + i, limit=limit) for i, (prompt, group, _) in enumerate(episodes)]
     of, paused = dict(zip(rows, played)), []
@@ -229,7 +141,7 @@ def test_with_lora_merged_or_as_a_hook(name):
     second, _ = play(model, schedule(1), slots=3)
     assert model_changed > 1e-2
     assert recomputed(model, first).max() < 1e-4 and recomputed(model, second).max() < 1e-4
-    model.train()  # the update goes on: the engine has left no inference tensor behind
+    model.train()  # the update continues: the engine has left no inference tensor behind
     logprobs, _ = token_logprobs(model, torch.tensor([first[0].ids]), torch.tensor([first[0].mask]))
     logprobs.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
@@ -240,7 +152,7 @@ def test_greedy_is_transformers_greedy(name):
     model = build(name)
     model.generation_config.eos_token_id = None
     prompts = [ids_of(n, n) for n in (1, 5, 13, 30)]
-    ours = generate.generate(model, prompts, max_new_tokens=24, slots=3, temperature=0)
+    ours = complete(model, prompts, max_new_tokens=24, slots=3, temperature=0)
     for prompt, (ids, _) in zip(prompts, ours):
         theirs = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
                                 max_new_tokens=24, pad_token_id=0, use_cache=True)
@@ -267,7 +179,7 @@ def test_nothing_is_forwarded_twice_over_turns():
 @pytest.mark.parametrize("name", ["tiny", "gemma3"])
 def test_slots_order_and_mates_do_not_change_what_is_drawn(name):
     model, prompts = build(name), [ids_of(n, n) for n in (3, 11, 11, 26, 7)]
-    runs = [generate.generate(model, prompts, group_size=3, max_new_tokens=20, slots=slots, stop_ids={9, 50}, seed=4) for slots in (1, 2, 5, 7, 64)]
+    runs = [complete(model, prompts, group_size=3, max_new_tokens=20, slots=slots, stop_ids={9, 50}, seed=4) for slots in (1, 2, 5, 7, 64)]
     for run in runs[1:]:
         assert [ids for ids, _ in run] == [ids for ids, _ in runs[0]]
         assert max(abs(a - b) for (_, x), (_, y) in zip(run, runs[0]) for a, b in zip(x, y)) < 1e-4
@@ -279,16 +191,16 @@ def test_slots_order_and_mates_do_not_change_what_is_drawn(name):
         for row in engine.step():
             engine.release(row)
     assert [row.turn for row in rows] == [ids for ids, _ in runs[0]]
-    alone = generate.generate(model, prompts[:1], group_size=3, max_new_tokens=20, stop_ids={9, 50}, seed=4)
+    alone = complete(model, prompts[:1], group_size=3, max_new_tokens=20, stop_ids={9, 50}, seed=4)
     assert [ids for ids, _ in alone] == [ids for ids, _ in runs[0][:3]]
-    other = generate.generate(model, prompts, group_size=3, max_new_tokens=20, stop_ids={9, 50}, seed=5)
+    other = complete(model, prompts, group_size=3, max_new_tokens=20, stop_ids={9, 50}, seed=5)
     assert [ids for ids, _ in other] != [ids for ids, _ in runs[0]]
 
 
 def test_forced_tokens_are_taken_and_their_logprobs_returned():
     model, prompts, forced = build("qwen2"), [ids_of(5, 0), ids_of(9, 1)], [ids_of(8, i) for i in range(4)]
     before = [list(x) for x in forced]
-    out = generate.generate(model, prompts, group_size=2, max_new_tokens=8, forced=forced, slots=3, temperature=0.7)
+    out = complete(model, prompts, group_size=2, max_new_tokens=8, forced=forced, slots=3, temperature=0.7)
     assert [ids for ids, _ in out] == before == forced  # and the caller's lists are untouched
     for i, (ids, logprobs) in enumerate(out):
         sequence = torch.tensor([prompts[i // 2] + ids])
@@ -305,7 +217,7 @@ def test_forced_tokens_are_taken_and_their_logprobs_returned():
 
 def test_forced_and_sampled_rows_share_a_batch():
     model, prompt = build("qwen2"), ids_of(6)
-    free = generate.generate(model, [prompt], max_new_tokens=6, seed=1)[0]
+    free = complete(model, [prompt], max_new_tokens=6, seed=1)[0]
     rows = [Row(prompt, group=0, seed=1 << 40, limit=6), Row(prompt, group=0, seed=9, limit=6, forced=[7, 8])]
     engine = Engine(model, slots=2)
     engine.add(rows)
@@ -318,17 +230,17 @@ def test_forced_and_sampled_rows_share_a_batch():
 @pytest.mark.parametrize("stop", [11, 22, 33])
 def test_every_stop_id_ends_a_turn_and_is_part_of_it(stop):
     model, prompt = build("qwen2"), ids_of(6)
-    ids, logprobs = generate.generate(model, [prompt], max_new_tokens=9, stop_ids={11, 22, 33}, forced=[[5, 6, stop, 7, 8]])[0]
+    ids, logprobs = complete(model, [prompt], max_new_tokens=9, stop_ids={11, 22, 33}, forced=[[5, 6, stop, 7, 8]])[0]
     assert ids == [5, 6, stop] and len(logprobs) == 3
-    first = generate.generate(model, [prompt], max_new_tokens=9, stop_ids={11, 22, 33}, forced=[[stop, 5]])[0]
+    first = complete(model, [prompt], max_new_tokens=9, stop_ids={11, 22, 33}, forced=[[stop, 5]])[0]
     assert first[0] == [stop]  # the very first token too
 
 
 def test_limits():
     model, prompts = build("qwen2"), [ids_of(6), ids_of(3)]
     for limit in (1, 2, 5):
-        assert all(len(ids) == limit for ids, _ in generate.generate(model, prompts, group_size=3, max_new_tokens=limit, slots=4))
-    assert generate.generate(model, []) == []
+        assert all(len(ids) == limit for ids, _ in complete(model, prompts, group_size=3, max_new_tokens=limit, slots=4))
+    assert complete(model, []) == []
     engine, row = Engine(model, slots=1), Row(prompts[0], limit=2)
     engine.add([row])
     ended = []
@@ -455,7 +367,7 @@ def test_soft_capped_attention_is_refused_by_name():
     import transformers
     config = transformers.Gemma2Config(**{**SMALL, "head_dim": 8, "attn_logit_softcapping": 20.0})
     with pytest.raises(ValueError, match="Gemma2.*soft-capping"):
-        generate.generate(transformers.Gemma2ForCausalLM(config).eval(), [[1, 2, 3]], max_new_tokens=2)
+        complete(transformers.Gemma2ForCausalLM(config).eval(), [[1, 2, 3]], max_new_tokens=2)
 
 
 def test_the_head_of_the_sampler_is_the_head_of_the_trainer():
@@ -476,7 +388,7 @@ def test_smollm2():
     model, tokenizer = load_model(str(SMOLLM2), device="cpu", lora_r=2, lora_target_modules="q_proj")
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "2 + 2 =")]
     with torch.no_grad():
-        (ids, _), _ = generate.generate(model, prompts, max_new_tokens=8, temperature=0)
+        (ids, _), _ = complete(model, prompts, max_new_tokens=8, temperature=0)
         theirs = model.generate(torch.tensor([prompts[0]]), attention_mask=torch.ones(1, len(prompts[0]), dtype=torch.long), do_sample=False,
                                 max_new_tokens=8, eos_token_id=None, pad_token_id=0)
         assert ids == theirs[0, len(prompts[0]):].tolist()

@@ -1,0 +1,121 @@
+"""Attention while decoding, over the KV cache, and while training, over whole sequences."""
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from llm.checkpointing import recompute
+
+SCORES = 2**25  # bytes of attention scores above which the stock kernel does the training pass
+
+
+def grouped_attention(query, key, value, bias, scaling):
+    """Attention as two matrix products, without repeating a key for the query heads that share it.
+
+    The query heads of one KV head are stacked as its query rows.
+
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, H_kv, S, D).
+        bias: what is added to the scores, of a shape that broadcasts to (B, H_kv, H / H_kv, T, S).
+
+    Returns (B, T, H, D).
+    """
+    B, H, T, D = query.shape
+    kv_heads, S = key.shape[1:3]
+    rows = H // kv_heads * T
+    scores = (query * scaling).reshape(B, kv_heads, rows, D) @ key.transpose(2, 3)
+    weights = scores.view(B, kv_heads, -1, T, S).add_(bias).softmax(-1)
+    out = weights.view(B, kv_heads, rows, S) @ value  # (B, H_kv, rows, D)
+    return out.reshape(B, H, T, -1).transpose(1, 2)
+
+
+def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
+                  row_cache=None, **kwargs):
+    """The engine's attention: the rows of a `RowCache`, each of its own length.
+
+    The signature is that of transformers' attention functions, with query (R, H, C, D) and all of
+    the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
+    """
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__}: "
+                         "attention with soft-capping or sinks is not supported by the engine")
+    R, H, C, D = query.shape
+    groups = H // key.shape[1]
+    if not row_cache.sdpa:
+        bias = row_cache.bias(sliding_window, 1, query.dtype)[:, :, None]  # (R, 1, 1, C, S)
+        return grouped_attention(query, key, value, bias, scaling), None
+    if C > 1:
+        # A prompt. Its mask, repeated for every query head, would be larger than the keys are.
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+        groups = 1
+    bias = row_cache.bias(sliding_window, groups, query.dtype)
+    stacked = query.reshape(R, H // groups, groups * C, D)
+    out = F.scaled_dot_product_attention(stacked, key, value, bias, scale=scaling)
+    return out.reshape(R, H, C, -1).transpose(1, 2), None
+
+
+def causal_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+                     shared_prefix=None, **kwargs):
+    """The attention of every model that `load_model` opens, in the signature of transformers.
+
+    It is the stock kernel except in two cases.
+
+    shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
+    `logprobs.hidden_states`. Each row sees the prefix and itself.
+
+    On a CPU with gradients it is two matrix products that are run again in the backward pass, so
+    that no (B, H, T, S) weights are kept. They take a half to an eighth of the time of the stock
+    kernel, whose backward pass is slow there when query heads share keys. The stock kernel still
+    does what needs no gradient (so that the logits equal the stock model's to the bit), what has
+    a mask, and what has more than 32 MiB of scores.
+    """
+    B, H, T, _ = query.shape
+    P, rows = shared_prefix or (0, B)
+    visible = P + (T - P) // rows if shared_prefix else key.shape[2]  # keys of a row's last query
+    small = B * H * T * visible * query.element_size() <= SCORES
+    unmasked = shared_prefix or attention_mask is None
+    products = query.is_cpu and torch.is_grad_enabled() and small and unmasked and not dropout
+    if products:
+        attend = partial(causal_products, scaling)
+    else:
+        mask = None if shared_prefix else attention_mask
+        attend = partial(stock_attention, module, mask, scaling=scaling, dropout=dropout, **kwargs)
+    if shared_prefix:
+        attend = partial(packed_attention, attend, P, rows)
+    if products:
+        return recompute(attend, query, key, value), None
+    return attend(query, key, value), None  # (B, T, H, D)
+
+
+def packed_attention(attend, P, rows, query, key, value):
+    """Attend within one packed row [prefix, row 1 ... row B] (1, H or H_kv, P + B * W, D).
+
+    Returns (1, P + B * W, H, D).
+    """
+    def completions(x):  # (1, H, P + B * W, D) -> (B, H, W, D)
+        return x[0, :, P:].unflatten(1, (rows, -1)).transpose(0, 1)
+
+    def with_prefix(x):  # (1, H_kv, P + B * W, D) -> (B, H_kv, P + W, D)
+        return torch.cat([x[:, :, :P].expand(rows, -1, -1, -1), completions(x)], 2)
+    prefix = attend(query[:, :, :P], key[:, :, :P], value[:, :, :P])  # (1, P, H, D)
+    tail = attend(completions(query), with_prefix(key), with_prefix(value))  # (B, W, H, D)
+    return torch.cat([prefix, tail.flatten(0, 1)[None]], 1)
+
+
+def causal_products(scaling, query, key, value):
+    """Causal `grouped_attention`, where the T queries are the last of S positions."""
+    T, S = query.shape[2], key.shape[2]
+    ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)
+    bias = query.new_zeros(T, S).masked_fill_(ahead, -torch.inf)
+    return grouped_attention(query, key, value, bias, scaling)
+
+
+def stock_attention(module, mask, query, key, value, **kwargs):
+    """Causal attention by transformers' kernel, where the T queries are the last of S positions."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    T, S = query.shape[2], key.shape[2]
+    if mask is None and S > T:
+        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]

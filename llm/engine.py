@@ -1,0 +1,310 @@
+"""The decoding engine: prefill, decode, sample, for rows of different lengths in one batch.
+
+    engine = Engine(model, slots=64, stop_ids={2})
+    engine.add([Row(prompt, group=0, seed=s) for s in range(8)])  # the group's prompt runs once
+    while engine.busy:
+        for row in engine.step():                    # rows whose turn ended; row.turn, row.logprobs
+            engine.extend(row, tool_result_ids, 64)  # continues in the same cache
+            engine.release(row)                      # or leaves, and a waiting row takes its slot
+
+Every row writes at its own position of the cache (kv_cache.py), and attention masks what lies
+beyond (attention.py). The rows that decode are kept in the first slots, so that a step reads a
+slice of the cache and copies nothing. A token and its log-probability come from one softmax
+(sampling.py) and from the row's own random numbers, so what is drawn depends on the row's seed and
+the logits, never on who shares the batch. Nothing is forwarded twice.
+"""
+import numpy as np
+import torch
+
+from experiment.errors import UserError
+from llm.attention import row_attention
+from llm.fused import fused_forward
+from llm.kv_cache import RowCache
+from llm.logprobs import head_logits
+from llm.sampling import sample
+
+LONG = 2**14  # tokens of one prefill above which its rows are split in two
+
+
+class Row:
+    """One sequence that is decoded.
+
+    `turn` and `logprobs` (nats) hold the tokens sampled since the prompt or the last `extend`.
+    `state` is "waiting" for a slot, "prefill" (tokens of others are due), "decode", "ended" (the
+    turn has), or "released".
+    """
+
+    def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=()):
+        """
+        Args:
+            prompt: ids.
+            group: rows of the same group have the same prompt, which then runs once.
+            seed: of the row's random numbers.
+            limit: tokens that this turn may sample.
+            forced: ids taken in place of sampled ones, with their log-probabilities.
+        """
+        self.pending = list(prompt)  # ids that are not in the cache yet
+        self.length = 0  # ids that are
+        self.group = self if group is None else group
+        self.limit = limit
+        self.forced = list(forced or ())
+        self.turn = []
+        self.logprobs = []
+        self.slot = None
+        self.state = "waiting"
+        self._generator = np.random.Generator(np.random.Philox(key=seed))
+        self._uniforms = []
+
+    def uniforms(self, n: int) -> list[float]:
+        """Return the random numbers of the next n tokens. `append` uses them up."""
+        while len(self._uniforms) < n:
+            self._uniforms += self._generator.random(64).tolist()
+        return self._uniforms[:n]
+
+    def append(self, token: int, logprob: float, stop_ids):
+        """Take a sampled token, which may end the turn."""
+        del self._uniforms[:1], self.forced[:1]
+        self.turn.append(token)
+        self.logprobs.append(logprob)
+        self.pending = [token]
+        ended = token in stop_ids or len(self.turn) >= self.limit
+        self.state = "ended" if ended else "decode"
+
+
+class Engine:
+    """Decodes rows until a stop id or the limit of each turn.
+
+    What comes next depends on token counts, never on the clock. An engine is for the weights as
+    they are now: make a new one when they have changed.
+    """
+
+    def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0,
+                 top_k: int = 0, top_p: float = 1.0, fused: bool = True):
+        """
+        Args:
+            slots: rows that are in the batch at the same time.
+            stop_ids: ids that end a turn. They are part of it.
+            temperature, top_k, top_p: as in `sampling.sample`.
+            fused: use `fused.Fused` if it applies and agrees with the stock modules.
+
+        Raises UserError for a model whose attention the cache cannot hold.
+        """
+        check_attention(model)
+        self.model = model
+        self.device = model.device
+        self.slots = slots
+        self.stop_ids = frozenset(stop_ids)
+        self.sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        layers = model.config.get_text_config().num_hidden_layers
+        self.cache = RowCache(layers, slots, self.device)
+        stock = StockForward(model)
+        self.fused = fused_forward(model, stock) if fused else None
+        self.forward = self.fused or stock
+        self.owner: list[Row | None] = [None] * slots
+        self.waiting: list[Row] = []
+        self.prompts = {}  # group -> its prompt's keys and values, logits and length
+        self.clock = 0  # steps taken
+        self.forwarded = 0  # tokens that went through the model
+
+    @property
+    def busy(self) -> bool:
+        """True while a row can be decoded. Rows that wait for `extend` do not count."""
+        return bool(self.rows("prefill") or self.rows("decode")
+                    or self.waiting and None in self.owner)
+
+    def rows(self, state: str) -> list[Row]:
+        """Return the rows in this state that have a slot, in the order of their slots."""
+        return [row for row in self.owner if row and row.state == state]
+
+    def add(self, rows):
+        """Let new rows wait for a slot."""
+        self.waiting.extend(rows)
+
+    def extend(self, row: Row, ids, limit: int):
+        """Append tokens that the model did not sample, such as tool results, and start a turn."""
+        row.pending = row.pending + list(ids)
+        row.turn = []
+        row.logprobs = []
+        row.limit = limit
+        row.state = "prefill"
+
+    def release(self, row: Row):
+        """Give the slot of a row to others."""
+        self.owner[row.slot] = None
+        row.slot = None
+        row.state = "released"
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """Run the prompts and tool results that are due, then a decode step of all running rows.
+
+        Returns the rows whose turn ended.
+        """
+        self.clock += 1
+        ended = self.admit()
+        extended = self.rows("prefill")
+        if extended:
+            ended += self.sample(extended, self.run(extended))
+        if self.rows("decode"):
+            ended += self.decode()
+        return ended
+
+    def admit(self) -> list[Row]:
+        """Give free slots to waiting rows and sample their first tokens."""
+        free = [slot for slot, row in enumerate(self.owner) if row is None]
+        entering = self.waiting[:len(free)]
+        self.waiting = self.waiting[len(free):]
+        if not entering:
+            return []
+        for row, slot in zip(entering, free):
+            row.slot = slot
+            self.owner[slot] = row
+        return self.sample(entering, self.prefill(entering))
+
+    def prefill(self, entering: list[Row]):
+        """Run each group's prompt once, by its first row, and copy its keys and values to others.
+
+        Returns the logits (R, V) after every row's prompt.
+        """
+        first = {}
+        for row in entering:
+            if row.group not in self.prompts:
+                first.setdefault(row.group, row)
+        if first:
+            logits = self.run(list(first.values()))
+        still_waiting = {row.group for row in self.waiting}
+        for i, (group, row) in enumerate(first.items()):
+            prefix = self.cache.prefix(row.slot, row.length)
+            if group in still_waiting:  # the first row will have overwritten it by then
+                prefix = [tensor.clone() for tensor in prefix]
+            self.prompts[group] = prefix, logits[i], row.length
+        for row in entering:
+            prefix, _, row.length = self.prompts[row.group]
+            row.pending = []
+            if row is not first.get(row.group):
+                for target, source in zip(self.cache.prefix(row.slot, row.length), prefix):
+                    target.copy_(source)
+        logits = torch.stack([self.prompts[row.group][1] for row in entering])
+        for group in self.prompts.keys() - still_waiting:
+            del self.prompts[group]
+        return logits
+
+    def decode(self) -> list[Row]:
+        """Decode one token of every running row. Returns the rows whose turn ended."""
+        self.pack()
+        running = self.rows("decode")
+        return self.sample(running, self.run(running))
+
+    def run(self, rows: list[Row]):
+        """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""
+        lengths = [len(row.pending) for row in rows]
+        width = max(lengths)
+        half = len(rows) // 2
+        if half and len(rows) * width > LONG:
+            return torch.cat([self.run(rows[:half]), self.run(rows[half:])])
+        slots = [row.slot for row in rows]
+        packed = slots == list(range(len(rows)))
+        self.cache.prepare(len(rows) if packed else slots, [row.length for row in rows], lengths)
+        ids = [row.pending + [0] * (width - len(row.pending)) for row in rows]
+        hidden = self.forward(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
+        last = torch.tensor(lengths, device=self.device) - 1
+        index = torch.arange(len(rows), device=self.device)
+        for row, length in zip(rows, lengths):
+            row.length += length
+        self.forwarded += sum(lengths)
+        return self.forward.head(hidden[index, last])
+
+    def sample(self, rows: list[Row], logits) -> list[Row]:
+        """Append a token to every row. Returns the rows whose turn ended."""
+        uniforms = [row.uniforms(1)[0] for row in rows]
+        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
+        forced = [row.forced[0] if row.forced else -1 for row in rows]
+        forced = torch.tensor(forced, device=self.device)
+        ids, logprobs, finite = sample(logits, uniforms, forced, **self.sampling)
+        if not finite.all():
+            raise FloatingPointError("the model's logits are not finite")
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
+            row.append(token, logprob, self.stop_ids)
+        return [row for row in rows if row.state == "ended"]
+
+    def pack(self):
+        """Swap rows of the cache so that those that decode fill the first slots."""
+        running = self.rows("decode")
+        outside = [row for row in running if row.slot >= len(running)]
+        inside = {row.slot for row in running}
+        holes = [slot for slot in range(len(running)) if slot not in inside]
+        source, target, span = [], [], 1
+        for row, hole in zip(outside, holes):
+            other = self.owner[hole]
+            source += [row.slot, hole]
+            target += [hole, row.slot]
+            span = max(span, row.length, other.length if other else 0)
+            self.owner[row.slot] = other
+            self.owner[hole] = row
+            if other:
+                other.slot = row.slot
+            row.slot = hole
+        if source:
+            self.cache.move(source, target, span)
+
+
+class StockForward:
+    """The forward pass by transformers' own modules, with `row_attention` as their attention."""
+
+    def __init__(self, model):
+        from transformers import AttentionInterface
+        AttentionInterface.register("row_attention", row_attention)
+        self.model = model
+        self.config = model.config.get_text_config()
+
+    def __call__(self, ids, cache):
+        """Return the last hidden states (R, C, D) of ids (R, C), each at its cache.position."""
+        before = self.config._attn_implementation
+        self.config._attn_implementation = "row_attention"
+        try:
+            return self.model.base_model(
+                input_ids=ids, position_ids=cache.position, past_key_values=cache, use_cache=True,
+                row_cache=cache).last_hidden_state
+        finally:
+            self.config._attn_implementation = before
+
+    def head(self, hidden):
+        return head_logits(self.model, hidden)
+
+
+def check_attention(model):
+    """Raise UserError for a model whose past is more than keys and values, or has soft-capping."""
+    config = model.config.get_text_config()
+    problems = set(getattr(config, "layer_types", None) or ())
+    problems -= {"full_attention", "sliding_attention"}
+    if getattr(config, "attn_logit_softcapping", None):
+        problems.add("attention soft-capping")
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        problems.add("attention sinks")
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    if problems or shared or not getattr(model, "_supports_attention_backend", False):
+        name = type(model).__name__
+        raise UserError(
+            f"{name}: the engine cannot hold its cache ({', '.join(sorted(problems)) or name}); "
+            "models with full or sliding-window attention work "
+            "(Llama, Qwen2, Qwen3, Gemma 3, SmolLM)")
+
+
+def generate(engine: Engine, prompts, *, group_size: int = 1, max_new_tokens: int = 128,
+             seed: int = 0, forced=None) -> list[tuple[list[int], list[float]]]:
+    """Return (ids, logprobs) of `group_size` completions per prompt, a prompt's together.
+
+    Args:
+        prompts: lists of ids.
+        forced: one list of ids per completion, taken in place of sampled tokens.
+    """
+    rows = []
+    for i, prompt in enumerate(prompts):
+        for n in range(i * group_size, (i + 1) * group_size):
+            rows.append(Row(prompt, group=i, seed=(seed << 40) + n, limit=max_new_tokens,
+                            forced=forced[n] if forced else ()))
+    engine.add(rows)
+    while engine.busy:
+        for row in engine.step():
+            engine.release(row)
+    return [(row.turn, row.logprobs) for row in rows]

@@ -1,0 +1,145 @@
+"""The KV cache of the decoding engine, in which every row has a length of its own."""
+import math
+import mmap
+
+import torch
+
+# Anonymous private pages. Windows has no such flags and needs none.
+PRIVATE = {}
+if hasattr(mmap, "MAP_PRIVATE"):
+    PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+
+
+def empty_pages(like, shape):
+    """Return zeros of this shape, with the dtype and the device of `like`.
+
+    On a CPU they are pages of their own. These take no memory until they are written, and the
+    system gets them back as soon as the tensor is gone, for example when the cache has grown.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    n = math.prod(shape)
+    pages = mmap.mmap(-1, max(1, n) * like.element_size(), **PRIVATE)
+    return torch.frombuffer(pages, dtype=like.dtype)[:n].view(shape)
+
+
+class RowCache:
+    """Keys and values of every layer, each a tensor (slots, H_kv, S, D).
+
+    It takes the place of transformers' Cache. Before each forward pass, `prepare` or
+    `prepare_step` says which rows the pass is for and where their new tokens go. A pass has R rows
+    and C tokens per row.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layers: int, slots: int, device):
+        self.keys = [None] * layers
+        self.values = [None] * layers
+        self.slots = slots
+        self.capacity = 0  # S
+        self.device = device
+        # Attention by torch's fused kernel. On a CPU it is slow with a mask and one query per row.
+        self.sdpa = device.type == "cuda"
+
+    def prepare(self, slots, starts: list[int], lengths: list[int]):
+        """Make the next pass write `lengths` tokens per row, from position `starts`.
+
+        Args:
+            slots: the rows' slots as a list, or an int n for the first n slots, which are read
+                without a copy.
+            starts, lengths: one number per row. C is the largest length; shorter rows are padded
+                on the right.
+        """
+        width = max(lengths)
+        self.reserve(max(start + n for start, n in zip(starts, lengths)))
+        column = torch.arange(width, device=self.device)
+        position = torch.tensor(starts, device=self.device)[:, None] + column
+        real = column < torch.tensor(lengths, device=self.device)[:, None]  # (R, C)
+        self.take = real.flatten().nonzero()[:, 0]  # (n,) the tokens that are no padding, of R * C
+        if isinstance(slots, int):
+            index, self.read = torch.arange(slots, device=self.device), slice(0, slots)
+        else:
+            index = self.read = torch.tensor(slots, device=self.device)
+        self.write_slot = index.repeat_interleave(width)[self.take]
+        self.write_position = position.flatten()[self.take]
+        self._see(position, self.capacity)
+
+    def prepare_step(self, lengths, span: int):
+        """Make the next pass write one token for each of the first R rows, at positions `lengths`.
+
+        It reads the first `span` positions. Nothing depends on the values of `lengths`, so a CUDA
+        graph can replay it. A row longer than `span`, which is frozen, writes at its own position
+        and sees what the last position of the span sees.
+        """
+        self.write_slot = self.take = torch.arange(len(lengths), device=self.device)
+        self.write_position = lengths
+        self.read = slice(0, len(lengths)), slice(None), slice(0, span)
+        self._see(lengths[:, None], span)
+
+    def _see(self, position, span: int):
+        # A query beyond the span (padding, a frozen row) could see no key of a sliding window, and
+        # the softmax over none is NaN, which a slot keeps for the next row.
+        self.position = position.clamp(max=span - 1)  # (R, C)
+        self.span = span
+        self.biases = {}
+
+    def reserve(self, needed: int):
+        """Make room for `needed` tokens per row. When the cache grows, all tensors are new ones."""
+        if needed <= self.capacity:
+            return
+        self.capacity = -(-max(needed, self.capacity * 5 // 4) // 32) * 32
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                if old is not None:
+                    slots, heads, length, width = old.shape
+                    tensors[layer] = empty_pages(old, (slots, heads, self.capacity, width))
+                    tensors[layer][:, :, :length] = old
+
+    def update(self, key, value, layer: int, *_, **__):
+        """Store new keys and values (R, H_kv, C, D) and return all of the rows' (R, H_kv, S, D)."""
+        for tensors, new in ((self.keys, key), (self.values, value)):
+            if tensors[layer] is None:
+                shape = self.slots, new.shape[1], self.capacity, new.shape[3]
+                tensors[layer] = empty_pages(new, shape)
+            new = new.transpose(1, 2).flatten(0, 1)  # (R * C, H_kv, D)
+            if len(self.take) < len(new):
+                new = new[self.take]
+            tensors[layer][self.write_slot, :, self.write_position] = new
+        # All positions, not only those in use: a CPU's bfloat16 product would copy a slice.
+        return self.keys[layer][self.read], self.values[layer][self.read]
+
+    def bias(self, window, copies: int, dtype):
+        """Return (R, 1, copies * C, S): 0 where a query sees a key, else -inf.
+
+        It is made once per pass, not once per layer.
+
+        Args:
+            window: the keys that a query of a sliding layer sees, its own included, or None.
+            copies: how often the queries are repeated.
+        """
+        if (window, copies) not in self.biases:
+            key = torch.arange(self.span, device=self.device)
+            query = self.position[:, None, :, None]
+            hidden = key > query  # (R, 1, C, S)
+            if window:
+                hidden |= key <= query - window
+            hidden = hidden.repeat(1, 1, copies, 1)
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+            self.biases[window, copies] = bias.masked_fill_(hidden, -torch.inf)
+        return self.biases[window, copies]
+
+    def prefix(self, slot: int, length: int) -> list:
+        """Return views (H_kv, length, D) of a slot's first keys and values, for all layers."""
+        return [tensor[slot, :, :length] for tensor in (*self.keys, *self.values)]
+
+    def move(self, source: list[int], target: list[int], span: int):
+        """Copy the first `span` positions of slots `source` to slots `target`, all at once."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :span] = tensor[source, :, :span]
+
+    def get_seq_length(self, *_):
+        return 0  # positions are passed explicitly, nobody may derive them from the cache
+
+    def get_mask_sizes(self, query_length, *_):
+        return self.span, 0

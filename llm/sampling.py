@@ -1,0 +1,79 @@
+"""Sampling: a token per row, and its log-probability under the distribution it is drawn from."""
+import torch
+from torch.nn import functional as F
+
+PIECE = 2**19  # logits that are float32 at the same time on a CPU, so that they fit its cache
+BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
+
+
+def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+           block: int = BLOCK):
+    """Draw one token per row. Nothing here waits for the device.
+
+    Args:
+        logits: (R, V), of any floating-point dtype.
+        uniforms: (R,) float64 in [0, 1), one random number per row.
+        forced: (R,) ids to take instead of the drawn token, or -1 where the row samples.
+        temperature: 0 takes the most likely token, with its log-probability at temperature 1.
+        top_k, top_p: cut the distribution, for chat and evaluation. Training never uses them.
+
+    Returns ids (R,), logprobs (R,) in nats, and finite (R,), False where the logits are not.
+    """
+    rows = max(1, PIECE // logits.shape[1])
+    if logits.is_cpu and len(logits) > rows:
+        pieces = zip(logits.split(rows), uniforms.split(rows), forced.split(rows))
+        drawn = [sample(*piece, temperature, top_k, top_p, block) for piece in pieces]
+        return [torch.cat(column) for column in zip(*drawn)]
+    z = logits.float()
+    if temperature not in (0, 1):
+        z = z / temperature
+    z = cut(z, top_k, top_p)  # (R, V)
+    peak = z.amax(-1, keepdim=True)  # (R, 1)
+    weight = (z - peak).exp_()
+    if z.shape[1] % block:
+        weight = F.pad(weight, (0, -z.shape[1] % block))
+    weight = weight.unflatten(1, (-1, block))  # (R, blocks, block)
+    sums = weight.sum(-1)  # (R, blocks)
+    # In float64, because a uniform near 1 must stay below the total.
+    cumulative = sums.double().cumsum(-1)
+    total = cumulative[:, -1]  # (R,)
+    ids = z.argmax(-1) if temperature == 0 else inverse_cdf(weight, sums, cumulative, uniforms)
+    ids = torch.where(forced >= 0, forced, ids)
+    ids = ids.clamp(max=z.shape[1] - 1)  # where the logits are not finite, no search ends inside
+    logprobs = (z.gather(1, ids[:, None]) - peak)[:, 0] - total.log().float()
+    return ids, logprobs, total.isfinite()
+
+
+def inverse_cdf(weight, sums, cumulative, uniforms):
+    """Return the ids (R,) at which the cumulative weights reach the uniforms.
+
+    It finds the block first, then the token in it.
+
+    Args:
+        weight: (R, blocks, block), the unnormalized probabilities.
+        sums: (R, blocks), the sum of every block.
+        cumulative: (R, blocks) float64, the cumulative sums of the blocks.
+        uniforms: (R,) float64 in [0, 1).
+    """
+    target = uniforms[:, None] * cumulative[:, -1:]  # (R, 1)
+    chosen = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+    rest = target - cumulative.gather(1, chosen) + sums.gather(1, chosen)  # (R, 1)
+    rows = torch.arange(len(weight), device=weight.device)
+    inside = weight[rows, chosen[:, 0]].double().cumsum(-1)  # (R, block)
+    # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
+    rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-40))
+    offset = torch.searchsorted(inside, rest, right=True)
+    return (chosen * weight.shape[2] + offset)[:, 0]
+
+
+def cut(z, top_k: int, top_p: float):
+    """Set the logits (R, V) outside the top k and outside the nucleus of probability p to -inf."""
+    if top_k:
+        smallest = z.topk(min(top_k, z.shape[1])).values[:, -1:]
+        z = z.masked_fill(z < smallest, -torch.inf)
+    if top_p < 1:
+        ordered, index = z.sort(descending=True)
+        probs = ordered.softmax(-1)
+        outside = probs.cumsum(-1) - probs >= top_p
+        z = z.masked_fill(torch.zeros_like(outside).scatter(1, index, outside), -torch.inf)
+    return z
