@@ -10,16 +10,21 @@ import os
 import shutil
 from pathlib import Path
 
-from experiment.data import read_json, reading
+from experiment.data import read_json, reading, whole
 from experiment.errors import UserError
 
 
 def finite(value):
-    """The value as strict JSON holds it: non-finite floats become None, tensor and numpy scalars become numbers."""
+    """Return the value as strict JSON holds it, so that our own reader takes what we write.
+
+    Non-finite floats become None, tensor and numpy scalars numbers, lone surrogates "?".
+    """
     if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {whole(str(key)): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
+    if isinstance(value, str):
+        return whole(value)
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -1,7 +1,7 @@
 """Reading the files that people hand in: rows, JSON and YAML.
 
-Python's readers accept NaN, duplicate keys, lone surrogates and lines without end. Here such input is refused, and
-every failure becomes one line of the form `FILE:LINE: what is wrong; how to fix it`.
+Python's readers accept NaN, duplicate keys, lone surrogates and lines without end. Here such input
+is refused, and every failure becomes one line, `FILE:LINE: what is wrong; how to fix it`.
 """
 import csv
 import difflib
@@ -24,7 +24,7 @@ PACKED = (".gz", ".zip", ".xz", ".bz2", ".zst", ".tar", ".tgz", ".7z")
 # ------------------------------------------------------------------------------------- errors
 @contextmanager
 def reading(path, line=None):
-    """Turn every exception inside the block into a UserError that names the file, the line and the fix.
+    """Turn every exception inside the block into a UserError that names file, line and fix.
 
     A check inside the block raises ValueError with its reason alone. A UserError passes unchanged.
     """
@@ -49,10 +49,10 @@ def _line_of(error):
 
 
 def _reason(error, path):
-    """Return what is wrong, and how to fix it, for an exception that was raised while `path` was read."""
+    """Return what is wrong, and how to fix it, for an exception that reading `path` raised."""
     text = str(error).strip().split("\n")[0][:200]
     if isinstance(error, FileNotFoundError):
-        return f"no such file{_nearest_path(path)}"
+        return f"no such file{nearest_path(path)}"
     if isinstance(error, PermissionError):
         return "permission denied; make it readable for this user"
     if isinstance(error, IsADirectoryError):
@@ -75,10 +75,13 @@ def _reason(error, path):
         return "the path contains a NUL character"
     if "integer string conversion" in text:
         return "number too long"
-    return text if type(error) is ValueError and text else f"cannot be read ({type(error).__name__}: {text})"
+    if type(error) is ValueError and text:
+        return text
+    return f"cannot be read ({type(error).__name__}: {text})"
 
 
-def _nearest_path(path):
+def nearest_path(path):
+    """Return "; nearest: PATH" for the path beside this one whose name is most like it, or ""."""
     folder, name = os.path.split(os.fspath(path))
     try:
         names = os.listdir(folder or ".")
@@ -90,7 +93,7 @@ def _nearest_path(path):
 
 # -------------------------------------------------------------------------------------- files
 def open_file(path):
-    """Open a regular file for reading bytes. A pipe or a device is refused, because it may never end."""
+    """Open a regular file for reading bytes. Pipes and devices are refused: they may never end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ValueError("is not a regular file; save its content to a file and give that")
@@ -103,12 +106,12 @@ def read_text(path, limit=MAX_LINE):
         with open_file(path) as file:
             data = file.read(limit + 1)
         if len(data) > limit:
-            raise ValueError(f"longer than {limit >> 10} KiB, which such a file never is; is it the right one?")
+            raise ValueError(f"longer than {limit >> 10} KiB; is it the right file?")
         return data.decode("utf-8").removeprefix("\ufeff")
 
 
 def lines_of(path):
-    """Yield (line number, text) for every line of a text file. Lines end at newline characters only.
+    """Yield (line number, text) for every line of a text file. Only newlines end a line.
 
     Every line is read by itself, so that a line longer than MAX_LINE is refused without reading it.
     """
@@ -145,7 +148,7 @@ def whole(text: str) -> str:
 
 
 def parse_object(text: str) -> dict:
-    """Return the JSON object that the text holds. Raises ValueError for what Python's reader lets through."""
+    """Return the JSON object that the text holds. What Python's reader lets through is refused."""
     value = json.loads(text, object_pairs_hook=_unique)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -204,7 +207,7 @@ def read_json(path) -> dict:
 def read_rows(path: str) -> list[dict]:
     """Return the rows of a .jsonl, .csv or .parquet file, each with its line number as "_line".
 
-    The values of a .csv file are text. Reading .parquet needs pyarrow. At least one row is returned.
+    The values of a .csv file are text. Reading .parquet needs pyarrow. A file without rows is refused.
     """
     if os.path.isdir(path):
         raise UserError(f"{path}: is a directory; give a .jsonl, .csv or .parquet file")
@@ -219,7 +222,7 @@ def read_rows(path: str) -> list[dict]:
     for line, row in read(path):
         with reading(path, line):
             if "self" in row:
-                raise ValueError('no column may be called "self", a name that Python reserves; rename it')
+                raise ValueError('"self" is a name that Python reserves; rename the column')
         rows.append({**row, "_line": line})
     if not rows:
         raise UserError(f"{path}: no rows")
@@ -275,7 +278,8 @@ def _csv_header(fields):
     names = [name.strip() for name in fields]
     separator = next((mark for mark in ";\t|" if mark in names[0]), None)
     if len(names) == 1 and separator:
-        raise ValueError(f"one column, {names[0][:60]!r}; separate columns by commas, not by {separator!r}")
+        raise ValueError(f"one column, {names[0][:60]!r}; "
+                         f"separate columns by commas, not by {separator!r}")
     for index, name in enumerate(names):
         if not name:
             raise ValueError("a column without a name; the first row must name the columns")
@@ -292,12 +296,14 @@ def _parquet_rows(path):
     try:
         from pyarrow import parquet
     except ImportError:
-        raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; or convert to .jsonl') from None
+        raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; '
+                        "or convert to .jsonl") from None
     try:
         table = parquet.read_table(path)
         columns = table.to_pylist()
     except Exception as error:
-        raise UserError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0][:200]}") from None
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"{path}: cannot be read as parquet: {reason}") from None
     with reading(path):
         _check_columns(table)
     for number, row in enumerate(columns, 1):
@@ -324,7 +330,7 @@ def _as_json(row):
 
 
 def _without_padding(value):
-    """Drop the null arguments that Arrow adds to every call so that all calls of a column have the same keys."""
+    """Drop the null arguments by which Arrow gives all calls of a column the same keys."""
     if isinstance(value, list):
         return [_without_padding(item) for item in value]
     if not isinstance(value, dict):
@@ -359,5 +365,6 @@ def read_yaml(path):
 
 def _scalar(path, node):
     if not isinstance(node.value, str):
-        raise UserError(f"{path}:{node.start_mark.line + 1}: give lines `name: value`, nothing nested")
+        line = node.start_mark.line + 1
+        raise UserError(f"{path}:{line}: give lines `name: value`, nothing nested")
     return None if node.tag == "tag:yaml.org,2002:null" else node.value

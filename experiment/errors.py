@@ -1,21 +1,23 @@
 """Errors that end a program with one line in place of a traceback."""
 import re
 
-# Control characters (newline and tab excepted), marks that reverse the direction of writing, and lone surrogates.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters other than newline and tab, marks that reverse the direction of writing, and
+# lone surrogates.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     r"""Return the text with control characters spelled out, for example the escape character as \x1b.
 
-    Everything that data or a model wrote is printed through this function: a terminal obeys escape sequences, and
-    OSC 52 for instance overwrites the clipboard of the person who reads. Newlines and tabs stay.
+    Everything that data or a model wrote is printed through this function, because a terminal obeys
+    escape sequences: OSC 52 overwrites the clipboard of the person who reads. Newlines and tabs stay.
     """
     return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 class UserError(ValueError):
-    """What the user can fix. The message says how in one line, and `main` prints it without a traceback."""
+    """What the user can fix. `main` prints the message, one line that says how, and no traceback."""
 
     def __str__(self):
         return printable(super().__str__())
@@ -24,8 +26,9 @@ class UserError(ValueError):
 class Stop(BaseException):
     """Ends a run early with a message that says why and how to continue.
 
-    It is not an Exception, so that code which catches the faults of a tool or of a row lets it pass. `code` is the exit
-    status: 3 for numbers that are not finite, 4 for a full disk, 128 plus the number of a signal.
+    It is not an Exception, so that code which catches the faults of a tool or of a row lets it pass.
+    `code` is the exit status: 3 for numbers that are not finite, 4 for a full disk, 128 plus the
+    number of a signal.
     """
 
     def __init__(self, message, code):

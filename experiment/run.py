@@ -628,7 +628,7 @@ class Run:
 
     def _write(self, result):
         replace_file(self.folder / "result.json", to_json(result, indent=1))
-        from experiment.report import write_html  # view imports run
+        from experiment.report import write_html
         try:
             write_html(self.folder, quiet=True)
         except (UserError, OSError) as error:                   # a page must not fail a run

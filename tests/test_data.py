@@ -90,7 +90,7 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- every kind of fault
 @pytest.mark.parametrize("data, says", [
-    ('{"a": 1}\n{"self": 1}\n', ':2: no column may be called "self", a name that Python reserves; rename it'),
+    ('{"a": 1}\n{"self": 1}\n', ':2: "self" is a name that Python reserves; rename the column'),
     ('{"a": ' + "9" * 400 + "}", ':1: field "a": number too long'), ('{"a": [-' + "9" * 400 + "]}", ':1: field "a": number too long'),
     ('{"a": ' + "[" * 150 + "]" * 150 + "}", ":1: nested too deep"), ("null", ":1: not a JSON object")])
 def test_rows_and_json_files_are_read_by_the_same_rules(tmp_path, data, says):
@@ -106,7 +106,7 @@ def test_rows_and_json_files_are_read_by_the_same_rules(tmp_path, data, says):
 @pytest.mark.parametrize("data, says", [
     ("", ":1: not JSON: Expecting value at column 1"), ("[]", ": not a JSON object"), ("null", ": not a JSON object"), ('{\n"a": 1,\n"b": x}', ":3: not JSON: Expecting value at column 6"),
     (b'{"a":\n"\xe9"}', ":2: byte 0xe9 is not UTF-8; save the file as UTF-8"), ('{"a": NaN}', ': field "a": not a finite number'), ('{"a": 1, "a": 1}', ': key "a" twice'),
-    (" " * (MAX_LINE + 1), ": longer than 16384 KiB, which such a file never is; is it the right one?")])
+    (" " * (MAX_LINE + 1), ": longer than 16384 KiB; is it the right file?")])
 def test_broken_json_files(tmp_path, data, says):
     with pytest.raises(UserError) as error:
         read_json(path := write(tmp_path, data, "config.json"))

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from experiment import report as view
-from experiment.run import UserError
+from experiment.comparison import forecast
+from experiment.curves import Axis, chart
+from experiment.errors import UserError
+from experiment.page import MAX_EPISODES, token_texts
+from experiment.records import Record, ceiling, measure, summary, transcript
+from experiment.statistics import bins, brier, calibration_error, difference, wilson
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
@@ -102,71 +107,68 @@ def page(path, **options):
 @pytest.mark.parametrize("k, n, low, high", [  # Newcombe 1998, Statistics in Medicine 17:857-872, table I, method 3
     (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)])
 def test_wilson_equals_the_published_table(k, n, low, high):
-    assert view.wilson(k, n) == pytest.approx((low, high), abs=5e-5)
-    assert view.wilson(n - k, n) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+    assert wilson(k, n) == pytest.approx((low, high), abs=5e-5)
+    assert wilson(n - k, n) == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
 def test_wilson_by_hand():
     # k = n: p = 1, middle 1 + z2/2n, half z sqrt(z2/4n2) = z2/2n: from 1 / (1 + z2/n) to 1; z2 = 3.841460, n = 4
-    assert view.wilson(4, 4) == pytest.approx((4 / 7.841460, 1.0), abs=1e-6)
-    assert view.wilson(0, 0) == (0.0, 1.0)
+    assert wilson(4, 4) == pytest.approx((4 / 7.841460, 1.0), abs=1e-6)
+    assert wilson(0, 0) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("first, second, low, high", [  # Newcombe 1998, 17:873-890, table II, method 10
     ((48, 80), (56, 70), 0.0524, 0.3339), ((3, 10), (9, 10), 0.1705, 0.8090), ((0, 10), (10, 10), 0.6075, 1.0)])
 def test_difference_equals_the_published_table(first, second, low, high):
-    assert view.difference(*first, *second)[1:] == pytest.approx((low, high), abs=5e-5)
-    d, *swapped = view.difference(*second, *first)
+    assert difference(*first, *second)[1:] == pytest.approx((low, high), abs=5e-5)
+    d, *swapped = difference(*second, *first)
     assert d == pytest.approx(first[0] / first[1] - second[0] / second[1])
     assert swapped == pytest.approx([-high, -low], abs=5e-5)
 
 
 def test_brier_and_calibration_error_by_hand():
     pairs = [(0.9, 1), (0.8, 0), (0.3, 0), (0.1, 1)]
-    assert view.brier(pairs) == pytest.approx((0.01 + 0.64 + 0.09 + 0.81) / 4)
-    assert view.calibration_error(pairs) == pytest.approx((0.1 + 0.8 + 0.3 + 0.9) / 4)
+    assert brier(pairs) == pytest.approx((0.01 + 0.64 + 0.09 + 0.81) / 4)
+    assert calibration_error(pairs) == pytest.approx((0.1 + 0.8 + 0.3 + 0.9) / 4)
     shared = [(0.72, 1), (0.78, 0), (0.1, 0)]  # one bin: mean said 0.75, came true 0.5, 2 of 3; the other: 0.1, 1 of 3
-    assert view.calibration_error(shared) == pytest.approx(2 / 3 * 0.25 + 1 / 3 * 0.1)
-    assert [len(b) for b in view.bins([(0.0, 0), (0.0999, 0), (0.1, 0), (1.0, 1)])] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert calibration_error(shared) == pytest.approx(2 / 3 * 0.25 + 1 / 3 * 0.1)
+    assert [len(b) for b in bins([(0.0, 0), (0.0999, 0), (0.1, 0), (1.0, 1)])] == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1]
 
 
 # --------------------------------------------------------------------------------------------------------- forecasts
 def test_forecast_reads_the_last_answer_and_the_outcome_where_it_is():
-    assert view.forecast(says(0.7, True, yes=True)) == (0.7, 1, None)
-    assert view.forecast(says(0.7, False, yes=True)) == (0.7, 0, None)
-    assert view.forecast(says(0.2, True, yes=False)) == (0.2, 0, None)
-    assert view.forecast(says(0.2, False, yes=False)) == (0.2, 1, None)
-    assert view.forecast(says(0.2, False, yes=True, outcome=1, probability=0.6)) == (0.2, 1, 0.6)
-    assert view.forecast(episode('{"probability": 0.3, "recommendation": "MAYBE"}')) is None  # says nothing of the outcome
-    assert view.forecast(episode('I think {"probability": 0.3, "recommendation": "NO"}.', outcome=False))[:2] == (0.3, 0)
+    assert forecast(says(0.7, True, yes=True)) == (0.7, 1, None)
+    assert forecast(says(0.7, False, yes=True)) == (0.7, 0, None)
+    assert forecast(says(0.2, True, yes=False)) == (0.2, 0, None)
+    assert forecast(says(0.2, False, yes=False)) == (0.2, 1, None)
+    assert forecast(says(0.2, False, yes=True, outcome=1, probability=0.6)) == (0.2, 1, 0.6)
+    assert forecast(episode('{"probability": 0.3, "recommendation": "MAYBE"}')) is None  # says nothing of the outcome
+    assert forecast(episode('I think {"probability": 0.3, "recommendation": "NO"}.', outcome=False))[:2] == (0.3, 0)
 
 
 @pytest.mark.parametrize("answer", ["", "no", '{"probability": 1.2, "recommendation": "YES"}', '{"probability": "much"}', '{"probability": null}',
                                     '{"probability": NaN, "recommendation": "NO"}', '{"reason": "x"}', '{"probability": 0.5'])
 def test_what_is_no_forecast(answer):
-    assert view.forecast(episode(answer)) is None
+    assert forecast(episode(answer)) is None
 
 
-def test_ceiling_and_truth_are_told_by_episodes_or_by_a_world_of_ours(tmp_path, monkeypatch):
-    import envs
-    assert view.ceiling([says(0.5, True, ceiling=0.8), says(0.5, True, ceiling=0.7)]) == pytest.approx(0.75)
-    assert view.ceiling([says(0.5, True)]) is None
-    (tmp_path / "world.py").write_text("""open(__file__ + '.ran', 'w')
-class World:
-    _ceiling, get_reward = staticmethod(lambda: 0.81), lambda self: 0.0
-    def reset(self, meeting, **_):
-        self.outcome, self.probability = meeting > 5, meeting / 10
-""")
-    assert view.forecast(says(0.5, True, task={"meeting": "x"}), type("World", (), {"reset": None})) == (0.5, 1, None)
-    place, rows = f"{tmp_path}/world.py:World", [says(0.5, True, env="meetings", task={"meeting": m}) for m in (4, 7)]
-    view.measure(write(tmp_path / "e.jsonl", [says(0.5, True, env=place)]))  # a data file does not choose which code runs
-    assert not (tmp_path / "world.py.ran").exists()
-    monkeypatch.setitem(envs.ENVS, "meetings", place)
-    run = view.measure(write(tmp_path / "t.jsonl", rows))
-    assert run.row[4] == "1.000 (0.342 to 1.000) of 2 episodes; ceiling 0.810"  # 2 / (2 + z2)
-    assert run.ceiling == 0.81 and run.forecasts == [(0.5, 0, 0.4), (0.5, 1, 0.7)]
+def test_ceiling_and_truth_are_those_that_the_environment_wrote_into_the_episodes(tmp_path):
+    rows = [says(0.5, True, ceiling=0.8), says(0.5, True, ceiling=0.7)]
+    assert summary(measure(write(tmp_path / "e.jsonl", rows)))["accuracy (95 %)"].endswith("; ceiling 0.750")
+    assert ceiling(measure(write(tmp_path / "e.jsonl", [says(0.5, True)]))) is None
+    rows = [says(0.5, True, env="meetings", ceiling=0.81, outcome=m > 5, probability=m / 10) for m in (4, 7)]
+    run = measure(write(tmp_path / "t.jsonl", rows))
+    assert summary(run)["accuracy (95 %)"] == "1.000 (0.342 to 1.000) of 2 episodes; ceiling 0.810"  # 2 / (2 + z2)
+    assert ceiling(run) == 0.81 and [forecast(e) for e in run.episodes] == [(0.5, 0, 0.4), (0.5, 1, 0.7)]
     text = Path(view.write_report([run.name], tmp_path / "r.md")).read_text()
     assert tables(text)[run.name] == ["2 of 2", "0.250", "0.000", "0.125", "1.000", "0.810", "1.235"]  # (0.16 + 0.09) / 2
+
+
+def test_an_environment_that_a_data_file_names_is_not_run(tmp_path):
+    (tmp_path / "code.py").write_text("open(__file__ + '.ran', 'w')\nclass Environment:\n    pass\n")
+    name = write(tmp_path / "e.jsonl", [says(0.5, True, env=f"{tmp_path}/code.py:Environment", task={"meeting": 1})])
+    view.write_report([name], tmp_path / "r.md"), view.write_html(name)
+    assert not (tmp_path / "code.py.ran").exists()
 
 
 # --------------------------------------------------------------------------------------------------------- report.md
@@ -179,14 +181,14 @@ def test_report_by_hand(tmp_path):
     view.write_report([first, second, run], tmp_path / "report.md")
     text = (tmp_path / "report.md").read_text()
     found = tables(text)
-    low, high = view.wilson(2, 4)
+    low, high = wilson(2, 4)
     # rewards 1, 0.1, 1, 0.1; calls 1, 1, 1, 0
     assert found[first] == ["4 of 4", "0.388", "0.525", "-", "0.500", "0.800", "0.625"]  # the last table with it
-    assert f"| {first} | - | 4 | - | 0.500 ({low:.3f} to {high:.3f}) of 4 episodes; ceiling 0.800 | 0.55 | 0.75 | 0.000 | 1.000 | - | - |" in text
-    assert f"| {second} | - | 3 | - | 1.000 (0.439 to 1.000) of 3 episodes | 1 | 2 | 0.500 | 1.000 | - | - |" in text
-    low, high = view.wilson(15, 20)
-    assert f"| {run} | grpo | 0 | 0.500 -> 0.750 | 0.750 ({low:.3f} to {high:.3f}) of 20 held-out | - | - | - | - | 12.3 | 1,888 |" in text
-    d, low, high = view.difference(10, 20, 15, 20)
+    assert f"| {first} | - | 4 | - | 0.500 ({low:.3f} to {high:.3f}) of 4 episodes; ceiling 0.800 | 0.55 | 0.75 | 0.000 | 1.000 | 0.000 | - | - |" in text
+    assert f"| {second} | - | 3 | - | 1.000 (0.439 to 1.000) of 3 episodes | 1 | 2 | 0.500 | 1.000 | 0.000 | - | - |" in text
+    low, high = wilson(15, 20)
+    assert f"| {run} | grpo | 0 | 0.500 -> 0.750 | 0.750 ({low:.3f} to {high:.3f}) of 20 held-out | - | - | - | - | - | 12.3 | 1,888 |" in text
+    d, low, high = difference(10, 20, 15, 20)
     assert found[f"{run}: before -> after"] == ["0.500", "0.750", f"+0.250 ({low:+.3f} to {high:+.3f})", "no"]
     assert found[f"{first} -> {second}"][:2] == ["0.500", "1.000"] and f"{second} -> {run}" in found
     assert found[f"{first} -> {run}"][:2] == ["0.500", "0.750"]
@@ -204,23 +206,23 @@ def test_a_difference_beyond_chance_is_said_to_be_one(tmp_path):
 
 
 def test_held_out_tasks_that_were_fewer_than_asked_for_give_no_interval(tmp_path):
-    run = view.measure(folder(tmp_path, episodes=[episode(step=0)], result={"success_before": 0.5, "success_after": 1 / 3}))
-    assert run.after == (1, 1) and run.before is None and run.row[3] == "0.500 -> 0.333"
+    run = measure(folder(tmp_path, episodes=[episode(step=0)], result={"success_before": 0.5, "success_after": 1 / 3}))
+    assert run.after == (1, 1) and run.before is None and summary(run)["success before -> after"] == "0.500 -> 0.333"
 
 
 def test_of_a_training_run_the_last_quarter_counts(tmp_path):
-    run = view.measure(folder(tmp_path, episodes=[episode(success=step > 8, step=step) for step in range(13)]))
-    assert len(run.found) == 4 and run.after == (4, 4)
+    run = measure(folder(tmp_path, episodes=[episode(success=step > 8, step=step) for step in range(13)]))
+    assert len(run.episodes) == 4 and run.after == (4, 4)
 
 
 def test_episodes_of_the_policy_it_started_from_say_nothing_of_a_run(tmp_path):
     name = folder(tmp_path, [{"step": step, "loss": 1.0 / (step + 1)} for step in range(9)], [episode(step=0)])
-    run = view.measure(name)
-    assert run.found == [] and run.after is None and "the policy it started from" in page(name).text
+    run = measure(name)
+    assert run.episodes == [] and run.after is None and "the policy it started from" in page(name).text
     assert len(page(name).tokens) == 7 + 2
 
 
-def test_runs_of_different_worlds_are_not_compared(tmp_path):
+def test_runs_of_different_environments_are_not_compared(tmp_path):
     names = [write(tmp_path / f"{i}.jsonl", [episode(env=env)]) for i, env in enumerate("aab")]
     text = Path(view.write_report(names, tmp_path / "r.md")).read_text()
     assert f"| {names[0]} -> {names[1]} |" in text and len([what for what in tables(text) if " -> " in what]) == 1
@@ -232,7 +234,7 @@ def test_examples_are_of_two_tasks_best_and_worst(tmp_path):
         row["group_id"] = row["messages"][0]["content"]
     text = Path(view.write_report([write(tmp_path / "a.jsonl", rows)], tmp_path / "r.md")).read_text()
     assert re.findall(r"reward (\d+)\.00", text) == ["11", "9", "0", "2"]
-    assert "Episodes of one task are alike" in text
+    assert "episodes of one task are alike" in text
 
 
 def test_text_of_others_stays_text_in_the_report(tmp_path):
@@ -250,7 +252,7 @@ def test_transcripts_are_agents():
                                 {"role": "tool", "name": "b", "content": "2", "reward": -0.5},
                                 {"role": "tool", "name": "", "content": "no JSON", "reward": 0.0}]
     for row in rows:
-        assert view.transcript(row) == agent.transcript(agent.Trajectory.from_json(row))
+        assert transcript(row) == agent.transcript(agent.Trajectory.from_json(row))
 
 
 # ------------------------------------------------------------------------------------------------------- report.html
@@ -287,10 +289,10 @@ def test_tokens_join_to_the_text_whatever_their_bytes(tmp_path):
     tokenizer = byte_level(tmp_path)
     text = "solve  for\nx = ½ 🙂 日<|im_end|>"
     ids = tokenizer.encode(text).ids
-    pieces = view.token_texts(tokenizer, ids)
+    pieces = token_texts(tokenizer, ids)
     assert len(pieces) == len(ids) and "".join(pieces).replace("·", "") == text
     assert pieces.count("·") == 1 + 3 + 2  # bytes that only begin a character
-    assert view.token_texts(tokenizer, [10**6]) == ["·"] and view.token_texts(None, [7]) == ["7 "]
+    assert token_texts(tokenizer, [10**6]) == ["·"] and token_texts(None, [7]) == ["7 "]
 
 
 def test_tokens_are_coloured_by_mask_and_probability_and_each_turn_shows_its_reward(tmp_path):
@@ -321,10 +323,11 @@ def test_without_a_tokenizer_ids_are_shown_and_it_is_said(tmp_path, capsys):
 
 
 def test_a_curve_shows_the_values_logged():
-    figure = view.chart("entropy", (0, 1, 2), (0.0, 1.0, 0.5))
-    raw, smooth = re.findall(r'points="(.*?)"', figure)
+    figure = chart("entropy", (0, 1, 2), (0.0, 1.0, 0.5))
+    (raw,) = re.findall(r'points="(.*?)"', figure)  # so few are not smoothed
     assert raw == "50.0,122.0 176.0,10.0 302.0,66.0"  # left to right 50..302, bottom to top 122..10
-    assert [float(p.split(",")[1]) for p in smooth.split()] == [66.0] * 3  # the mean of all three, 0.5
+    raw, smooth = re.findall(r'points="(.*?)"', chart("x", range(9), [float(y % 2) for y in range(9)]))
+    assert {float(p.split(",")[1]) for p in smooth.split()[2:-2]} == {77.2, 54.8}  # means of five: 0.4 and 0.6
     assert "nats per token" in figure and "<b>0.5</b></figcaption>" in figure and ">step</text>" in figure
     assert "step 1: 1</title>" in figure
 
@@ -333,7 +336,7 @@ def test_a_curve_shows_the_values_logged():
     (0, 1, "0 0.2 0.4 0.6 0.8 1.0"), (0, 9999, "0 2,000 4,000 6,000 8,000"), (-0.31, 0.52, "-0.2 0 0.2 0.4"),
     (1234.1, 1234.9, "1,234.2 1,234.4 1,234.6 1,234.8"), (2e-7, 2.5e-7, "2.0e-07 2.1e-07 2.2e-07 2.3e-07 2.4e-07 2.5e-07")])
 def test_ticks_are_round_and_differ(low, high, labels):
-    assert [label for _, label in view.ticks(low, high)] == labels.split()
+    assert [label for _, label in Axis(low, high, 0, 1).ticks()] == labels.split()
 
 
 def test_ten_thousand_steps_become_few_points_and_no_spike_is_lost(tmp_path):
@@ -361,8 +364,8 @@ def test_episodes_shown_are_spread_over_the_run_worst_to_best(tmp_path):
     name = folder(tmp_path, episodes=[episode(reward=float(i), step=step) for step in range(50) for i in range(16)])
     shown = re.findall(r"step (\d+) · reward (\d+)", page(name).text)
     steps = list(dict.fromkeys(int(step) for step, _ in shown))
-    assert len(shown) == view.EPISODES and steps == [49, 42, 35, 28, 21, 14, 7, 0]
-    assert [int(r) for _, r in shown[:3]] == [15, 8, 0]
+    assert len(shown) == MAX_EPISODES and steps == [49, 42, 35, 28, 21, 14, 7, 0]
+    assert [int(r) for _, r in shown[:3]] == [15, 7, 0]
     name = write(tmp_path / "few.jsonl", [episode(reward=float(i)) for i in range(5)])
     assert re.findall(r"reward (\d+)", page(name).text) == ["4", "3", "2", "1", "0"]  # fewer than fit: each once
 
@@ -400,9 +403,9 @@ def test_missing_files_are_told_in_one_line(tmp_path, capsys):
     page(tmp_path / "run", quiet=True)
     assert capsys.readouterr().err == ""
     (tmp_path / "empty").mkdir()
-    for name, words in (("rum", "no such folder or file; nearest: run"), ("empty", "give an output folder")):
+    for name, words in (("rum", "no such file; nearest: .*run"), ("empty", "give an output folder")):
         with pytest.raises(UserError, match=words):
-            view.load(str(tmp_path / name))
+            Record(str(tmp_path / name))
 
 
 def command(*words, cwd=ROOT):
@@ -410,23 +413,23 @@ def command(*words, cwd=ROOT):
 
 
 @pytest.mark.parametrize("words, said", [
-    ((), "no command; give `report RUN...`"), (("reprot", "x"), "unknown command reprot; did you mean report?"),
-    (("report",), "report: give output folders"), (("html", "a", "b"), "html: give one output folder"),
-    (("html", "x", "--outptu", "y"), "unknown option --outptu; did you mean --output?"),
-    (("report", "x", "--tokenizer", "y"), "unknown option --tokenizer"), (("html", "x", "--output"), "--output: needs a value"),
-    (("report", "x", "--output", "x.jsonl"), "give a name that ends in .md"), (("html", "/none/x"), "no such folder or file"),
+    ((), "arguments are required: command, RUN; --help explains"), (("reprot", "x"), "invalid choice: 'reprot' (choose from 'html', 'report')"),
+    (("report",), "arguments are required: RUN"), (("html", "a", "b"), "html: give one run; `report` compares several"),
+    (("html", "x", "--outptu", "y"), "unrecognized arguments: --outptu y"),
+    (("report", "x", "--tokenizer", "y"), "--tokenizer goes with html"), (("html", "x", "--output"), "--output: expected one argument"),
+    (("report", "x", "--output", "x.jsonl"), "give a name that ends in .md"), (("html", "/none/x"), "/none/x: no such file"),
     (("html", "README.md"), "give an output folder"), (("report", "tests", "--output=r.md"), "give an output folder")])
 def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
     done = command(*words)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
-    assert done.stderr.startswith("report.py: ") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("experiment.report: ") and "Traceback" not in done.stderr
 
 
 def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
     name = folder(tmp_path / "run", [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}], [episode(step=0)])
     assert "python -m experiment.report report RUN..." in command("--help").stdout
     assert command("html", name).stdout == f"written: {name}/report.html\n"
-    assert command("report", name, "--output", "r.md", cwd=tmp_path).stdout == "written: r.md\n" and (tmp_path / "r.md").exists()
+    assert command("report", name, "--output", tmp_path / "r.md").stdout == f"written: {tmp_path}/r.md\n" and (tmp_path / "r.md").exists()
     assert command("report", name, "--output", tmp_path / "none" / "r.md").returncode == 2
     code = f"import sys; from experiment import report as view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

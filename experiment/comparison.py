@@ -1,0 +1,221 @@
+"""report.md: several runs compared in accuracy, calibration, tool use and examples."""
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+from statistics import fmean
+
+from experiment.records import ceiling, is_number, measure, number, summary, transcript
+from experiment.statistics import bins, brier, calibration_error, difference
+
+MAX_CALLS = 8           # rows of the histogram of calls per episode
+MAX_TOOLS = 16
+MAX_EXAMPLE = 4000      # characters
+EXPLANATION = """\
+Accuracy: share of tasks solved, with Wilson's 95 % interval; ceiling: that of the best agent.
+What is said of a training run's episodes is said of the last quarter of its steps.
+"""
+ANSWER = re.compile(r"\{[^{}]*\"probability\"[^{}]*\}")
+YES_NO = {"YES": True, "NO": False}
+
+
+def comparison(names):
+    """Return the Markdown text of the report, and the notes in it. Raises UserError."""
+    records = [measure(name) for name in names]
+    rows = [summary(record) for record in records]
+    played = [record for record in records if record.episodes]
+    text = ["# Evaluation report\n", table(rows[0], [row.values() for row in rows]), EXPLANATION]
+    text += [repeated_task(record) for record in played]
+    text += [changes(records), tool_use(played), calibration(played)]
+    text += [examples(record) for record in played]
+    notes = []
+    for record in records:
+        notes += record.notes
+    if notes:
+        lines = [f"* {cell(note)}\n" for note in dict.fromkeys(notes)]
+        text += ["## Notes\n", *lines]
+    return "\n".join(filter(None, text)), notes
+
+
+def cell(text):
+    """Return text that others wrote as the text of one Markdown table cell."""
+    text = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\|`*\[\]~])", r"\\\1", text)
+
+
+def table(header, rows):
+    """Return a Markdown table."""
+    lines = []
+    for row in (header, *rows):
+        lines.append(f"| {' | '.join(map(cell, row))} |\n")
+    lines.insert(1, f"|{' --- |' * len(header)}\n")
+    return "".join(lines)
+
+
+def repeated_task(record):
+    """Warn that the interval is too narrow where several episodes are of one task."""
+    tasks = {e.get("group_id") or i for i, e in enumerate(record.episodes)}
+    if record.measured_on == "held-out" or len(tasks) == len(record.episodes):
+        return ""
+    return f"{cell(record.name)}: episodes of one task are alike, so the interval is too narrow.\n"
+
+
+def changes(records):
+    """Compare before with after of each run, each run with the next, and the first with the last.
+
+    Runs are compared only if they are of the same environment.
+    """
+    pairs = []
+    for record in records:
+        if record.before:
+            pairs.append((f"{record.name}: before -> after", record.before, record.after))
+    scored = [record for record in records if record.after]
+    neighbours = list(pairwise(scored))
+    if len(scored) > 2:
+        neighbours.append((scored[0], scored[-1]))
+    for a, b in neighbours:
+        if environments(a) == environments(b):
+            pairs.append((f"{a.name} -> {b.name}", a.after, b.after))
+    if not pairs:
+        return ""
+    rows = []
+    for name, (k1, n1), (k2, n2) in pairs:
+        d, low, high = difference(k1, n1, k2, n2)
+        interval = f"{d:+.3f} ({low:+.3f} to {high:+.3f})"
+        beyond = "no" if low <= 0 <= high else "yes"
+        rows.append((name, f"{k1 / n1:.3f}", f"{k2 / n2:.3f}", interval, beyond))
+    header = "", "before", "after", "difference (95 %)", "beyond chance"
+    return (f"## Before against after\n\n{table(header, rows)}\n"
+            "Newcombe's two-proportion interval; it takes the two samples for independent.\n")
+
+
+def environments(record):
+    """Return the names of the environments that were played, or the one that the config states."""
+    names = {str(e["info"].get("env")) for e in record.episodes}
+    return names or {str(record.config.get("env"))}
+
+
+def side_by_side(corner, columns, absent):
+    """Return a table with one column per run. `columns` holds (run, {label of a row: text})."""
+    labels = {}
+    for _, column in columns:
+        labels.update(column)
+    rows = []
+    for label in labels:
+        texts = [column.get(label, absent) for _, column in columns]
+        rows.append([label, *texts])
+    return table([corner, *(name for name, _ in columns)], rows)
+
+
+def tool_use(records):
+    """Tabulate how many calls an episode has, and of which tools."""
+    histograms, by_tool = [], []
+    for record in records:
+        counts, tools, n = Counter(), Counter(), len(record.episodes)
+        for episode in record.episodes:
+            counts[min(int(episode["info"]["tool_calls"]), MAX_CALLS)] += 1
+            for message in episode["messages"]:
+                tools.update(call["name"][:60] for call in message.get("tool_calls", []))
+        histogram = {}
+        for count in range(max(counts) + 1):
+            label = f"{count} or more" if count == MAX_CALLS else str(count)
+            histogram[label] = f"{counts[count] / n:.3f} {'█' * round(20 * counts[count] / n)}"
+        histograms.append((record.name, histogram))
+        means = {tool: number(count / n) for tool, count in tools.most_common(MAX_TOOLS)}
+        by_tool.append((record.name, means))
+    if not records:
+        return ""
+    return "\n".join(["## Tool use\n", side_by_side("calls in an episode", histograms, "0.000"),
+                      side_by_side("tool: calls per episode", by_tool, "0")])
+
+
+# -------------------------------------------------------------------------------- calibration
+def forecast(episode):
+    """Return (stated probability, outcome 0 or 1, true probability or None) of an episode.
+
+    The answer is {"probability": ..., "recommendation": "YES" or "NO"} in the last assistant message.
+    Outcome and true probability are in the episode's info. Where they are not, a correct YES or a
+    wrong NO says that the outcome was 1. Without a probability or an outcome None is returned.
+    """
+    texts = [m["content"] or "" for m in episode["messages"] if m["role"] == "assistant"]
+    try:
+        answer = json.loads(ANSWER.findall(texts[-1])[-1])
+        stated = float(answer["probability"])
+    except (IndexError, ValueError, TypeError, OverflowError):
+        return None
+    info = episode["info"]
+    outcome, recommended = info.get("outcome"), YES_NO.get(str(answer.get("recommendation")))
+    if outcome is None and recommended is not None and "success" in info:
+        outcome = recommended == info["success"]
+    if outcome is None or not 0 <= stated <= 1:
+        return None
+    truth = info.get("probability")
+    return stated, int(outcome in (True, "YES")), truth if is_number(truth) else None
+
+
+def calibration(records):
+    """Tabulate whether events that the model gives 70 % come true in 70 % of cases."""
+    scores, columns = [], []
+    for record in records:
+        forecasts = list(filter(None, map(forecast, record.episodes)))
+        if forecasts:
+            scores.append(calibration_scores(record, forecasts))
+            groups = bins([(stated, outcome) for stated, outcome, _ in forecasts])
+            column = {f"{i / 10:.1f} to {i / 10 + 0.1:.1f}": bin_text(group)
+                      for i, group in enumerate(groups)}
+            columns.append((record.name, column))
+    if not scores:
+        return ""
+    header = ("run", "probabilities read", "Brier score", "calibration error (10 bins)",
+              "Brier of the true probability", "accuracy", "Bayes ceiling", "accuracy / ceiling")
+    return "\n".join([
+        "## Calibration\n", table(header, scores),
+        "Each bin: episodes, mean probability stated -> share of outcomes that came true.\n",
+        side_by_side("probability stated", columns, "-")])
+
+
+def calibration_scores(record, forecasts):
+    """Return the row of a run in the table of scores."""
+    pairs = [(stated, outcome) for stated, outcome, _ in forecasts]
+    truths = [(truth, outcome) for _, outcome, truth in forecasts if truth is not None]
+    true_brier = brier(truths) if len(truths) == len(pairs) else None
+    accuracy = best = relative = None
+    if record.after:
+        accuracy = record.after[0] / record.after[1]
+        best = ceiling(record)
+        relative = accuracy / best if best else None
+    row = [record.name, f"{len(pairs)} of {len(record.episodes)}"]
+    for score in (brier(pairs), calibration_error(pairs), true_brier, accuracy, best, relative):
+        row.append(number(score, ".3f"))
+    return row
+
+
+def bin_text(pairs):
+    if not pairs:
+        return "-"
+    stated, outcomes = zip(*pairs)
+    return f"{len(pairs)}: {fmean(stated):.2f} -> {fmean(outcomes):.2f}"
+
+
+# ----------------------------------------------------------------------------------- examples
+def examples(record):
+    """Show the two best solved episodes and the two worst unsolved ones, of different tasks."""
+    ranked = sorted(record.episodes, key=lambda e: e["reward"])
+    solved = [e for e in reversed(ranked) if e["info"].get("success")]
+    unsolved = [e for e in ranked if not e["info"].get("success")]
+    text = [f"## Examples: {cell(record.name)}\n"]
+    for word, candidates in (("Good", solved), ("Bad", unsolved)):
+        text.append(f"{word}:\n" if candidates else f"{word}: none.\n")
+        shown = {}
+        for episode in candidates:
+            shown.setdefault(episode.get("group_id") or id(episode), episode)
+        for episode in list(shown.values())[:2]:
+            text.append(fenced(transcript(episode)[:MAX_EXAMPLE]))
+    return "\n".join(text)
+
+
+def fenced(text):
+    """Return the text as a code block, between fences longer than any in the text."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{text}\n{fence}\n"
