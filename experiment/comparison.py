@@ -133,7 +133,7 @@ def tool_use(records):
 def forecast(episode):
     """Return (stated probability, outcome 0 or 1, true probability or None) of an episode.
 
-    The answer is {"probability": ..., "recommendation": "YES" or "NO"} in the last assistant message.
+    The last assistant message holds {"probability": ..., "recommendation": "YES" or "NO"}.
     Outcome and true probability are in the episode's info. Where they are not, a correct YES or a
     wrong NO says that the outcome was 1. Without a probability or an outcome None is returned.
     """

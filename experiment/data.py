@@ -207,7 +207,7 @@ def read_json(path) -> dict:
 def read_rows(path: str) -> list[dict]:
     """Return the rows of a .jsonl, .csv or .parquet file, each with its line number as "_line".
 
-    The values of a .csv file are text. Reading .parquet needs pyarrow. A file without rows is refused.
+    The values of a .csv file are text. Reading .parquet needs pyarrow. No rows are an error.
     """
     if os.path.isdir(path):
         raise UserError(f"{path}: is a directory; give a .jsonl, .csv or .parquet file")

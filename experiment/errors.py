@@ -8,16 +8,16 @@ UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""Return the text with control characters spelled out, for example the escape character as \x1b.
+    r"""Return the text with control characters spelled out, the escape character as \x1b.
 
     Everything that data or a model wrote is printed through this function, because a terminal obeys
-    escape sequences: OSC 52 overwrites the clipboard of the person who reads. Newlines and tabs stay.
+    escape sequences: OSC 52 overwrites the clipboard of the reader. Newlines and tabs stay.
     """
     return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 class UserError(ValueError):
-    """What the user can fix. `main` prints the message, one line that says how, and no traceback."""
+    """What the user can fix. `main` prints the message, which says how, and no traceback."""
 
     def __str__(self):
         return printable(super().__str__())
@@ -26,7 +26,7 @@ class UserError(ValueError):
 class Stop(BaseException):
     """Ends a run early with a message that says why and how to continue.
 
-    It is not an Exception, so that code which catches the faults of a tool or of a row lets it pass.
+    It is not an Exception, so that code which catches the faults of a tool or row lets it pass.
     `code` is the exit status: 3 for numbers that are not finite, 4 for a full disk, 128 plus the
     number of a signal.
     """
