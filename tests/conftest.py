@@ -1,7 +1,30 @@
 """Before torch is imported: one thread a worker, and no spinning, or parallel tests slow each other a hundredfold."""
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests compare bits, and are of the CPU; bench/gpu.py is of the GPU
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder of a tiny model."""
+    from memory_helpers import save_tiny
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Folder of a Qwen2 whose tensors are large enough to dominate a step's memory."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from llm.tiny import make_tiny
+    folder = str(tmp_path_factory.mktemp("wide"))
+    AutoModelForCausalLM.from_config(Qwen2Config(
+        vocab_size=6000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, tie_word_embeddings=True)).save_pretrained(folder)
+    make_tiny()[1].save_pretrained(folder)
+    return folder

@@ -1,0 +1,43 @@
+"""llm/checkpointing.py: recomputation, tiles and offloading change no gradient."""
+import pytest
+import torch
+from memory_helpers import CHECKPOINT, EVERYTHING, FOUR_BIT, IDS, gradients, load, same
+
+from llm.memory import PLAIN, Techniques
+
+RECOMPUTING = [Techniques(gradient_checkpointing=True), Techniques(mlp_tokens=7),
+               Techniques(gradient_checkpointing=True, mlp_tokens=7, offload_activations=True)]
+NAMES = ["layers", "tiles", "layers, tiles, offload"]
+
+
+@pytest.mark.parametrize("base, dropout", [
+    (PLAIN, 0.0), (PLAIN, 0.2), (Techniques(load_in_4bit=True), 0.0), (Techniques(int8_head=True), 0.2)], ids=[
+        "plain", "dropout", "4 bits", "int8, dropout"])
+@pytest.mark.parametrize("recomputing", RECOMPUTING, ids=NAMES)
+def test_recomputation_changes_no_gradient(tiny, base, dropout, recomputing):
+    if recomputing.mlp_tokens:
+        dropout = 0.0  # Tiles draw other dropout masks.
+    both = recomputing._replace(load_in_4bit=base.load_in_4bit, int8_head=base.int8_head)
+    same(gradients(load(tiny, base, lora_dropout=dropout)), gradients(load(tiny, both, lora_dropout=dropout)), 2e-5)
+
+
+def test_full_training_goes_through_checkpoints(tiny):
+    recomputing = Techniques(gradient_checkpointing=True, mlp_tokens=9)
+    same(gradients(load(tiny, lora_r=0)), gradients(load(tiny, recomputing, lora_r=0)), 2e-5)
+
+
+@pytest.mark.parametrize("memory", [PLAIN, CHECKPOINT, FOUR_BIT, EVERYTHING, EVERYTHING._replace(stream_layers=True)],
+                         ids=["plain", "checkpoint", "4bit", "everything", "stream"])
+def test_a_shared_prefix_changes_no_gradient(tiny, memory):
+    """To 1e-6 with layers in float64; what cannot be float64 differs by no more than float32's rounding, 2e-6."""
+    ids = IDS.repeat(2, 1)
+    ids[:, :12] = ids[0, :12]
+    mask = (torch.arange(30) >= 12).long().expand(ids.shape)
+    shared, alone = load(tiny, memory), load(tiny, memory)
+    assert shared.shares_prefix
+    alone.shares_prefix = False
+    if not memory.load_in_4bit:
+        shared.double(), alone.double()
+    same(gradients(shared, ids, mask), gradients(alone, ids, mask), 5e-6 if memory.load_in_4bit else 1e-6)
+    assert all((a - b).abs().max() < 1e-6 * max(1, a.abs().max()) * 10 for a, b in zip(
+        gradients(shared, ids, mask)[:2], gradients(alone, ids, mask)[:2]))
