@@ -52,7 +52,7 @@ def dry_run(config, loss, *, rows: int, merge: bool, episodes: int = 0, held_out
     print(advice)
     if kind == "cuda":
         work = workload(config, config.memory, loss, rows, merge, episodes, held_out, keep_start)
-        own = attempt(config, work, kind, advice)
+        own = attempt(config, work, kind)
     return {phase: nbytes / MIB for phase, nbytes in own.items()}
 
 
@@ -111,7 +111,7 @@ def advise(config, needs: dict, fitting: list, rows: int) -> str:
             f"{smaller}, or take a smaller model")
 
 
-def attempt(config, work: Workload, device: str, advice: str) -> dict:
+def attempt(config, work: Workload, device: str) -> dict:
     """Run the longest batch on the device and print its peak. Raises Stop if memory runs out."""
     flags = flags_of(config, config.memory)
     try:
