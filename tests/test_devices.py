@@ -26,8 +26,7 @@ from llm.tiny import make_tiny
 aten = torch.ops.aten
 CROSSING = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 NEVER = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}
-LEAN = {"load_in_4bit": True, "int8_head": True, "gradient_checkpointing": True, "offload_activations": True, "mlp_tokens": 32,
-        "optim": "adamw_cpu"}
+SMALL = {"memory": "small"}
 
 
 class OneDevice(Bytes):
@@ -77,11 +76,11 @@ def on_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("module, options", [
-    (grpo, {**LEAN, "kl_coef": 0.1}), (grpo, {**LEAN, "stream_layers": True}), (grpo, {"importance_correction": 2.0, "mask_truncated": True}),
+    (grpo, {**SMALL, "kl_coef": 0.1}), (grpo, {"memory": "stream"}), (grpo, {"importance_correction": 2.0, "mask_truncated": True}),
     (grpo, {"kl_coef": 0.1, "kl_estimator": "k1", "credit": "episode", "shuffle_rewards": True, "dtype": "float16"}),
     (grpo, {"lora_r": 0, "kl_coef": 0.1, "entropy_coef": 0.1, "loss": "vespo"}), (grpo, {"merge_lora": False, "lora_dropout": 0.1}),
-    (sft, LEAN), (sft, {"lora_r": 0}), (dpo, LEAN), (dpo, {"lora_r": 0}), (reward_weighted, LEAN), (reward_weighted, {"lora_r": 0}),
-], ids=lambda x: x.__name__ if hasattr(x, "__name__") else "-".join(x) if len(x) < 6 else "lean" + "-streamed" * ("stream_layers" in x))
+    (sft, SMALL), (sft, {"lora_r": 0}), (dpo, SMALL), (dpo, {"lora_r": 0}), (reward_weighted, SMALL), (reward_weighted, {"lora_r": 0}),
+], ids=lambda x: x.__name__ if hasattr(x, "__name__") else x.get("memory") or "-".join(x))
 def test_a_run_keeps_its_tensors_on_one_device(module, options, tmp_path, on_the_device):
     for part in make_tiny():
         part.save_pretrained(tmp_path / "base")
@@ -108,7 +107,7 @@ def test_a_run_with_a_tensor_on_the_host_is_seen(tmp_path, on_the_device, monkey
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}, {"temperature": 0}], ids=str)
 @pytest.mark.parametrize("name, options, merge", [
     *((name, {}, False) for name in FAMILIES), ("tiny", {"lora_r": 4}, True), ("tiny", {"lora_r": 4}, False),
-    ("tiny", {"lora_r": 4, "load_in_4bit": True, "int8_head": True}, True)], ids=str)
+    ("tiny", {"lora_r": 4, "memory": "small"}, True)], ids=str)
 def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_path, monkeypatch):
     for part in make_tiny():
         part.save_pretrained(tmp_path)

@@ -30,7 +30,7 @@ common = dict(model_path=str(place / "base"), env="equations", max_steps=1, lear
               eval_tasks=0, lora_r=2, lora_dropout=0.25)
 recorded = dict(common, trajectories=str(place / "episodes.jsonl"), batch_size=4, gradient_accumulation_steps=3)
 sft.train(sft.Config(output_dir=str(out / "sft"), **{**recorded, "lora_r": 0, "lora_dropout": 0.0}))
-reward_weighted.train(reward_weighted.Config(output_dir=str(out / "reward_weighted"), optim="adamw_cpu", **recorded))
+reward_weighted.train(reward_weighted.Config(output_dir=str(out / "reward_weighted"), memory="small", **recorded))
 dpo.train(dpo.Config(output_dir=str(out / "dpo"), **{**recorded, "batch_size": 3}))
 def episodes(*_, **__):
     found = read_trajectories(str(place / "episodes.jsonl"))

@@ -927,7 +927,7 @@ def test_dropout_is_the_flag_s_whatever_the_adapter_was_trained_with(tiny, tmp_p
 
 
 def test_merging_takes_the_adapter_to_where_the_base_is(tiny):
-    """--optim adamw_cpu keeps A and B on the CPU; the meta device stands for a GPU."""
+    """--memory small keeps A and B on the CPU; the meta device stands for a GPU."""
     model = load(tiny, lora_r=4)
     for linear in adapters(model).values():
         linear.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)

@@ -113,9 +113,8 @@ CASES = {
     "reward_weighted, LoRA": (reward_weighted, dict(
         lora_r=2, lora_dropout=0.2, num_iterations=2, tasks_per_iteration=4, batch_size=4, num_epochs=1,
         gradient_accumulation_steps=2, reward_bias=0.5, reward_scaling=3.0)),
-    "sft, AdamW on the host": (sft, dict(lora_r=2, lora_dropout=0.2, optim="adamw_cpu", gradient_checkpointing=True, max_steps=4,
+    "sft, the small setting": (sft, dict(lora_r=2, lora_dropout=0.2, memory="small", max_steps=4,
                                          max_samples=20, batch_size=4)),
-    "sft, AdamW in 8 bits": (sft, dict(lora_r=48, optim="adamw8bit", max_steps=4, max_samples=20, batch_size=4)),  # shared qmaps
     "reward_weighted, full": (reward_weighted, dict(
         lora_r=0, trajectories="episodes.jsonl", max_steps=4, batch_size=4, learning_rate=1e-4)),
 }
