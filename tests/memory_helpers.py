@@ -1,9 +1,11 @@
 """Models and comparisons that the tests of the memory techniques share."""
 import torch
 
+from llm.loading import load_model
+from llm.logprobs import token_logprobs
 from llm.memory import Techniques
 from llm.tiny import make_tiny
-from lora import load_model, lora_linears, token_logprobs
+from lora import adapters
 
 CHECKPOINT = Techniques(gradient_checkpointing=True)
 FOUR_BIT = Techniques(load_in_4bit=True, gradient_checkpointing=True)
@@ -22,8 +24,8 @@ def load(folder, memory="plain", **options):
     """Load a model with an adapter that changes something: a fresh one has B = 0."""
     model = load_model(str(folder), device="cpu", memory=memory, **{"lora_r": 4, **options})[0]
     generator = torch.Generator().manual_seed(1)
-    for linear in lora_linears(model).values():
-        linear.lora_B.weight.data = torch.randn(linear.lora_B.weight.shape, generator=generator) * 0.1
+    for linear in adapters(model).values():
+        linear.lora.B.data = torch.randn(linear.lora.B.shape, generator=generator) * 0.1
     return model
 
 

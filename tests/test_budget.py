@@ -12,10 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import lora
 from llm.budget import Bytes, Workload, measure
+from llm.loading import load_model
+from llm.logprobs import token_logprobs
 from llm.memory import PLAIN, Techniques
 from llm.optimizer import adamw
 from llm.quantization import Int8Table
-from lora import load_model, token_logprobs
 
 
 def real_step(model, rows, tokens):

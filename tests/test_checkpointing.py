@@ -3,6 +3,7 @@ import pytest
 import torch
 from memory_helpers import CHECKPOINT, EVERYTHING, FOUR_BIT, IDS, gradients, load, same
 
+from llm.facts import facts
 from llm.memory import PLAIN, Techniques
 
 RECOMPUTING = [Techniques(gradient_checkpointing=True), Techniques(mlp_tokens=7),
@@ -34,8 +35,8 @@ def test_a_shared_prefix_changes_no_gradient(tiny, memory):
     ids[:, :12] = ids[0, :12]
     mask = (torch.arange(30) >= 12).long().expand(ids.shape)
     shared, alone = load(tiny, memory), load(tiny, memory)
-    assert shared.shares_prefix
-    alone.shares_prefix = False
+    assert facts(shared).shares_prefix
+    facts(alone).shares_prefix = False
     if not memory.load_in_4bit:
         shared.double(), alone.double()
     same(gradients(shared, ids, mask), gradients(alone, ids, mask), 5e-6 if memory.load_in_4bit else 1e-6)

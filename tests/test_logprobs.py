@@ -7,9 +7,10 @@ from memory_helpers import CHECKPOINT, IDS, gradients, load
 
 from llm import logprobs, quantization
 from llm.budget import Bytes
+from llm.logprobs import token_logprobs
 from llm.memory import Techniques
 from llm.tiny import make_tiny
-from lora import merged, token_logprobs
+from lora import merged
 
 INT8 = Techniques(int8_head=True)
 

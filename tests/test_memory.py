@@ -8,10 +8,12 @@ from memory_helpers import FOUR_BIT, IDS, gradients, load, same, save_tiny
 import grpo
 from experiment.config import MemoryFlags
 from experiment.errors import UserError
+from llm.loading import load_model
 from llm.memory import SETTINGS, Techniques, techniques
+from llm.merge import merge
 from llm.optimizer import adamw
 from llm.quantization import Int8Embedding, Linear4bit
-from lora import load_model, lora_linears, merge
+from lora import adapters
 
 
 def plain_model_of(model, folder):
@@ -129,15 +131,15 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     played = load_model(str(tmp_path / "grpo"), train=False, device="cpu")[0]  # on the base that it was trained on
     trained = load_model(str(tmp_path / "grpo"), lora_r=16, device="cpu")[0]
     assert all(sum(isinstance(m, Linear4bit) for m in model.modules()) == 28 for model in (played, trained))
-    assert any(linear.lora_B.weight.abs().max() > 0 for linear in lora_linears(trained).values())
+    assert any(linear.lora.B.abs().max() > 0 for linear in adapters(trained).values())
     merge(str(tmp_path / "grpo"), str(tmp_path / "merged"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
     assert stock.dtype == torch.bfloat16 and not any("lora" in name for name in stock.state_dict())
     with torch.no_grad():
         expected, merged_into_base = (m(input_ids=IDS).logits.float().log_softmax(-1) for m in (played, stock.float()))
         original = AutoModelForCausalLM.from_pretrained(base).eval()
-        for name, linear in lora_linears(trained).items():
-            original.get_submodule(name).weight += linear.lora_scale * (linear.lora_B.weight @ linear.lora_A.weight)
+        for name, linear in adapters(trained).items():
+            original.get_submodule(name).weight += linear.lora.scale * (linear.lora.B @ linear.lora.A)
         merged_into_original = original(input_ids=IDS).logits.log_softmax(-1)
     assert (expected - merged_into_base).abs().mean() < 0.2 * (expected - merged_into_original).abs().mean()
 
@@ -145,7 +147,7 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
 def test_merged_leaves_four_bits_as_they_are(tiny):
     from lora import merged
     model = load(tiny, FOUR_BIT)
-    weights = [linear.weight.clone() for linear in lora_linears(model).values()]
+    weights = [linear.weight.clone() for linear in adapters(model).values()]
     outside = gradients(model)
     model.zero_grad()
     with merged(model):
@@ -155,4 +157,4 @@ def test_merged_leaves_four_bits_as_they_are(tiny):
     same(outside, inside, 0)
     with torch.inference_mode():
         assert torch.equal(logits, model(input_ids=IDS).logits)
-    assert all(torch.equal(a, linear.weight) for a, linear in zip(weights, lora_linears(model).values()))
+    assert all(torch.equal(a, linear.weight) for a, linear in zip(weights, adapters(model).values()))

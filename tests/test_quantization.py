@@ -4,7 +4,8 @@ import torch
 from memory_helpers import EVERYTHING, gradients, load
 from torch.nn import functional as F
 
-import lora
+from llm import loading
+from llm.loading import DTYPES
 from llm.quantization import Int8Table, Linear4bit
 
 
@@ -39,15 +40,15 @@ def test_decoding_by_the_librarys_product_is_the_same_map(biased, dtype):
 @pytest.mark.parametrize("bf16, expected", [(True, torch.bfloat16), (False, torch.float16)])
 def test_bfloat16_only_where_it_is_real(bf16, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 and not including_emulation)
-    assert lora._real_dtype(torch.bfloat16, torch.device("cuda")) == expected
-    assert lora._real_dtype(torch.bfloat16, torch.device("cpu")) == torch.bfloat16
-    assert lora._real_dtype(torch.float32, torch.device("cuda")) == torch.float32
+    assert loading._real_dtype(torch.bfloat16, torch.device("cuda")) == expected
+    assert loading._real_dtype(torch.bfloat16, torch.device("cpu")) == torch.bfloat16
+    assert loading._real_dtype(torch.float32, torch.device("cuda")) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_dtype_is_that_of_the_arithmetic(tiny, dtype):
     model, exact = load(tiny, EVERYTHING, dtype=dtype), load(tiny, EVERYTHING)
-    assert {p.dtype for name, p in model.named_parameters() if "norm" in name} == {lora.DTYPES[dtype]}
+    assert {p.dtype for name, p in model.named_parameters() if "norm" in name} == {DTYPES[dtype]}
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     a, b = gradients(model)[2], gradients(exact)[2]
     a, b = (torch.cat([g.flatten() for g in x.values()]) for x in (a, b))

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from experiment.errors import UserError
 from llm.budget import Bytes, Workload, measure
+from llm.loading import load_model
 from llm.memory import Techniques
 from llm.quantization import Linear4bit
 from llm.tiny import make_tiny
-from lora import load_model
 
 FAMILIES = {
     "qwen2": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2),
