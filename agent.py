@@ -347,6 +347,13 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict], limits: Limits = Li
     return out
 
 
+def scale_rewards(trajectories: list[Trajectory], scaling: float, bias: float):
+    """Set reward = (reward - bias) x scaling; the turns share the bias equally."""
+    for t in trajectories:
+        t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
+        t.reward = math.fsum(t.rewards)
+
+
 def cheapest_order(trajectories: list[Trajectory], batch_size: int) -> list[Trajectory]:
     """Reordered so that passes of `batch_size` take few tokens: by length, or by group where that is less.
 
@@ -428,6 +435,8 @@ def pass_at_k(successes: list[list[bool]]) -> dict:
 
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, **options) -> dict:
     """`rollout` with these options, summed up: success, pass@k, reward, actions, structure, completion, tool errors."""
+    if not tasks:
+        return {}
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, **options)
     solved = [t.info["success"] for t in trajectories]
     groups = [solved[i:i + group_size] for i in range(0, len(solved), group_size)]

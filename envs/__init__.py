@@ -33,7 +33,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from experiment.data import read_rows, whole
-from experiment.run import UserError
+from experiment.run import UserError, mix
 
 ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard",
         "gsm8k": "envs.gsm8k:GSM8K", "meetings": "envs.meetings:Meetings",
@@ -290,6 +290,34 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     if len(kept) < len(held_out):
         print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out tasks are also in the training data: dropped")
     return kept
+
+
+def train_and_held_out(config) -> tuple[list[dict], list[dict]]:
+    """Return the training tasks and the held-out tasks of a config; no task is in both."""
+    files = config.dataset, config.eval_dataset, config.env_options
+    train = tasks(config.env, "train", config.max_samples, config.seed, *files)
+    if not config.eval_tasks:
+        return train, []
+    return train, drop_seen(tasks(config.env, "test", config.eval_tasks, config.seed, *files), train)
+
+
+def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
+    """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
+
+    The first `tasks_per_step` are the epoch's next tasks in shuffled order; more are drawn at random.
+    """
+    import numpy as np
+    if first:
+        return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
+    epoch, place = divmod(step * tasks_per_step, len(tasks))
+    order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
+    return [tasks[order[(place + k) % len(tasks)]] for k in range(n)]
+
+
+def lengths(env_names) -> dict:
+    """Return the environments' limits that a Config has a field for: max_new_tokens and max_tokens."""
+    stated = limits(env_names)
+    return {name: stated[name] for name in ("max_new_tokens", "max_tokens")}
 
 
 def _rows(name, split, n, seed, dataset, eval_dataset) -> list[dict]:

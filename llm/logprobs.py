@@ -204,3 +204,12 @@ class _BlockLogprobs(torch.autograd.Function):
 
 def _over(x, temperature):
     return x if temperature == 1 else x / temperature  # a pass over (n, V) is not free
+
+
+@torch.no_grad()
+def score(model, token_ids, mask, temperature, run, batch):
+    """Return `token_logprobs` (B, T) without gradient, in the run's micro-batches, by all its ranks."""
+    logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
+    for rows in run.micro_batches(batch, "score"):
+        logprobs[rows] = token_logprobs(model, token_ids[rows], mask[rows], temperature)[0]
+    return run.ranks.add(logprobs)
