@@ -529,7 +529,9 @@ class Run:
         return f" after step {self.step}; go on with: {self.command}"
 
     def accept_rewards(self, episodes):
-        """Whether all rewards are finite; if not, the step is to be skipped (see `accept_update`)."""
+        """True if there are episodes and all their rewards are finite; if not, the step is to be skipped."""
+        if not episodes:
+            return False
         odd = next((t for t in episodes if not math.isfinite(t.reward)), None)
         return not odd or self._skip(self.step, episodes, odd.info.get("not_finite", f"reward {odd.reward}"))
 

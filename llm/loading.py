@@ -65,6 +65,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
         # Where cuDNN's attention is chosen, it compiles again for every new shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
     chosen = techniques(memory, load_in_4bit, gradient_checkpointing)
+    if train and device.type == "cpu":
+        fast_float32()
     if train:
         _check_trainable(chosen, memory, dtype, lora_r)
     adapter = read_settings(path) if is_adapter(path) else None
