@@ -264,7 +264,9 @@ def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask,
     token_loss, shares = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
     shares |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
                "log_ratio_abs": log_ratio.abs()}
-    metrics = {name: token_mean(x.to(logprobs), mask, counts) for name, x in shares.items()}
+    metrics = {}
+    for name, x in shares.items():
+        metrics[name] = token_mean(x.detach().to(logprobs.dtype), mask, counts)
     return normalizer(token_loss + kl, mask, counts), metrics
 
 

@@ -1,5 +1,4 @@
 """The loop of grpo.py: what must not change a step does not, what must stop it does, and it learns."""
-import contextlib
 import dataclasses
 import json
 import math
@@ -61,21 +60,6 @@ def test_where_policy_and_start_are_one_k1_makes_no_advantage(base, tmp_path, dt
     assert metrics["advantage_abs"] == 0
 
 
-def test_a_rank_that_dies_in_the_reference_pass_leaves_the_policy_to_be_saved(base, tmp_path, monkeypatch):
-    """Sums over ranks end the run where a peer is gone; the weights must then be the policy's, not the start's."""
-    switched, whole = [], grpo.reference
-
-    @contextlib.contextmanager
-    def reference(model, frozen):
-        switched.append(True)
-        with whole(model, frozen):
-            yield
-        switched.pop()
-    monkeypatch.setattr(grpo, "reference", reference)
-    monkeypatch.setattr("experiment.distributed.Ranks.add", lambda self, tensor: tensor if not switched else pytest.fail("in the block"))
-    run(base, tmp_path, kl_coef=0.1, importance_correction=2.0)
-
-
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
     run(base, tmp_path, learning_rate=0.0, max_steps=2)
     adapter = state(tmp_path, 2, "adapter_model")
@@ -92,11 +76,11 @@ def test_the_same_command_twice_gives_the_same_bytes(base, tmp_path):
 
 
 @pytest.mark.parametrize("options", [
-    *({"loss": name} for name in grpo.LOSSES), {"credit": "episode"}, {"credit": "episode", "leave_one_out": True},
+    *({"loss": name} for name in grpo.LOSSES), {"credit": "turn"}, {"credit": "process"}, {"leave_one_out": True},
     {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"kl_coef": 0.1, "kl_estimator": "k1"}, {"kl_coef": 0.1, "kl_estimator": "k2"},
-    {"kl_coef": 0.1}, {"entropy_coef": 0.01}, {"updates_per_step": 2}, {"mask_truncated": True}, {"importance_correction": 2.0},
-    {"lora_r": 0, "learning_rate": 1e-5}, {"lora_dropout": 0.1, "use_rslora": True}, {"dtype": "bfloat16"}, {"merge_lora": False},
-    {"delta": 2.0, "clip_eps_high": 0.28}, {"gradient_checkpointing": True}, {"reward_scaling": 0.1, "reward_bias": 1.0}, {"env": "equations,gsm8k"},
+    {"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"updates_per_step": 2}, {"mask_truncated": True}, {"importance_correction": 2.0},
+    {"lora_r": 0, "learning_rate": 1e-5}, {"lora_dropout": 0.1, "use_rslora": True}, {"dtype": "bfloat16"},
+    {"clip_eps_high": 0.28}, {"gradient_checkpointing": True}, {"reward_scaling": 0.1, "reward_bias": 1.0}, {"env": "equations,gsm8k"},
 ], ids=str)
 def test_every_option_runs_and_logs_finite_numbers(base, tmp_path, options):
     if "gsm8k" in str(options):
@@ -133,7 +117,7 @@ def test_equal_rewards_are_said_to_be_why_the_loss_is_zero(base, tmp_path, capfd
 
 
 def test_result_and_folder(base, tmp_path):
-    result, _ = run(base, tmp_path, eval_tasks=8, eval_group_size=2, save_every=1, max_steps=2, eval_every=1)
+    result, _ = run(base, tmp_path, eval_tasks=8, save_every=1, max_steps=2, eval_every=1)
     assert {"success_before", "success_after", "seconds", "peak_memory_mb", "steps", "seed"} <= result.keys()
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
@@ -142,15 +126,14 @@ def test_result_and_folder(base, tmp_path):
 
 def test_it_learns(base, tmp_path):
     """The newcomer's run, cut short: over 28 steps the share of training tasks solved rises by a tenth at least."""
-    _, lines = run(base, tmp_path, tasks_per_step=8, group_size=8, max_steps=28, learning_rate=2e-3, lr_schedule="constant")
+    _, lines = run(base, tmp_path, tasks_per_step=8, group_size=8, max_steps=28, learning_rate=2e-3)
     first, last = (sum(line["success"] for line in part) / 6 for part in (lines[:6], lines[-6:]))
     assert last > first + 0.1, [line["success"] for line in lines]
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"batch_size": 3, "gradient_accumulation_steps": 2}, "= 16 episodes, but batch_size 3 x gradient_accumulation_steps 2 = 6"),
-    ({"success_rate_lb": 0.8, "success_rate_ub": 0.2}, "0.8 is above"), ({"delta": 1.1}, "must be above 1 + clip_eps_high = 1.2"),
-    ({"importance_correction": 2.0, "loss": "vespo"}, "vespo"), ({"leave_one_out": True}, "credit episode")])
+    ({"success_rate_lb": 0.8, "success_rate_ub": 0.2}, "0.8 is above"),
+    ({"importance_correction": 2.0, "loss": "vespo"}, "vespo")])
 def test_clashes_are_refused_with_both_numbers(tmp_path, options, words):
     config = grpo.Config(model_path="x", output_dir=str(tmp_path / "o"), tasks_per_step=4, group_size=4)
     with pytest.raises(UserError, match=re.escape(words)):

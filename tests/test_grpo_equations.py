@@ -2,38 +2,29 @@
 
 import math
 import random
-import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import grpo
 from grpo import (
     LOSSES,
+    PAPER_SETTINGS,
     Counts,
     group_advantages,
     importance_correction,
     kl_estimate,
+    token_advantages,
     token_mean,
-    turn_advantages,
     turn_index,
 )
 
-HYPER = {
-    "clip_eps_low": 0.2,
-    "clip_eps_high": 0.28,
-    "delta": None,
-    "clip_max": 1.2,
-    "tau_pos": 1.0,
-    "tau_neg": 1.05,
-    "k_pos": 2.0,
-    "lambda_pos": 3.0,
-    "k_neg": 3.0,
-    "lambda_neg": 2.0,
-}
+CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+# Default arguments of the surrogates, and what the tests take in their place.
+HYPER = {**CLIP, "delta": None, "clip_max": 1.2, "tau_pos": 1.0, "tau_neg": 1.05, "k": (2.0, 3.0), "lam": (3.0, 2.0)}
+TAKES = {"cispo": ["clip_max"], "sapo": ["tau_pos", "tau_neg"], "vespo": ["k", "lam"]}
 NAMES = sorted(LOSSES)
 
 
@@ -81,11 +72,13 @@ def batch(seed, rows=6, spread=0.3, per_token=False):
     }
 
 
-def ours(name, b, kl_coef=0.0, entropy_coef=0.0, counts=None, **hyper):
-    """The loop's three lines: surrogate, KL, entropy. Returns loss, gradient wrt logprobs, metrics."""
+def ours(name, b, kl_coef=0.0, entropy_coef=0.0, counts=None, kind="k3", **hyper):
+    """The lines of `total_loss`: surrogate, KL, entropy. Returns loss, gradient wrt logprobs, metrics."""
     counts = counts or counts_of(b["mask"])
-    kl = kl_coef * kl_estimate(b["logprobs"], b["ref"], b["mask"], "k3") if kl_coef else 0.0
-    loss, metrics = LOSSES[name](b["logprobs"], b["old"], b["advantages"], b["mask"], counts, kl, **(HYPER | hyper))
+    kl = kl_coef * kl_estimate(b["logprobs"], b["ref"], b["mask"], kind, b["old"]) if kl_coef else 0.0
+    hyper = HYPER | hyper
+    known = {key: hyper[key] for key in [*CLIP, *TAKES.get(name, ["delta"])]}
+    loss, metrics = LOSSES[name](b["logprobs"], b["old"], b["advantages"], b["mask"], counts, kl, **known)
     loss = loss - entropy_coef * token_mean(b["entropy"], b["mask"], counts)
     return loss.detach(), torch.autograd.grad(loss, b["logprobs"])[0], metrics
 
@@ -190,7 +183,7 @@ def slow_token(name, h, A, logp, old, s, w):
         tau = h["tau_pos"] if A > 0 else h["tau_neg"]
         p = 1 / (1 + math.exp(-tau * (r - 1)))
         return -4 / tau * p * A, -4 * p * (1 - p) * A * r
-    k, lam = (h["k_pos"], h["lambda_pos"]) if A >= 0 else (h["k_neg"], h["lambda_neg"])
+    k, lam = (h["k"][0], h["lam"][0]) if A >= 0 else (h["k"][1], h["lam"][1])
     phi = w**k * math.exp(lam * (1 - w))
     return -phi * A * logp, -phi * A
 
@@ -252,14 +245,14 @@ def trl_trainer_stub(cls, name, max_tokens, kl_coef, entropy_coef, accumulation,
         beta=kl_coef,
         args=SimpleNamespace(
             delta=h["delta"],
-            use_bias_correction_kl=False,
+            use_bias_correction_kl=h["bias_correction"],
             steps_per_generation=accumulation,
             sapo_temperature_pos=h["tau_pos"],
             sapo_temperature_neg=h["tau_neg"],
-            vespo_k_pos=h["k_pos"],
-            vespo_lambda_pos=h["lambda_pos"],
-            vespo_k_neg=h["k_neg"],
-            vespo_lambda_neg=h["lambda_neg"],
+            vespo_k_pos=h["k"][0],
+            vespo_lambda_pos=h["lam"][0],
+            vespo_k_neg=h["k"][1],
+            vespo_lambda_neg=h["lam"][1],
         ),
         accelerator=SimpleNamespace(
             num_processes=1,
@@ -295,7 +288,8 @@ def trl_loss(
         cut = [x[i, b["prompts"][i] : b["lengths"][i]] for i in rows]
         return torch.stack([torch.cat([c, c.new_full((width - len(c),), pad)]) for c in cut])
 
-    trainer = trl_trainer_stub(cls, name, max_tokens, kl_coef, entropy_coef, accumulation, HYPER | hyper)
+    defaults = HYPER | {"bias_correction": False}
+    trainer = trl_trainer_stub(cls, name, max_tokens, kl_coef, entropy_coef, accumulation, defaults | hyper)
     leaf, entropies = completions(b["logprobs"], 0.0), completions(b["entropy"], 0.0)
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (leaf, entropies, None)
     inputs = {
@@ -347,6 +341,33 @@ def test_trl_parity(trl_trainer, name, setting):
                     assert float(metrics[f"clip_{side}"]) == pytest.approx(trl_metrics[f"clip_ratio/{side}_mean"][0])
     if name in ("grpo", "dapo", "dr_grpo", "gspo", "luspo") and setting in ("unclipped", "clipped"):
         assert (clipped > 0) == (setting == "clipped")  # both branches were really taken
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"gspo", "luspo"}))
+def test_trl_parity_with_the_kl_that_trl_ships(trl_trainer, name):
+    """use_bias_correction_kl=True, TRL's default: k3 times the ratio. (For gspo and luspo TRL broadcasts the sequence's
+    ratio over the tokens, of which its documentation says that it is not unbiased; ours is the token's everywhere.)"""
+    for seed in range(5):
+        b = batch(seed, spread=0.4)
+        loss, grad, _ = ours(name, b, 0.3, counts=counts_of(b["mask"], 50), kind="k3_ratio")
+        trl, trl_grad, _ = trl_loss(trl_trainer, name, b, 0.3, bias_correction=True)
+        assert close(loss, trl, 1e-9) and close(grad, trl_grad, 1e-9)
+
+
+def test_k3_times_ratio_is_unbiased_where_k3_explodes():
+    """Over all outcomes of one softmax token: value KL(policy || ref), gradient its gradient; k3 alone has neither."""
+    logits = torch.tensor([0.0, 1.0, -6.0], requires_grad=True)
+    logp, ref = logits.log_softmax(0), torch.tensor([0.5, -1.0, 3.0]).log_softmax(0)
+    old = torch.tensor([0.3, 0.3, 0.4]).log()
+    exact = (logp.exp() * (logp - ref)).sum()
+    mask = torch.ones(3)
+    mean = (old.exp() * kl_estimate(logp, ref, mask, "k3_ratio", old)).sum()
+    assert close(mean.detach(), exact.detach(), 1e-12)
+    wanted, = torch.autograd.grad(exact, logits, retain_graph=True)
+    found, = torch.autograd.grad(mean, logits, retain_graph=True)
+    assert close(found, wanted, 1e-12)
+    k3 = kl_estimate(logp, ref, mask, "k3")
+    assert k3[2] > 500 * kl_estimate(logp, ref, mask, "k3_ratio", old)[2] > 0
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
@@ -478,8 +499,9 @@ def test_names_and_hyper_parameters():
     args = b["logprobs"], b["old"], b["advantages"], b["mask"], Counts(2, 3, 5)
     with pytest.raises(TypeError, match="clip_eps_high"):  # a missing one is an error, not a hidden default
         LOSSES["grpo"](*args, clip_eps_low=0.2)
-    with pytest.raises(KeyError):
-        kl_estimate(b["logprobs"], b["ref"], b["mask"], "k4")
+    settings = {"dapo": {"clip_eps_high": 0.28}, "dr_grpo": {"scale_rewards": "none"}}
+    clips = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
+    assert PAPER_SETTINGS == {**settings, "gspo": clips, "luspo": clips}
 
 
 # ------------------------------------------------------------------------------------------------------ advantages
@@ -528,53 +550,79 @@ def test_group_advantages_invariants():
                 for size in (3, 6, 7, 12):  # 0.1 + 0.1 + 0.1 is not 3 x 0.1
                     equal = torch.full((size,), 0.1, dtype=dtype)
                     assert (group_advantages(equal, [0] * size, scale, loo) == 0).all()
-    with pytest.raises(ValueError, match="'lonely' has one reward"):
-        group_advantages(torch.tensor([1.0, 2.0, 3.0]), ["x", "x", "lonely"])
+    assert group_advantages(torch.tensor([1.0, 2.0, 3.0]), ["x", "x", "lonely"])[2] == 0
     with pytest.raises(ValueError, match="scale"):
         group_advantages(rewards, ids, "groups")
 
 
-def test_turn_advantages_by_hand():
-    # group 7: episode 0 has turns rewarded 0, 1; episode 1 one turn rewarded 2. R = {0, 1, 2}: mean 1, unbiased std 1.
-    # normalised (eps aside): -1, 0 | 1. Tokens of episode 0's first turn: -1 + 0; second: 0; episode 1: 1.
-    # group 8: all turns 0.5: advantage 0 everywhere.
-    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0]])
-    turns = turn_index(mask)
-    assert turns.tolist() == [
-        [-1, 0, 0, -1, 1, -1],
-        [-1, -1, 0, 0, 0, 0],
-        [0, -1, 1, -1, 2, -1],
-        [-1, 0, -1, -1, -1, -1],
-    ]
-    a = turn_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], turns, [7, 7, 8, 8])
+MASKS = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0]])
+
+
+def test_turns_are_runs_of_sampled_tokens():
+    wanted = [[-1, 0, 0, -1, 1, -1], [-1, -1, 0, 0, 0, 0], [0, -1, 1, -1, 2, -1], [-1, 0, -1, -1, -1, -1]]
+    assert turn_index(MASKS).tolist() == wanted
+
+
+def test_episode_credit_by_hand():
+    """Two groups: rewards 0 + 1 against 2 (mean 1.5), 1.5 against 0.5; all tokens of an episode get the same."""
+    turns = turn_index(MASKS)
+    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], turns, [7, 7, 8, 8], scale="none")
+    assert torch.allclose(a, torch.tensor([-0.5, 0.5, 0.5, -0.5])[:, None] * MASKS)
+    with pytest.raises(ValueError, match="episode 0: 1 turn rewards, but 2 turns"):
+        token_advantages([[1.0], [2.0]], turns[:2], [7, 7])
+
+
+def test_process_credit_by_hand():
+    """arXiv 2402.03300 section 4.1.3: R = {0, 1, 2}, mean 1, unbiased std 1; normalized (eps aside) -1, 0 | 1."""
+    turns = turn_index(MASKS)
+    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], turns, [7, 7, 8, 8], "process")
     e = 1 / 1.0001
     expected = torch.tensor([[0, -e, -e, 0, 0, 0], [0, 0, e, e, e, e], [0] * 6, [0] * 6])
     assert torch.allclose(a, expected, atol=1e-12) and (a[2:] == 0).all()
-    # scale none: -1 + 0, 0 | 1
-    assert torch.allclose(turn_advantages([[0, 1], [2]], turns[:2], [7, 7], "none"), expected[:2].sign(), atol=1e-12)
-    # rewards paid later count for earlier turns, never the other way round
-    a = turn_advantages([[0, 5.0, 0], [0, 0, 0]], turns[2:3].repeat(2, 1), ["g", "g"], "none")
+    # Rewards paid later count for earlier turns, never the other way round.
+    pair = turns[2:3].repeat(2, 1)
+    a = token_advantages([[0, 5.0, 0], [0, 0, 0]], pair, ["g", "g"], "process", scale="none")
     m = 5 / 6
     assert torch.allclose(a[0], torch.tensor([5 - 3 * m, 0, 5 - 2 * m, 0, -m, 0]))
-    # one turn each: group_advantages, spread over the tokens
-    ones = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 1]])
-    a = turn_advantages([[1.0], [0.0], [4.0]], turn_index(ones), "ggg")
-    assert torch.allclose(a, group_advantages(torch.tensor([1.0, 0, 4]), "ggg")[:, None] * ones)
-    with pytest.raises(ValueError, match="episode 0: 1 turn rewards, but 2 turns"):
-        turn_advantages([[1.0], [2.0]], turns[:2], [7, 7])
-    with pytest.raises(ValueError, match="one reward"):
-        turn_advantages([[1.0]], turns[1:2], [7])
 
 
-def test_turn_advantages_permute_with_the_episodes():
+def test_the_trap_of_process_credit_and_that_the_others_do_not_have_it():
+    """Eight correct episodes of three turns, paid at the end: nothing tells them apart, so no turn deserves a push."""
+    mask = torch.tensor([[0, 1, 0, 1, 0, 1]]).repeat(8, 1)
+    rewards, turns, ids = [[0.0, 0.0, 1.0]] * 8, turn_index(mask), ["g"] * 8
+    process = token_advantages(rewards, turns, ids, "process")[0][mask[0] == 1]
+    assert process.tolist() == pytest.approx([0, 0.69, 1.38], abs=0.01)
+    for credit in ("episode", "turn"):
+        assert (token_advantages(rewards, turns, ids, credit) == 0).all()
+    # One episode is correct after seven turns, another wrong after one: the longer way must not look worse.
+    masks = torch.zeros(2, 14, dtype=torch.long)
+    masks[0, ::2], masks[1, 0] = 1, 1
+    turns, rewards = turn_index(masks), [[0.0] * 6 + [1.0], [0.0]]
+    for credit, sign in (("episode", 1), ("turn", 1)):
+        first = token_advantages(rewards, turns, ["g", "g"], credit)[:, 0]
+        assert first[0] > 0 > first[1]
+
+
+def test_turn_credit_by_hand():
+    """Return-to-go against the same turn number: turn 0: 3 + 1 against 0 + 2, turn 1: 1 against 2, turn 2 is alone."""
+    mask = torch.tensor([[1, 0, 1, 0, 0], [1, 0, 1, 0, 1]])
+    a = token_advantages([[3.0, 1.0], [0.0, 2.0, 0.0]], turn_index(mask), "gg", "turn", scale="none")
+    assert torch.allclose(a, torch.tensor([[1.0, 0, -0.5, 0, 0], [-1.0, 0, 0.5, 0, 0]]))
+
+
+@pytest.mark.parametrize("credit", list(grpo.CREDITS))
+def test_credit_permutes_with_the_episodes_and_is_group_advantages_where_all_have_one_turn(credit):
     rng = random.Random(0)
     mask = torch.tensor([episode_mask(rng, 30, 3) for _ in range(6)])
     turns, ids = turn_index(mask), [0, 1, 0, 1, 0, 1]
     rewards = [[rng.random() for _ in range(int(t.max()) + 1)] for t in turns]
-    a = turn_advantages(rewards, turns, ids)
+    a = token_advantages(rewards, turns, ids, credit)
     order = [3, 0, 5, 2, 1, 4]
-    permuted = turn_advantages([rewards[i] for i in order], turns[order], [ids[i] for i in order])
+    permuted = token_advantages([rewards[i] for i in order], turns[order], [ids[i] for i in order], credit)
     assert torch.allclose(permuted, a[order], atol=1e-12) and (a[mask == 0] == 0).all()
+    ones = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 1]])
+    a = token_advantages([[1.0], [0.0], [4.0]], turn_index(ones), "ggg", credit)
+    assert torch.allclose(a, group_advantages(torch.tensor([1.0, 0, 4]), "ggg")[:, None] * ones)
 
 
 def test_turn_credit_under_a_sequence_ratio():
