@@ -383,7 +383,8 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
         logprobs, old_logprobs, advantages, mask, counts, in_loss,
         clip_eps_low=config.clip_eps_low, clip_eps_high=config.clip_eps_high)
     bonus = token_mean(entropy, mask, counts)
-    metrics |= {"loss": loss, "entropy": bonus, "kl": token_mean(kl, mask, counts)}
+    metrics |= {"loss": loss, "entropy": bonus, "kl": token_mean(kl, mask, counts),
+                "advantage_abs": token_mean(advantages.abs(), mask, counts)}
     return loss - config.entropy_coef * bonus, metrics
 
 
@@ -453,7 +454,6 @@ def train(config: Config) -> dict:
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
             # 4. Updates. The losses of micro-batches, divided by counts, add up to that of the step.
-            run.set_learning_rate(optimizer, step)
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()

@@ -314,12 +314,6 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
     return [tasks[order[(place + k) % len(tasks)]] for k in range(n)]
 
 
-def lengths(env_names) -> dict:
-    """Return the environments' limits that a Config has a field for: max_new_tokens and max_tokens."""
-    stated = limits(env_names)
-    return {name: stated[name] for name in ("max_new_tokens", "max_tokens")}
-
-
 def _rows(name, split, n, seed, dataset, eval_dataset) -> list[dict]:
     """Task rows for `split` ("train" | "test"), at most n, ordered by `seed`; train and test never share a row.
 

@@ -397,21 +397,6 @@ class Run:
             return self.config.max_steps
         return self.config.num_epochs * max(1, steps_per_epoch)
 
-    def learning_rate(self, step):
-        """Return the step's learning rate: linear warm-up, then linear decay to a tenth of the peak.
-
-        A function of the step and of the run's length: there is nothing to save.
-        """
-        warmup = min(1.0, (step + 1) / max(self.config.warmup_steps, 1))
-        decay = 1 - 0.9 * step / max(self.total, 1)
-        return self.config.learning_rate * warmup * max(decay, 0.1)
-
-    def set_learning_rate(self, optimizer, step):
-        """Give the optimizer the step's learning rate, and log it."""
-        for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
-        self.log(learning_rate=self.learning_rate(step))
-
     def _timing(self, seconds):
         """Seconds, tokens per second and peak memory of the step that ends now."""
         update = seconds - self.rollout_seconds
