@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from llm.checkpointing import recompute
 
 SCORES = 2**25  # bytes of attention scores above which the stock kernel does the training pass
+UNKNOWN = "softcap", "s_aux", "position_bias"  # what changes scores in ways not known here
 
 
 def grouped_attention(query, key, value, bias, scaling):
@@ -37,9 +38,9 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     The signature is that of transformers' attention functions, with query (R, H, C, D) and all of
     the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
     """
-    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__}: "
-                         "attention with soft-capping or sinks is not supported by the engine")
+    if changes_scores(kwargs):
+        raise ValueError(f"{type(module).__name__}: attention with soft-capping, sinks or "
+                         "a position bias is not supported by the engine")
     R, H, C, D = query.shape
     groups = H // key.shape[1]
     if not row_cache.sdpa:
@@ -69,24 +70,28 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     that no (B, H, T, S) weights are kept. They take a half to an eighth of the time of the stock
     kernel, whose backward pass is slow there when query heads share keys. The stock kernel still
     does what needs no gradient (so that the logits equal the stock model's to the bit), what has
-    a mask, and what has more than 32 MiB of scores.
+    a mask or a bias, and what has more than 32 MiB of scores.
     """
     B, H, T, _ = query.shape
     P, rows = shared_prefix or (0, B)
     visible = P + (T - P) // rows if shared_prefix else key.shape[2]  # keys of a row's last query
     small = B * H * T * visible * query.element_size() <= SCORES
-    unmasked = shared_prefix or attention_mask is None
-    products = query.is_cpu and torch.is_grad_enabled() and small and unmasked and not dropout
+    mask = None if shared_prefix else attention_mask
+    attend = partial(stock_attention, module, mask, scaling=scaling, dropout=dropout, **kwargs)
+    plain = mask is None and not dropout and not changes_scores(kwargs)
+    products = query.is_cpu and torch.is_grad_enabled() and small and plain
     if products:
         attend = partial(causal_products, scaling)
-    else:
-        mask = None if shared_prefix else attention_mask
-        attend = partial(stock_attention, module, mask, scaling=scaling, dropout=dropout, **kwargs)
     if shared_prefix:
         attend = partial(packed_attention, attend, P, rows)
     if products:
         return recompute(attend, query, key, value), None
     return attend(query, key, value), None  # (B, T, H, D)
+
+
+def changes_scores(arguments: dict) -> bool:
+    """True if a model hands its attention what only some of transformers' kernels know."""
+    return any(arguments.get(name) is not None for name in UNKNOWN)
 
 
 def packed_attention(attend, P, rows, query, key, value):

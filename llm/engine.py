@@ -13,6 +13,8 @@ slice of the cache and copies nothing. A token and its log-probability come from
 (sampling.py) and from the row's own random numbers, so what is drawn depends on the row's seed and
 the logits, never on who shares the batch. Nothing is forwarded twice.
 """
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -30,8 +32,8 @@ class Row:
     """One sequence that is decoded.
 
     `turn` and `logprobs` (nats) hold the tokens sampled since the prompt or the last `extend`.
-    `state` is "waiting" for a slot, "prefill" (tokens of others are due), "decode", "ended" (the
-    turn has), or "released".
+    `state` is "waiting" for a slot, "prefill" (tokens that it did not sample are due), "decode", or
+    "ended" (its turn has).
     """
 
     def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=()):
@@ -61,14 +63,15 @@ class Row:
             self._uniforms += self._generator.random(64).tolist()
         return self._uniforms[:n]
 
-    def append(self, token: int, logprob: float, stop_ids):
-        """Take a sampled token, which may end the turn."""
+    def append(self, token: int, logprob: float, stop_ids) -> bool:
+        """Take a sampled token. Returns True if it ends the turn."""
         del self._uniforms[:1], self.forced[:1]
         self.turn.append(token)
         self.logprobs.append(logprob)
         self.pending = [token]
         ended = token in stop_ids or len(self.turn) >= self.limit
         self.state = "ended" if ended else "decode"
+        return ended
 
 
 class Engine:
@@ -94,7 +97,7 @@ class Engine:
         self.device = model.device
         self.slots = slots
         self.stop_ids = frozenset(stop_ids)
-        self.sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
         layers = model.config.get_text_config().num_hidden_layers
         self.cache = RowCache(layers, slots, self.device)
         stock = StockForward(model)
@@ -102,6 +105,7 @@ class Engine:
         self.forward = self.fused or stock
         self.owner: list[Row | None] = [None] * slots
         self.waiting: list[Row] = []
+        self.ended: list[Row] = []  # rows whose turn ended in this step
         self.prompts = {}  # group -> its prompt's keys and values, logits and length
         self.clock = 0  # steps taken
         self.forwarded = 0  # tokens that went through the model
@@ -132,7 +136,6 @@ class Engine:
         """Give the slot of a row to others."""
         self.owner[row.slot] = None
         row.slot = None
-        row.state = "released"
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
@@ -141,25 +144,25 @@ class Engine:
         Returns the rows whose turn ended.
         """
         self.clock += 1
-        ended = self.admit()
+        self.ended = []
+        self.admit()
         extended = self.rows("prefill")
         if extended:
-            ended += self.sample(extended, self.run(extended))
+            self.sample(extended, self.run(extended))
         if self.rows("decode"):
-            ended += self.decode()
-        return ended
+            self.decode()
+        return self.ended
 
-    def admit(self) -> list[Row]:
+    def admit(self):
         """Give free slots to waiting rows and sample their first tokens."""
         free = [slot for slot, row in enumerate(self.owner) if row is None]
         entering = self.waiting[:len(free)]
         self.waiting = self.waiting[len(free):]
-        if not entering:
-            return []
         for row, slot in zip(entering, free):
             row.slot = slot
             self.owner[slot] = row
-        return self.sample(entering, self.prefill(entering))
+        if entering:
+            self.sample(entering, self.prefill(entering))
 
     def prefill(self, entering: list[Row]):
         """Run each group's prompt once, by its first row, and copy its keys and values to others.
@@ -189,11 +192,11 @@ class Engine:
             del self.prompts[group]
         return logits
 
-    def decode(self) -> list[Row]:
-        """Decode one token of every running row. Returns the rows whose turn ended."""
+    def decode(self):
+        """Decode one token of every running row."""
         self.pack()
         running = self.rows("decode")
-        return self.sample(running, self.run(running))
+        self.sample(running, self.run(running))
 
     def run(self, rows: list[Row]):
         """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""
@@ -202,9 +205,7 @@ class Engine:
         half = len(rows) // 2
         if half and len(rows) * width > LONG:
             return torch.cat([self.run(rows[:half]), self.run(rows[half:])])
-        slots = [row.slot for row in rows]
-        packed = slots == list(range(len(rows)))
-        self.cache.prepare(len(rows) if packed else slots, [row.length for row in rows], lengths)
+        self.cache.prepare([row.slot for row in rows], [row.length for row in rows], lengths)
         ids = [row.pending + [0] * (width - len(row.pending)) for row in rows]
         hidden = self.forward(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
         last = torch.tensor(lengths, device=self.device) - 1
@@ -214,18 +215,18 @@ class Engine:
         self.forwarded += sum(lengths)
         return self.forward.head(hidden[index, last])
 
-    def sample(self, rows: list[Row], logits) -> list[Row]:
-        """Append a token to every row. Returns the rows whose turn ended."""
+    def sample(self, rows: list[Row], logits):
+        """Draw a token for every row from its logits (R, V)."""
         uniforms = [row.uniforms(1)[0] for row in rows]
         uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
         forced = [row.forced[0] if row.forced else -1 for row in rows]
         forced = torch.tensor(forced, device=self.device)
-        ids, logprobs, finite = sample(logits, uniforms, forced, **self.sampling)
+        ids, logprobs, finite = self.draw(logits, uniforms, forced)
         if not finite.all():
             raise FloatingPointError("the model's logits are not finite")
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
-            row.append(token, logprob, self.stop_ids)
-        return [row for row in rows if row.state == "ended"]
+            if row.append(token, logprob, self.stop_ids):
+                self.ended.append(row)
 
     def pack(self):
         """Swap rows of the cache so that those that decode fill the first slots."""

@@ -80,9 +80,9 @@ def agrees(model, fused, stock) -> bool:
 
     def logits(forward):
         cache = RowCache(config.num_hidden_layers, rows, model.device)
-        cache.prepare(rows, [0] * rows, [length] * rows)
+        cache.prepare([*range(rows)], [0] * rows, [length] * rows)
         first = forward.head(forward(prompts, cache)[:, -1])
-        cache.prepare(rows, [length] * rows, [1] * rows)
+        cache.prepare([*range(rows)], [length] * rows, [1] * rows)
         second = forward.head(forward(token, cache)[:, -1])
         return torch.stack([first, second]).float()  # (2, rows, V)
     expected = logits(stock)
@@ -96,12 +96,10 @@ class Fused:
     @torch.no_grad()
     def __init__(self, model):
         self.base = model.base_model
-        self.eps = model.config.rms_norm_eps
         self.packs = (model.device.type == "cpu" and model.dtype == torch.bfloat16
                       and torch.backends.mkldnn.is_available())
         self.products = []
-        self.layers = [FusedLayer(layer, i, self.eps, self._joint)
-                       for i, layer in enumerate(self.base.layers)]
+        self.layers = [FusedLayer(layer, self._joint) for layer in self.base.layers]
         head = model.get_output_embeddings()
         self.head = self._joint(head) if type(head) is nn.Linear else head
 
@@ -118,7 +116,7 @@ class Fused:
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
         for layer in self.layers:
             x = layer(x, cos, sin, cache)
-        return F.rms_norm(x, x.shape[-1:], self.base.norm.weight, self.eps)
+        return normalize(self.base.norm, x)
 
     def free_merged(self):
         """Free merged weights that are packed. `lora.merged` brings the base's back at its end."""
@@ -130,14 +128,12 @@ class Fused:
 class FusedLayer:
     """One decoder layer."""
 
-    def __init__(self, layer, index: int, eps: float, joint):
+    def __init__(self, layer, joint):
         """joint: makes one product of several Linears."""
-        attention, mlp = layer.self_attn, layer.mlp
-        self.attention = attention
-        self.index = index
-        self.eps = eps
-        self.norm = layer.input_layernorm.weight
-        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.attention = attention = layer.self_attn
+        mlp = layer.mlp
+        self.norm = layer.input_layernorm
+        self.mlp_norm = layer.post_attention_layernorm
         self.qkv = joint(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = joint(attention.o_proj)
         self.gate_up = joint(mlp.gate_proj, mlp.up_proj)
@@ -152,9 +148,8 @@ class FusedLayer:
 
     def __call__(self, x, cos, sin, cache):
         """x (R, C, D) and the rotation cos, sin (R, C, 1, d) give the layer's output (R, C, D)."""
-        x = x + self.attend(F.rms_norm(x, x.shape[-1:], self.norm, self.eps), cos, sin, cache)
-        y = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
-        gate, up = self.gate_up(y).chunk(2, -1)
+        x = x + self.attend(normalize(self.norm, x), cos, sin, cache)
+        gate, up = self.gate_up(normalize(self.mlp_norm, x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
     def attend(self, x, cos, sin, cache):
@@ -162,13 +157,19 @@ class FusedLayer:
         qkv = self.qkv(x).unflatten(-1, (-1, d))  # (R, C, H + 2 H_kv, d)
         qk, v = qkv.split([H + H_kv, H_kv], 2)
         if self.qk_norm is not None:
-            qk = F.rms_norm(qk, (d,), None, self.eps) * self.qk_norm
+            qk = F.rms_norm(qk, (d,), None, self.norm.variance_epsilon) * self.qk_norm
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin).transpose(1, 2)
-        k, v = cache.update(qk[:, H:], v.transpose(1, 2), self.index)  # (R, H_kv, S, d) each
+        # (R, H_kv, S, d) each
+        k, v = cache.update(qk[:, H:], v.transpose(1, 2), self.attention.layer_idx)
         window = getattr(self.attention, "sliding_window", None)
         y, _ = row_attention(self.attention, qk[:, :H], k, v, None, self.attention.scaling, window,
                              row_cache=cache)  # (R, C, H, d)
         return self.out(y.flatten(2))
+
+
+def normalize(norm, x):
+    """RMSNorm of x with the weight of this module."""
+    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 class JointLinear:
@@ -207,19 +208,15 @@ def join(weights):
     """Return the weights (out, in) as one (sum of out, in), of which they become views."""
     lengths = [len(weight) for weight in weights]
     first = weights[0].detach()
-    if _adjacent(weights):
+    if all(map(_follows, weights[1:], weights)):  # joined by an Engine before
         return first.as_strided((sum(lengths), first.shape[1]), first.stride())
-    whole = torch.cat([weight.detach() for weight in weights])
+    whole = torch.cat(weights)
     for weight, rows in zip(weights, whole.split(lengths)):
         weight.data = rows
     return whole
 
 
-def _adjacent(weights) -> bool:
-    """True if the weights already follow each other in one storage."""
-    storage = weights[0].untyped_storage().data_ptr()
-    for weight in weights:
-        if weight.untyped_storage().data_ptr() != storage or not weight.is_contiguous():
-            return False
-    return all(after.data_ptr() == before.data_ptr() + before.nbytes
-               for before, after in zip(weights, weights[1:]))
+def _follows(weight, before) -> bool:
+    """True if a weight begins in the same storage where the weight before it ends."""
+    storages = [x.untyped_storage().data_ptr() for x in (weight, before)]
+    return storages[0] == storages[1] and weight.data_ptr() == before.data_ptr() + before.nbytes

@@ -4,11 +4,6 @@ import mmap
 
 import torch
 
-# Anonymous private pages. Windows has no such flags and needs none.
-PRIVATE = {}
-if hasattr(mmap, "MAP_PRIVATE"):
-    PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-
 
 def empty_pages(like, shape):
     """Return zeros of this shape, with the dtype and the device of `like`.
@@ -18,9 +13,9 @@ def empty_pages(like, shape):
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    n = math.prod(shape)
-    pages = mmap.mmap(-1, max(1, n) * like.element_size(), **PRIVATE)
-    return torch.frombuffer(pages, dtype=like.dtype)[:n].view(shape)
+    size = math.prod(shape) * like.element_size()
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 class RowCache:
@@ -42,14 +37,11 @@ class RowCache:
         # Attention by torch's fused kernel. On a CPU it is slow with a mask and one query per row.
         self.sdpa = device.type == "cuda"
 
-    def prepare(self, slots, starts: list[int], lengths: list[int]):
+    def prepare(self, slots: list[int], starts: list[int], lengths: list[int]):
         """Make the next pass write `lengths` tokens per row, from position `starts`.
 
-        Args:
-            slots: the rows' slots as a list, or an int n for the first n slots, which are read
-                without a copy.
-            starts, lengths: one number per row. C is the largest length; shorter rows are padded
-                on the right.
+        C is the largest length; shorter rows are padded on the right. If the rows have the first
+        slots in order, they are read without a copy.
         """
         width = max(lengths)
         self.reserve(max(start + n for start, n in zip(starts, lengths)))
@@ -57,10 +49,9 @@ class RowCache:
         position = torch.tensor(starts, device=self.device)[:, None] + column
         real = column < torch.tensor(lengths, device=self.device)[:, None]  # (R, C)
         self.take = real.flatten().nonzero()[:, 0]  # (n,) the tokens that are no padding, of R * C
-        if isinstance(slots, int):
-            index, self.read = torch.arange(slots, device=self.device), slice(0, slots)
-        else:
-            index = self.read = torch.tensor(slots, device=self.device)
+        index = torch.tensor(slots, device=self.device)
+        packed = slots == list(range(len(slots)))
+        self.read = slice(0, len(slots)) if packed else index
         self.write_slot = index.repeat_interleave(width)[self.take]
         self.write_position = position.flatten()[self.take]
         self._see(position, self.capacity)

@@ -29,33 +29,29 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
         z = z / temperature
     z = cut(z, top_k, top_p)  # (R, V)
     peak = z.amax(-1, keepdim=True)  # (R, 1)
-    weight = (z - peak).exp_()
-    if z.shape[1] % block:
-        weight = F.pad(weight, (0, -z.shape[1] % block))
-    weight = weight.unflatten(1, (-1, block))  # (R, blocks, block)
-    sums = weight.sum(-1)  # (R, blocks)
-    # In float64, because a uniform near 1 must stay below the total.
-    cumulative = sums.double().cumsum(-1)
-    total = cumulative[:, -1]  # (R,)
-    ids = z.argmax(-1) if temperature == 0 else inverse_cdf(weight, sums, cumulative, uniforms)
+    ids, total = inverse_cdf((z - peak).exp_(), uniforms, block)
+    if temperature == 0:
+        ids = z.argmax(-1)
     ids = torch.where(forced >= 0, forced, ids)
     ids = ids.clamp(max=z.shape[1] - 1)  # where the logits are not finite, no search ends inside
     logprobs = (z.gather(1, ids[:, None]) - peak)[:, 0] - total.log().float()
     return ids, logprobs, total.isfinite()
 
 
-def inverse_cdf(weight, sums, cumulative, uniforms):
-    """Return the ids (R,) at which the cumulative weights reach the uniforms.
+def inverse_cdf(weight, uniforms, block: int):
+    """Return the ids (R,) at which the cumulative weights (R, V) reach the uniforms (R,).
 
-    It finds the block first, then the token in it.
-
-    Args:
-        weight: (R, blocks, block), the unnormalized probabilities.
-        sums: (R, blocks), the sum of every block.
-        cumulative: (R, blocks) float64, the cumulative sums of the blocks.
-        uniforms: (R,) float64 in [0, 1).
+    It finds the block of the vocabulary first and then the token in it. It also returns the sums
+    of the weights (R,), in float64.
     """
-    target = uniforms[:, None] * cumulative[:, -1:]  # (R, 1)
+    if weight.shape[1] % block:
+        weight = F.pad(weight, (0, -weight.shape[1] % block))
+    weight = weight.unflatten(1, (-1, block))  # (R, blocks, block)
+    sums = weight.sum(-1)  # (R, blocks)
+    # In float64, because a uniform near 1 must stay below the total.
+    cumulative = sums.double().cumsum(-1)
+    total = cumulative[:, -1:]  # (R, 1)
+    target = uniforms[:, None] * total
     chosen = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     rest = target - cumulative.gather(1, chosen) + sums.gather(1, chosen)  # (R, 1)
     rows = torch.arange(len(weight), device=weight.device)
@@ -63,7 +59,7 @@ def inverse_cdf(weight, sums, cumulative, uniforms):
     # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
     rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-40))
     offset = torch.searchsorted(inside, rest, right=True)
-    return (chosen * weight.shape[2] + offset)[:, 0]
+    return (chosen * block + offset)[:, 0], total[:, 0]
 
 
 def cut(z, top_k: int, top_p: float):

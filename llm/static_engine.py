@@ -10,7 +10,6 @@ import torch
 
 from llm.engine import Engine, Row
 from llm.facts import facts
-from llm.sampling import sample
 
 WINDOW = 4  # decode steps between two looks at the results
 SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one is twice as long
@@ -46,31 +45,28 @@ class Window:
 
     def fill(self, owner):
         """Copy the state of the slots' rows to the device. Rows that do not decode are frozen."""
-        state = [[0] * len(owner) for _ in self.state]
-        uniforms = [[0.0] * len(owner) for _ in self.uniforms]
-        for row in filter(None, owner):
-            running = row.state == "decode"
-            forced = row.forced[:WINDOW] if running else []
-            forced += [-1] * (WINDOW - len(forced))
-            left = row.limit - len(row.turn)
-            values = [row.pending[-1], row.length, left, int(running), *forced]
-            for line, value in zip(state, values, strict=True):
-                line[row.slot] = value
-            if running:
-                for line, value in zip(uniforms, row.uniforms(WINDOW)):
-                    line[row.slot] = value
-        self.state.copy_(torch.tensor(state))
-        self.uniforms.copy_(torch.tensor(uniforms, dtype=torch.float64))
+        state, uniforms = [], []  # a line per slot
+        for row in owner:
+            line, draws = [0, 0, 0, 0], [0.0] * WINDOW
+            if row:
+                line[:3] = row.pending[-1], row.length, row.limit - len(row.turn)
+            if row and row.state == "decode":
+                line[3:] = 1, *row.forced[:WINDOW]
+                draws = row.uniforms(WINDOW)
+            state.append(line + [-1] * (4 + WINDOW - len(line)))
+            uniforms.append(draws)
+        self.state.copy_(torch.tensor(state).T)
+        self.uniforms.copy_(torch.tensor(uniforms, dtype=torch.float64).T)
         self.now.zero_()
         self.drawn[-1].zero_()
 
-    def advance(self, rows: int, logits, sampling: dict):
-        """Sample one step of the first rows and write it into the window."""
+    def advance(self, rows: int, logits, draw):
+        """Draw one step of the first rows and write it into the window."""
         now, state = self.now, self.state[:, :rows]
         token, length, left, running = state[:4]  # (R,) each
         uniforms = self.uniforms[:, :rows].index_select(0, now)[0]
         forced = state[4:].index_select(0, now)[0]
-        ids, logprobs, finite = sample(logits, uniforms, forced, **sampling)
+        ids, logprobs, finite = draw(logits, uniforms, forced)
         drawn = self.drawn[:, :rows]
         drawn.index_copy_(0, now, ids.double()[None])
         drawn.index_copy_(0, now + WINDOW, logprobs.double()[None])
@@ -92,10 +88,10 @@ class StaticEngine(Engine):
         self.graphs = {}  # (rows, span) -> a graph, or None while there is none
         self.captured = 0  # capacity of the cache that the graphs hold
         self.graphable = not facts(model).refuses_graphs and not any(
-            map(looks_or_hooks, model.base_model.modules()))
+            map(resists_capture, model.base_model.modules()))
 
-    def decode(self) -> list[Row]:
-        """Decode up to `WINDOW` tokens of every running row. Returns the rows whose turn ended."""
+    def decode(self):
+        """Decode up to `WINDOW` tokens of every running row."""
         running = self.rows("decode")
         rows = self.bucket(len(running))
         if rows < self.bucket(running[-1].slot + 1):  # else a frozen row costs less than a swap
@@ -109,14 +105,13 @@ class StaticEngine(Engine):
             raise FloatingPointError("the model's logits are not finite")
         for row in running:
             for step in range(steps):
-                row.append(int(drawn[step][row.slot]), drawn[WINDOW + step][row.slot],
-                           self.stop_ids)
                 row.length += 1
                 self.forwarded += 1
-                if row.state == "ended":
+                token, logprob = drawn[step][row.slot], drawn[WINDOW + step][row.slot]
+                if row.append(int(token), logprob, self.stop_ids):
+                    self.ended.append(row)
                     break
         self.clock += steps - 1
-        return [row for row in running if row.state == "ended"]
 
     def bucket(self, rows: int) -> int:
         """Round up to a power of two, or to all slots."""
@@ -151,7 +146,7 @@ class StaticEngine(Engine):
         token, length = self.window.state[:2, :rows]
         self.cache.prepare_step(length, span)
         hidden = self.forward(token[:, None], self.cache)[:, 0]  # (R, D)
-        self.window.advance(rows, self.forward.head(hidden), self.sampling)
+        self.window.advance(rows, self.forward.head(hidden), self.draw)
 
     def capture(self, rows: int, span: int):
         """Capture the static step as a CUDA graph, or return None where no graph can hold it."""
@@ -177,7 +172,7 @@ class StaticEngine(Engine):
         return graph
 
 
-def looks_or_hooks(module) -> bool:
+def resists_capture(module) -> bool:
     """True if a graph of this module would be wrong.
 
     Hooks before a layer (layers streamed from the host) are Python, which a replay leaves out, and

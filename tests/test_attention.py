@@ -1,0 +1,67 @@
+"""attention.py against transformers' kernel: numbers, gradients, packed rows, and what it leaves to the stock kernel."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from llm.attention import causal_attention, row_attention
+
+MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+
+
+def heads(T, B=2, H=6, H_kv=2, D=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, h, T, D, generator=generator, requires_grad=True) for h in (H, H_kv, H_kv)]
+
+
+def with_gradients(attend, *inputs):
+    out = attend(*inputs)
+    weight = torch.arange(out.numel()).view(out.shape).cos()
+    return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
+
+
+def close(ours, theirs):
+    return all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_two_products_give_the_stock_kernels_numbers_and_gradients():
+    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7))
+    assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_packed_row_gives_every_rows_own_attention(grad):
+    P, rows, W = 5, 3, 4
+    packed = heads(P + rows * W, B=1)
+
+    def separately(*inputs):
+        out = []
+        for row in range(rows):
+            own = [torch.cat([x[:, :, :P], x[:, :, P + row * W:P + (row + 1) * W]], 2) for x in inputs]
+            out.append(sdpa_attention_forward(MODULE, *own, None, scaling=0.3)[0])
+        return torch.cat([out[0][:, :P], *(o[:, P:] for o in out)], 1)
+
+    def together(*inputs):
+        return causal_attention(MODULE, *inputs, None, scaling=0.3, shared_prefix=(P, rows))[0]
+    if grad:
+        assert close(with_gradients(together, *packed), with_gradients(separately, *packed))
+    else:
+        with torch.no_grad():
+            assert close([together(*packed)], [separately(*packed)])
+
+
+def test_a_position_bias_is_left_to_the_stock_kernel():
+    """The two products would drop it, and only where there are gradients, so no check of the logits would notice."""
+    bias = torch.randn(1, 6, 7, 7, generator=torch.Generator().manual_seed(1))
+    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3, position_bias=bias)[0], *heads(7))
+    theirs = with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3, position_bias=bias)[0], *heads(7))
+    assert close(ours, theirs) and not close(ours, with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}, {"position_bias": torch.zeros(1, 6, 7, 7)}], ids=lambda x: next(iter(x)))
+def test_the_engine_refuses_what_it_would_drop(extra):
+    class OddAttention:
+        pass
+    with pytest.raises(ValueError, match="OddAttention: .*not supported by the engine"):
+        row_attention(OddAttention(), *heads(7), None, scaling=0.3, **extra)
