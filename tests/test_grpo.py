@@ -25,7 +25,7 @@ def base(tmp_path_factory):
 
 def run(base, folder, **options):
     defaults = dict(model_path=base, output_dir=str(folder), tasks_per_step=4, group_size=4, max_steps=1, eval_tasks=0,
-                    batch_size=16, learning_rate=1e-3, overwrite=True)
+                    batch_size=16, learning_rate=1e-3, kl_coef=0.0, updates_per_step=1, max_grad_norm=1.0, overwrite=True)
     result = grpo.train(grpo.Config(**{**defaults, **options}))
     with open(folder / "metrics.jsonl") as f:
         return result, [json.loads(line) for line in f]
@@ -111,9 +111,9 @@ def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
     assert result["steps"] == 1 and lines[0]["groups_dropped"] == 16
 
 
-def test_equal_rewards_are_said_to_be_why_the_loss_is_zero(base, tmp_path, capfd):
+def test_groups_of_equal_rewards_teach_nothing_and_are_counted(base, tmp_path):
     _, (metrics,) = run(base, tmp_path, reward_scaling=0.0)
-    assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0
+    assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0 and metrics["groups_without_signal"] == 1
 
 
 def test_result_and_folder(base, tmp_path):
