@@ -32,6 +32,7 @@ from experiment.checkpoint import (  # noqa: F401  # some only for those who imp
     sync,
     to_json,
 )
+from experiment.closing import first_lesson, next_command, print_table
 from experiment.command_line import parse
 from experiment.config import convert, flag, nearest, options  # noqa: F401
 from experiment.data import lines_of, parse_object, read_json, read_text, read_yaml, reading
@@ -371,6 +372,8 @@ class Run:
         else:
             self.before = evaluate() if evaluate_before else {}
         self.began = time.time() - saved.get("seconds", 0.0)
+        if note := first_lesson(self.before, self.config):
+            print(note)
         self.begin(lambda step: self.save(
             step, state.save_weights, state.tokenizer,
             optimizer_tensors(state.optimizer, state.model.named_parameters()),
@@ -428,8 +431,16 @@ class Run:
             torch.manual_seed(mix(self.config.seed, "dropout", *seed, rows.start))
             yield rows, slice(0, max(len(t.token_ids) for t in batch[rows]))
 
-    def finish(self, **extra):
-        """Write result.json and report.html, print the held-out table and what to do next, and return the result."""
+    def finish(self, next_step="agent.py", **extra):
+        """Write result.json and report.html, print the held-out table and what to do next, and return the result.
+
+        Args:
+            next_step: the program to continue with, "agent.py" to look at the episodes, "grpo.py" after SFT.
+            extra: further entries of result.json.
+        """
+        print_table(self.before, self.after, self.total, self.training_seconds)
+        words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
+        print(f"written: {self.folder}\nnext:    {next_command(next_step, self.config, *words)}")
         return self.write_result({
             "success_before": self.before.get("success"), "success_after": self.after.get("success"),
             "steps": self.total, "seed": self.config.seed, "seconds": time.time() - self.began,
