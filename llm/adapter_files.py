@@ -1,8 +1,8 @@
 """What adapter folders in PEFT's format say: the base model, the settings, how the base was stored."""
-import json
 import os
 
-from experiment.config import UserError
+from experiment.data import read_json
+from experiment.errors import UserError
 
 # The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that are set are refused.
 UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
@@ -28,12 +28,7 @@ def adapter_base(folder: str) -> str:
 
 
 def _adapter_config(folder: str) -> dict:
-    path = os.path.join(folder, "adapter_config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            return dict(json.load(file))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read: {str(error)[:200]}") from None
+    return read_json(os.path.join(folder, "adapter_config.json"))
 
 
 def quantization_of(folder: str) -> str:

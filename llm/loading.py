@@ -11,7 +11,8 @@ import sys
 
 import torch
 
-from experiment.config import UserError
+from experiment.data import read_json
+from experiment.errors import UserError
 from llm import pointwise
 from llm.adapter_files import adapter_base, quantization_of, read_settings
 from llm.attention import causal_attention
@@ -165,8 +166,7 @@ def is_tiny(model_path: str) -> bool:
         path = adapter_base(path) if is_adapter(path) else path
         if path == "tiny":
             return True
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            return bool(json.load(file).get("tiny"))
+        return bool(read_json(os.path.join(path, "config.json")).get("tiny"))
     except (OSError, ValueError, AttributeError, TypeError):  # a UserError is a ValueError
         return False
 
