@@ -7,7 +7,7 @@ from itertools import accumulate
 from experiment.records import number
 
 MAX_POINTS = 150        # of a curve; in longer runs several steps share a point
-MAX_LABELS = 40         # points of a curve that show their value when the pointer is over them
+MAX_DOTS = 30           # of a curve; the pointer over a dot shows its value
 UNITS = {"peak_memory_mb": "MiB"}
 UNITS |= dict.fromkeys(("entropy", "kl", "approx_kl", "held_out_loss"), "nats per token")
 
@@ -32,7 +32,7 @@ def curves(logs):
     text = []
     if figures:
         text.append("<h2>Curves</h2><p>Thin: as logged. Bold: smoothed over a twentieth of the "
-                    "run. Point at a curve to read it; top right: its last value.</p>"
+                    "run. Point at a dot to read it; top right: its last value.</p>"
                     f"<div class=curves>{''.join(figures)}</div>")
     if constant:
         text.append(f"<p>Unchanged throughout: {', '.join(constant)}.</p>")
@@ -65,8 +65,7 @@ class Axis:
     def ticks(self):
         """Return (value, label) of two to six round numbers, with the digits that they need."""
         step = 10 ** math.floor(math.log10((self.high - self.low) / 3))
-        factors = [m for m in (1, 2, 5, 10) if (self.high - self.low) / (m * step) <= 5]
-        step *= factors[0]
+        step *= min(m for m in (1, 2, 5, 10) if (self.high - self.low) / (m * step) <= 5)
         size = math.floor(math.log10(step * 1.001))
         largest = max(abs(self.low), abs(self.high))
         style = f".{math.floor(math.log10(largest)) - size}e"
@@ -93,13 +92,10 @@ def chart(name, xs, ys):
         means = smoothed(ys, max(4, len(ys) // 20))
         ends = [bucket[-1] for bucket in buckets]
         shapes.append(polyline("smooth", [(across(xs[i]), up(means[i])) for i in ends]))
-    if len(ys) <= 30:
-        shapes += [f"<circle cx={across(x)} cy={up(y)} r=2 />" for x, y in zip(xs, ys)]
-    # An invisible bar with a title shows its value under the pointer without a script.
-    for bucket in buckets[::math.ceil(len(buckets) / MAX_LABELS)]:
-        x, y = xs[bucket[0]], number(ys[bucket[0]])
-        shapes.append(f"<rect x={across(x) - 3.5:.1f} y=8 width=7 height=114>"
-                      f"<title>step {x}: {y}</title></rect>")
+    # A title is shown under the pointer without a script.
+    for i in range(0, len(ys), math.ceil(len(ys) / MAX_DOTS)):
+        shapes.append(f"<circle cx={across(xs[i])} cy={up(ys[i])} r=2>"
+                      f"<title>step {xs[i]}: {number(ys[i])}</title></circle>")
     return figure(name, number(ys[-1]), "".join(shapes))
 
 

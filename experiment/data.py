@@ -166,21 +166,21 @@ def _unique(pairs):
 
 
 def check_value(value, name="value", depth=0):
-    """Raise ValueError for numbers without a finite float, lone surrogates and deep nesting.
+    """Raise ValueError for what is no JSON, numbers too large for a float, and deep nesting.
 
     Args:
-        value: what a JSON reader returned.
+        value: what a reader returned.
         name: the field that the message names.
         depth: how many lists and objects enclose the value.
     """
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deep")
     if isinstance(value, str):
         _check_text(value, name)
     elif isinstance(value, int) and abs(value) > sys.float_info.max:
         raise ValueError(f'field "{name}": number too long')
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f'field "{name}": not a finite number')
-    elif depth > MAX_DEPTH:
-        raise ValueError("nested too deep")
     elif isinstance(value, dict):
         for key, item in value.items():
             _check_text(key, key)
@@ -188,6 +188,9 @@ def check_value(value, name="value", depth=0):
     elif isinstance(value, list):
         for item in value:
             check_value(item, name, depth + 1)
+    elif not isinstance(value, (int, float, type(None))):
+        kind = type(value).__name__
+        raise ValueError(f'field "{name}": {kind}; rows to learn from are text and numbers')
 
 
 def _check_text(text, name):
@@ -280,12 +283,17 @@ def _csv_header(fields):
     if len(names) == 1 and separator:
         raise ValueError(f"one column, {names[0][:60]!r}; "
                          f"separate columns by commas, not by {separator!r}")
+    _check_names(names)
+    return names
+
+
+def _check_names(names):
+    """Raise ValueError unless all columns have names of their own."""
     for index, name in enumerate(names):
         if not name:
             raise ValueError("a column without a name; the first row must name the columns")
         if name in names[:index]:
             raise ValueError(f'column "{name}" twice; the first row must name the columns')
-    return names
 
 
 def _parquet_rows(path):
@@ -298,48 +306,23 @@ def _parquet_rows(path):
     except ImportError:
         raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; '
                         "or convert to .jsonl") from None
-    try:
-        table = parquet.read_table(path)
-        columns = table.to_pylist()
-    except Exception as error:
-        reason = str(error).splitlines()[0][:200]
-        raise UserError(f"{path}: cannot be read as parquet: {reason}") from None
     with reading(path):
-        _check_columns(table)
-    for number, row in enumerate(columns, 1):
+        table = parquet.read_table(path)
+        _check_names(table.column_names)
+        rows = table.to_pylist()
+    for number, row in enumerate(rows, 1):
         with reading(path, number):
-            check_value(_as_json(row))
-        yield number, _without_padding(row)
+            check_value(row)
+        yield number, _without_nulls(row)
 
 
-def _check_columns(table):
-    from pyarrow import types
-    for name, kind in zip(table.column_names, table.schema.types):
-        if table.column_names.count(name) > 1:
-            raise ValueError(f'column "{name}" twice')
-        if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-            raise ValueError(f'column "{name}" is binary; rows to learn from are text and numbers')
-
-
-def _as_json(row):
-    try:
-        return json.loads(json.dumps(row))
-    except TypeError as error:
-        # Dates, decimals, and bytes within a list.
-        raise ValueError(f"{error}; rows to learn from are text and numbers") from error
-
-
-def _without_padding(value):
-    """Drop the null arguments by which Arrow gives all calls of a column the same keys."""
+def _without_nulls(value):
+    """Drop the nulls of objects: Arrow gives all objects of a column the keys of all others."""
     if isinstance(value, list):
-        return [_without_padding(item) for item in value]
+        return [_without_nulls(item) for item in value]
     if not isinstance(value, dict):
         return value
-    stripped = {key: _without_padding(item) for key, item in value.items()}
-    arguments = value.get("arguments")
-    if isinstance(arguments, dict):
-        stripped["arguments"] = {key: item for key, item in arguments.items() if item is not None}
-    return stripped
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None}
 
 
 # --------------------------------------------------------------------------------------- YAML

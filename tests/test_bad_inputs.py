@@ -112,18 +112,18 @@ def test_accepted(tmp_path, monkeypatch):
     from pyarrow import parquet
     path = f"{tmp_path}/c.parquet"
     parquet.write_table(pyarrow.table({"messages": [[ASK, ANSWER]] * 2, "n": [1, None]}), path)
-    assert envs.read_rows(path) == [{"messages": [ASK, ANSWER], "n": n, "_line": i} for i, n in ((1, 1), (2, None))]
+    assert envs.read_rows(path) == [{"messages": [ASK, ANSWER], **n, "_line": i} for i, n in ((1, {"n": 1}), (2, {}))]  # a null in a table is a field that the row has not
     calls = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {k: 1}}]}] for k in "ab"]
     parquet.write_table(pyarrow.table({"messages": calls}), path)  # Arrow gives both calls both arguments
     assert [row["messages"] for row in envs.read_rows(path)] == calls
-    for columns, says in (({"img": [b"\xff"]}, 'column "img" is binary; rows to learn from are text and numbers'), ({"a": [1.0, float("nan")]}, 'field "a": not a finite number'),
-                          ({"day": pyarrow.array([1], pyarrow.date32())}, "Object of type date is not JSON serializable"), ({}, "no rows")):
+    for columns, says in (({"img": [b"\xff"]}, 'field "img": bytes; rows to learn from are text and numbers'), ({"a": [1.0, float("nan")]}, 'field "a": not a finite number'),
+                          ({"day": pyarrow.array([1], pyarrow.date32())}, 'field "day": date; rows to learn from are text and numbers'), ({}, "no rows")):
         parquet.write_table(pyarrow.table(columns), path)
         with pytest.raises(UserError, match=re.escape(says)):
             envs.read_rows(path)
     data = (tmp_path / "c.parquet").read_bytes()
     (tmp_path / "c.parquet").write_bytes(data[:8] + data[-8:])
-    with pytest.raises(UserError, match="c.parquet: cannot be read as parquet: "):
+    with pytest.raises(UserError, match="c.parquet: "):
         envs.read_rows(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError) as error:
@@ -228,3 +228,17 @@ def test_control_tokens_are_text_and_rows_too_long_are_dropped_and_both_are_coun
     sft.train(sft.Config(model_path=str(place / "base"), dataset=str(data), eval_dataset=str(data), output_dir=str(tmp_path / "out"), max_tokens=256, eval_tasks=0, max_steps=1))
     out = capsys.readouterr().out
     assert "\n3 rows contain <|im_end|> as text\n" in out and re.search(r"1 of 14 \w+ exceed 256 tokens: dropped", out), out
+
+
+@pytest.mark.parametrize("module, name, rows, says", [
+    (dpo, "--dataset", [PAIR, {**PAIR, "rejected": "b"}], ":2: chosen and rejected are the same: nothing to prefer"),
+    (dpo, "--trajectories", [{"token_ids": [1]}], ":1: not a trajectory: "),
+    (reward_weighted, "--trajectories", [{"token_ids": [1]}], ":1: not a trajectory: "),
+    (grpo, "--dataset", [{"equation": "x + 1 = 2"}, {"equatoin": "x + 1 = 2"}], ':2: no "equation" field; has: equatoin')])
+def test_rows_are_checked_before_the_tiny_model_is_taught(told, tmp_path, monkeypatch, module, name, rows, says):
+    def taught(*_):
+        raise AssertionError("minutes of teaching before the rows were looked at")
+    monkeypatch.setattr(module, "teach_tiny", taught)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(lines(*rows))
+    assert told(module, name, data, "--env", "equations", "--output_dir", tmp_path / "out").startswith(f"{data}{says}")
