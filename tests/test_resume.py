@@ -34,7 +34,7 @@ def place(tmp_path_factory):
     tokenizer.save_pretrained(folder / "base")
     model, tokenizer = load_model(str(folder / "base"), lora_r=2)
     for name, p in model.named_parameters():
-        if "lora_B" in name:
+        if name.endswith("lora.B"):
             torch.nn.init.normal_(p, std=0.05)
     save_model(model, folder / "adapter")
     noisy = [{**task, "noise": 0.7, "seed": seed} for task in tasks("equations", "train", 6, 0) for seed in range(3)]
