@@ -1,0 +1,149 @@
+"""16-bit weights: no update is lost by rounding, merged or beside the weights, and what is played is what is saved."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora
+from llm.engine import generate
+from llm.loading import load_model, save_model
+from llm.logprobs import token_logprobs
+from llm.merge import merge
+from llm.static_engine import make_engine
+from lora import adapters, dithered, merge_kept, merged
+
+ROOT = Path(lora.__file__).parent
+SMOLLM2 = ROOT / ".real" / "smollm2"
+HALF = [torch.bfloat16, torch.float16]
+
+
+def tiny(dtype="bfloat16", scale=1e-4, **options):
+    """A tiny model whose adapter's update is far below what its weights can hold."""
+    model, _ = load_model("tiny", lora_r=4, dtype=dtype, device="cpu", **options)
+    generator = torch.Generator().manual_seed(1)
+    for linear in adapters(model).values():
+        linear.lora.B.data = torch.randn(linear.lora.B.shape, generator=generator) * scale
+    return model
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("by_column", [False, True])
+def test_a_zero_update_changes_no_bit(dtype, by_column):
+    weight = torch.cat([torch.randn(300, 1000) * 10.0**-power for power in range(7)] + [torch.zeros(1, 1000)]).to(dtype)
+    assert torch.equal(dithered(weight.float(), dtype, by_column), weight)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("share", [0.3, 0.01, 0.001, -0.01, -0.3])
+def test_small_updates_survive_on_average_where_rounding_to_the_nearest_loses_them(dtype, share):
+    weight = (torch.rand(2000, 1000, generator=torch.Generator().manual_seed(0)) / 2 + 1.25).to(dtype).float()
+    update = share * (2.0**-7 if dtype == torch.bfloat16 else 2.0**-10)  # share of the distance to the next number
+    moved = dithered(weight + update, dtype).float() - weight
+    assert abs(moved.mean() / update - 1) < 0.1
+    assert not ((weight + update).to(dtype).float() - weight).any()
+
+
+def test_the_random_bits_are_constants():
+    total = torch.randn(700, 900)
+    first = dithered(total.clone(), torch.bfloat16)
+    torch.manual_seed(5)
+    assert torch.equal(dithered(total.clone(), torch.bfloat16), first)
+    rows = dithered(total.clone(), torch.bfloat16, by_column=True)
+    assert torch.equal(dithered(total[400:410].clone(), torch.bfloat16, by_column=True), rows[400:410])
+
+
+def test_float32_is_not_touched():
+    total = torch.randn(30, 40)
+    assert dithered(total, torch.float32) is total
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_share_of_the_update_that_survives_is_reported(dtype, monkeypatch):
+    model = tiny(dtype)
+    with merged(model):
+        inside = merge_kept(model)
+    assert merge_kept(model) == inside == pytest.approx(1, abs=0.1 if dtype != "float32" else 1e-3)
+    assert merge_kept(load_model("tiny", lora_r=4, dtype=dtype, device="cpu")[0]) == 1  # a zero update
+    assert merge_kept(load_model("tiny", device="cpu")[0]) == 1  # no adapter
+    monkeypatch.setattr(lora, "dithered", lambda total, dtype: total.to(dtype))
+    assert merge_kept(model) < 0.5 or dtype != "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_sampled_is_what_is_trained(dtype):
+    """first_ratio: the sampler's log-probabilities against the trainer's, of the same merged weights."""
+    model = tiny(dtype, scale=0.05)
+    with merged(model):
+        (ids, sampled), = generate(make_engine(model, slots=1), [[5, 6, 7]], max_new_tokens=40, seed=1)
+        token_ids = torch.tensor([[5, 6, 7, *ids]])
+        mask = torch.ones_like(token_ids)
+        mask[:, :3] = 0
+        trained = token_logprobs(model, token_ids, mask)[0][0, 3:]
+    assert (trained - torch.tensor(sampled)).abs().mean() < (0.02 if dtype == "bfloat16" else 0.004)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype):
+    from transformers import AutoModelForCausalLM
+    base, tokenizer = load_model("tiny", dtype=dtype, train=False, device="cpu")
+    base.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
+    model, _ = load_model(str(tmp_path / "base"), lora_r=4, dtype=dtype, device="cpu")
+    for linear in adapters(model).values():
+        linear.lora.B.data.normal_(std=1e-3)
+    save_model(model, str(tmp_path / "adapter"))
+    merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    with merged(model):
+        for name, linear in adapters(model).items():
+            assert torch.equal(plain.get_submodule(name).weight, linear.weight), name
+            assert not torch.equal(linear.weight, linear.lora.base)
+
+
+def words(tokenizer, rows, width):
+    data = Path("/work/shared/data/gsm8k/train.jsonl")
+    text = [json.loads(line) for line in data.read_text().splitlines()[:200]] if data.exists() else []
+    text = [row["question"] + " " + row["answer"] for row in text] or [(ROOT / "README.md").read_text()[i:] for i in range(0, 4000, 500)]
+    ids = [tokenizer(t)["input_ids"][:width] for t in text]
+    return torch.tensor([row for row in ids if len(row) == width][:rows])
+
+
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="needs .real/smollm2")
+def test_forty_small_steps_on_a_real_model_learn_the_same_merged_and_beside_the_weights(tmp_path, monkeypatch):
+    """SmolLM2 in bfloat16 at a learning rate of 2e-5: rounding to the nearest loses most of it (bench/merging.py)."""
+    from contextlib import nullcontext
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    loss = {}
+    for way in ("merged", "beside"):
+        model, tokenizer = load_model(str(SMOLLM2), lora_r=16, dtype="bfloat16", device="cpu")
+        ids = words(tokenizer, 3, 40)
+        mask = torch.ones(ids.shape)
+        mask[:, 0] = 0
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-5, betas=(0.9, 0.95))
+        for step in range(41):
+            with merged(model) if way == "merged" else nullcontext():
+                total = -token_logprobs(model, ids, mask)[0].sum() / mask.sum()
+                loss.setdefault("start", total.item())
+                loss[way] = total.item()
+                if step < 40:
+                    total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert merge_kept(model) == pytest.approx(1, abs=0.05)
+    save_model(model, str(tmp_path))
+    with torch.no_grad(), merged(model):
+        loss["played"] = -token_logprobs(model, ids, mask)[0].sum().item() / mask.sum().item()
+    monkeypatch.setattr(lora, "dithered", lambda total, dtype, by_column=False: total.to(dtype))
+    with torch.no_grad(), merged(model):
+        loss["nearest"] = -token_logprobs(model, ids, mask)[0].sum().item() / mask.sum().item()
+    base = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype="bfloat16").float()
+    peft = PeftModel.from_pretrained(base, tmp_path)
+    with torch.no_grad():
+        loss["peft"] = torch.nn.functional.cross_entropy(peft(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+    print({name: round(value, 4) for name, value in loss.items()})
+    assert loss["merged"] < 0.9 * loss["start"]
+    assert loss["merged"] == pytest.approx(loss["beside"], rel=0.02)
+    assert loss["played"] == pytest.approx(loss["peft"], rel=0.01)  # PEFT beside the same weights, in float32
+    assert abs(loss["nearest"] - loss["peft"]) > 2 * abs(loss["played"] - loss["peft"])
