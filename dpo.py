@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import permutations
 from typing import NamedTuple
 
@@ -412,12 +411,6 @@ def forward(model, pairs, ref_sums, counts: Counts, losses, config: Config):
     return pair_loss(logprobs, ref_sums.T.flatten(), mask, counts, losses, **vars(config))
 
 
-def step_loss(config: Config, losses, logprobs, entropy, mask):
-    """`pair_loss` of rows that are their own reference: what --dry_run counts."""
-    counts = Counts(len(mask) // 2, mask[::2].numel())
-    return pair_loss(logprobs, torch.zeros(len(mask), device=mask.device), mask, counts, losses, **vars(config))[0]
-
-
 def count(pairs) -> Counts:
     return Counts(len(pairs), sum(sum(chosen.loss_mask) for chosen, _ in pairs))
 
@@ -454,9 +447,8 @@ def train(config: Config) -> dict:
     if config.env and config.eval_tasks:
         held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, files[0] or files[1], files[1])
     if config.dry_run:
-        return dry_run(config, partial(step_loss, config, losses), rows=2 * config.batch_size,
-                       merge=not config.lora_dropout, episodes=config.num_tasks * config.group_size if tasks else 0,
-                       held_out=len(held_out))
+        return dry_run(config, config.num_tasks * config.group_size if tasks else 0, len(held_out),
+                       rows=2 * config.batch_size)
     run = Run(config, "dpo")
     if run.finished:
         return run.finished

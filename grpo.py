@@ -3,8 +3,7 @@
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations before it
 are pure functions, tested by hand, by a second implementation and against TRL. Old log-probs are
-the sampler's, so that the ratio also corrects what sampler and trainer differ by. Left out: bnpo,
-whose divisor depends on the micro-batch; adaptive KL coefficients; value networks.
+the sampler's. Left out: bnpo (its divisor depends on the micro-batch), adaptive KL, value networks.
 
     python grpo.py                            the tiny model, from nothing, in four minutes on a CPU
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
@@ -23,8 +22,10 @@ import torch
 import torch.nn.functional as F
 
 import envs
-from agent import cheapest_order, collate, evaluate, rollout, rollout_options, scale_rewards, summarise
-from experiment.config import MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag
+from agent import (cheapest_order, collate, evaluate, rollout, rollout_options, scale_rewards,
+                   summarise)
+from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
+                               fill, flag)
 from experiment.errors import UserError
 from experiment.groups import group_shares
 from experiment.run import Run, main
@@ -41,14 +42,10 @@ from sft import teach_tiny
 def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     """Return A_i = (r_i - group mean) / (std + 1e-4), (N,): arXiv 2402.03300 section 4.1.2.
 
-    Args:
-        rewards: (N,).
-        group_ids: N hashable ids, in any order. Groups may differ in size.
-        scale: whose std divides: the "group"'s, that of the whole "batch" (arXiv 2508.08221), or
-            "none" (Dr. GRPO, arXiv 2503.20783). Unbiased, and eps 1e-4, as in TRL.
-        leave_one_out: the baseline is the mean of the others, RLOO, arXiv 2402.14740.
-
-    Equal rewards give exactly 0, and so does a group of one: it has nothing to be compared with.
+    rewards: (N,); group_ids: N hashable ids in any order. scale: the std is that of the "group", of
+    the "batch" (arXiv 2508.08221), or "none" divides (Dr. GRPO, arXiv 2503.20783); unbiased, with
+    eps 1e-4, as in TRL. leave_one_out: the baseline is the mean of the others (RLOO, arXiv
+    2402.14740). Equal rewards get exactly 0, and so does a group of one.
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale is 'group', 'batch' or 'none', not {scale!r}")
@@ -306,12 +303,11 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     loss: str = flag("grpo", "alone it also selects its paper's clip range and scale",
                      choices=tuple(LOSSES), aliases=("loss_type",))
     credit: str = flag("episode", "what a turn answers for; see CREDITS", choices=tuple(CREDITS))
-    scale_rewards: str | None = auto("group", "whose standard deviation divides the advantages",
+    scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
     leave_one_out: bool = flag(False, "baseline of the group's other episodes (RLOO)")
-    clip_eps_low: float | None = auto(0.2, "clip the ratio below at 1 - this", above=0,
-                                      aliases=("clip_eps",))
-    clip_eps_high: float | None = auto(0.2, "clip the ratio above at 1 + this", above=0)
+    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this", above=0, aliases=("clip_eps",))
+    clip_eps_high: float | None = auto(0.2, "ratio up to 1 + this", above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
     kl_estimator: str = flag("k3_ratio", "k1 goes into the reward, the others into the loss",
                              choices=("k1", "k2", "k3", "k3_ratio"))
@@ -388,15 +384,25 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     return loss - config.entropy_coef * bonus, metrics
 
 
+def rescore(config, model, start_policy, token_ids, mask, run, batch):
+    """Return the tokens' log-probs under the reference and under the trainer, (B, T) or None."""
+    ref_logprobs = trainer_logprobs = None
+    scoring = model, token_ids, mask, config.temperature, run, batch
+    if config.kl_coef:
+        with reference(model, start_policy):
+            ref_logprobs = score(*scoring)
+    if config.importance_correction or config.kl_estimator == "k1":
+        with merged(model, update=True):
+            trainer_logprobs = score(*scoring)
+    return ref_logprobs, trainer_logprobs
+
+
 def train(config: Config) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
     tasks, held_out = envs.train_and_held_out(config)
     if config.dry_run:
-        episodes = config.tasks_per_step * config.group_size
-        return dry_run(config, partial(loss_of_one_batch, config), rows=min(config.batch_size, episodes),
-                       merge=not config.lora_dropout, episodes=episodes, held_out=len(held_out),
-                       keep_start=bool(config.kl_coef))
+        return dry_run(config, config.tasks_per_step * config.group_size, len(held_out))
     run = Run(config, "grpo")  # the output folder: log, checkpoints, resume, signals, torchrun
     if run.finished:
         return run.finished
@@ -410,9 +416,10 @@ def train(config: Config) -> dict:
     policy = model, tokenizer, config.env
     play = partial(rollout, *policy, run=run, **rollout_options(config))
     test = partial(evaluate, *policy, held_out, run=run, step=-1, **rollout_options(config))
+    total = run.total_steps(len(tasks) // config.tasks_per_step)
 
     with run:  # Whatever ends the loop, the last whole step is saved.
-        for step in run.steps(run.total_steps(len(tasks) // config.tasks_per_step), state, test):
+        for step in run.steps(total, state, test):
             # 1. Rollout: group_size episodes of each task, every token with its log-probability.
             trajectories, dropped = collect_groups(play, tasks, config, step)
             run.log(groups_dropped=dropped)
@@ -425,14 +432,8 @@ def train(config: Config) -> dict:
             token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
             # 2. The same tokens under the policy that this run started from, and under the trainer.
-            ref_logprobs = trainer_logprobs = sampled_logprobs
-            rescore = partial(score, model, token_ids, sampled_mask, config.temperature, run, batch)
-            if config.kl_coef:
-                with reference(model, start_policy):
-                    ref_logprobs = rescore()  # (B, T)
-            if config.importance_correction or config.kl_estimator == "k1":
-                with merged(model, update=True):
-                    trainer_logprobs = rescore()  # (B, T)
+            ref_logprobs, trainer_logprobs = rescore(
+                config, model, start_policy, token_ids, sampled_mask, run, batch)  # (B, T) each
 
             # 3. Advantages: every token answers for its episode's reward, or for its turn's.
             turns = turn_index(sampled_mask)  # (B, T)
@@ -453,7 +454,7 @@ def train(config: Config) -> dict:
                     old_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
-            # 4. Updates. The losses of micro-batches, divided by counts, add up to that of the step.
+            # 4. Updates. Divided by the step's counts, micro-batches' losses add up to its loss.
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()
@@ -461,9 +462,10 @@ def train(config: Config) -> dict:
                     for rows in run.micro_batches(batch, step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
+                        ref = None if ref_logprobs is None else ref_logprobs[rows]
                         loss, metrics = total_loss(
-                            config, counts, logprobs, entropy, old_logprobs[rows],
-                            ref_logprobs[rows], advantages[rows], mask[rows])
+                            config, counts, logprobs, entropy, old_logprobs[rows], ref,
+                            advantages[rows], mask[rows])
                         loss.backward()
                         totals.update({name: value.item() for name, value in metrics.items()})
                         # Free the autograd graph before the next micro-batch builds its own.
@@ -479,13 +481,6 @@ def train(config: Config) -> dict:
                 run.log(**totals, grad_norm=grad_norm)
             model.eval()
     return run.finish()
-
-
-def loss_of_one_batch(config, logprobs, entropy, mask):
-    """Return the loss of a step that is one micro-batch, for --dry_run."""
-    counts = Counts(len(mask), mask.numel(), config.max_tokens)
-    old = logprobs.detach()
-    return total_loss(config, counts, logprobs, entropy, old, old, torch.zeros_like(old), mask)[0]
 
 
 if __name__ == "__main__":

@@ -317,12 +317,8 @@ def train(config: Config) -> dict:
     played = config.eval_tasks and config.env
     held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed, *files) if played else []
     if config.dry_run:
-        return dry_run(
-            config, lambda logprobs, _, mask: reward_weighted_loss(logprobs, mask.float(), mask.sum()),
-            rows=config.batch_size if data else min(config.batch_size, config.tasks_per_iteration * config.group_size),
-            merge=config.merge_lora and not config.lora_dropout,
-            episodes=0 if data else config.tasks_per_iteration * config.group_size,
-            held_out=len(held_out) * config.eval_group_size)
+        return dry_run(config, 0 if data else config.tasks_per_iteration * config.group_size,
+                       len(held_out) * config.eval_group_size)
     run = Run(config, "reward_weighted")
     if run.finished:
         return run.finished

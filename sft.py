@@ -231,8 +231,7 @@ def train(config: Config) -> dict:
     """Imitate demonstrations: raise the log-probability of every token that the demonstrator wrote."""
     config = settle(config)
     if config.dry_run:
-        return dry_run(config, lambda logprobs, _, mask: sft_loss(logprobs, mask, 1), merge=False,
-                       rows=min(config.batch_size, config.max_samples), held_out=config.eval_tasks)
+        return dry_run(config, 0, config.eval_tasks, min(config.batch_size, config.max_samples), merge=False)
     run = Run(config, "sft")  # the output folder: log, checkpoints, resume, signals, torchrun
     if run.finished:
         return run.finished

@@ -19,7 +19,7 @@ def print_table(before, after, steps, seconds):
 
 
 def next_command(program, config, *words):
-    """Return the command that continues from a run with `program`, with the flags that both need."""
+    """Return the command that continues from a run with `program`, with the flags it needs."""
     words = ["python", program, "--model_path", config.output_dir, *words]
     for name in KEPT_FLAGS:
         value, usual = getattr(config, name, None), type(config).__dataclass_fields__.get(name)

@@ -9,30 +9,32 @@ from llm.budget import MIB, Workload, measure
 from llm.memory import SETTINGS, techniques
 
 
-def dry_run(config, loss, *, rows: int, merge: bool, episodes: int = 0, held_out: int = 0,
-            keep_start: bool = False) -> dict:
+def dry_run(config, episodes: int = 0, held_out: int = 0, rows: int | None = None,
+            merge: bool | None = None) -> dict:
     """Print the memory that a step of this run needs and return it in MiB, by its phase.
 
     On a GPU the run's longest batch is then tried in earnest. On a CPU the count is exact.
 
     Args:
         config: the algorithm's config, with all values filled in
-        loss: (logprobs, entropy, mask) -> the loss of one micro-batch
-        rows: sequences in one forward pass of the update, at most those of a step
-        merge: True if the update runs on merged weights
         episodes: episodes of a step's rollout
         held_out: episodes of an evaluation
-        keep_start: True if the weights at the start are kept for a KL penalty
+        rows: sequences in one forward pass of the update; None: batch_size, at most the episodes
+        merge: True if the update runs on merged weights; None: if the adapter has no dropout
+
+    The loss itself is left out: beside the (T, V) logits its (B, T) tensors are nothing.
 
     Raises Stop with status 1 if the run's own setting does not fit.
     """
+    rows = rows or min(config.batch_size, episodes or config.batch_size)
+    merge = not config.lora_dropout if merge is None else merge
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit = free_memory(kind)
     print(f"There are {mib(limit)} of free {'GPU ' * (kind == 'cuda')}memory.", flush=True)
     needs, own = {}, {}
     for memory in tqdm(SETTINGS, "counting", leave=False):
         flags = flags_of(config, memory)
-        work = workload(config, memory, loss, rows, merge, episodes, held_out, keep_start)
+        work = workload(config, memory, rows, merge, episodes, held_out)
         try:
             peaks = measure(load_options(config, memory), work, kind)
         except UserError as error:
@@ -51,20 +53,21 @@ def dry_run(config, loss, *, rows: int, merge: bool, episodes: int = 0, held_out
                    f"{mib(needs[config.memory])} and {mib(limit)} are free. {advice}", 1)
     print(advice)
     if kind == "cuda":
-        work = workload(config, config.memory, loss, rows, merge, episodes, held_out, keep_start)
+        work = workload(config, config.memory, rows, merge, episodes, held_out)
         own = attempt(config, work, kind)
     return {phase: nbytes / MIB for phase, nbytes in own.items()}
 
 
-def workload(config, memory: str, loss, rows: int, merge: bool, episodes: int, held_out: int,
-             keep_start: bool) -> Workload:
+def workload(config, memory: str, rows: int, merge: bool, episodes: int, held_out: int) -> Workload:
     """Return the work of a step at a setting, with the larger of rollout and evaluation."""
     most = techniques(memory).decode_rows
     group_size = getattr(config, "group_size", 1)
     if min(held_out, most) > min(episodes, most):
         episodes, group_size = held_out, 1
+    # The weights at the start are kept for a KL penalty.
+    keep_start = bool(getattr(config, "kl_coef", 0))
     return Workload(
-        rows, config.max_tokens, loss, getattr(config, "temperature", 1.0), merge, keep_start,
+        rows, config.max_tokens, None, getattr(config, "temperature", 1.0), merge, keep_start,
         decode_rows=min(episodes, most), group_size=group_size,
         max_new_tokens=min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1))
 
