@@ -30,7 +30,7 @@ def next_command(program, config, *words):
 
 def first_lesson(metrics, config):
     """Return the note for a model that calls no tools before RL: it has to see the format first."""
-    if not metrics or metrics["actions"] > 0.1 and metrics["structure"] > 0.1:
+    if "actions" not in metrics or metrics["actions"] > 0.1 and metrics["structure"] > 0.1:
         return None
     words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
     words += ["--dataset", config.dataset] if config.dataset else []
