@@ -16,6 +16,7 @@ import os
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
@@ -384,6 +385,13 @@ def collate(trajectories: list[Trajectory], device="cpu"):
         return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=dtype, device=device)  # (B, T)
     return (pad([t.token_ids for t in trajectories], torch.long), pad([t.loss_mask for t in trajectories], torch.long),
             pad([t.logprobs for t in trajectories], torch.float32))
+
+
+def turn_index(mask):
+    """Number each token's turn (B, T), -1 where masked. A run of 1s in the mask is one turn."""
+    mask = mask.long()
+    starts = (mask - F.pad(mask, (1, -1))).clamp(min=0)
+    return torch.where(mask.bool(), starts.cumsum(1) - 1, -1)  # (B, T)
 
 
 def read_trajectories(path: str, tokenizer=None, vocabulary: int = 0) -> list[Trajectory]:

@@ -19,13 +19,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 import envs
 from agent import (cheapest_order, collate, evaluate, rollout, rollout_options, scale_rewards,
-                   summarise)
+                   summarise, turn_index)
 from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                               fill, flag)
+                               check_accumulation, fill, flag)
 from experiment.errors import UserError
 from experiment.groups import group_shares
 from experiment.run import Run, main
@@ -34,7 +33,7 @@ from llm.loading import is_tiny, load_model, model_options
 from llm.logprobs import score, token_logprobs
 from llm.optimizer import adamw
 from llm.training_state import TrainingState
-from lora import freeze_reference, merged, reference
+from lora import freeze_reference, merge_kept, merged, reference
 from sft import teach_tiny
 
 
@@ -47,8 +46,6 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     eps 1e-4, as in TRL. leave_one_out: the baseline is the mean of the others (RLOO, arXiv
     2402.14740). Equal rewards get exactly 0, and so does a group of one.
     """
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale is 'group', 'batch' or 'none', not {scale!r}")
     members = {}
     for i, group in enumerate(group_ids):
         members.setdefault(group, []).append(i)
@@ -103,13 +100,6 @@ def process_credit(turn_rewards, group_ids, **how):
 CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit}
 
 
-def turn_index(mask):
-    """Number each token's turn (B, T), -1 where masked. A run of 1s in the mask is one turn."""
-    mask = mask.long()
-    starts = (mask - F.pad(mask, (1, -1))).clamp(min=0)
-    return torch.where(mask.bool(), starts.cumsum(1) - 1, -1)  # (B, T)
-
-
 def token_advantages(turn_rewards, turns, group_ids, credit="episode", **how):
     """Return every sampled token's advantage (B, T): its turn's, by a function of `CREDITS`.
 
@@ -134,11 +124,7 @@ def subtract_kl(turn_rewards, kl, turns, kl_coef):
 
 
 def importance_correction(trainer_logprobs, sampled_logprobs, mask, cap):
-    """Return min(trainer / sampler, cap) for each token (B, T), to multiply the advantages by.
-
-    Truncated importance sampling, fengyao.notion.site/off-policy-rl, without gradient. The old
-    log-probabilities are then the trainer's.
-    """
+    """Return min(trainer / sampler, cap) per token (B, T): fengyao.notion.site/off-policy-rl."""
     return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
 
 
@@ -261,9 +247,8 @@ def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask,
     token_loss, shares = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
     shares |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
                "log_ratio_abs": log_ratio.abs()}
-    metrics = {}
-    for name, x in shares.items():
-        metrics[name] = token_mean(x.detach().to(logprobs.dtype), mask, counts)
+    metrics = {name: token_mean(x.detach().to(logprobs), mask, counts)
+               for name, x in shares.items()}
     return normalizer(token_loss + kl, mask, counts), metrics
 
 
@@ -334,8 +319,7 @@ def settle(config):
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError(f"success_rate_lb {config.success_rate_lb} is above "
                         f"success_rate_ub {config.success_rate_ub}")
-    if config.max_steps is None and config.num_epochs is None:
-        config.max_steps = DEFAULT_STEPS
+    check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
 
 
@@ -416,7 +400,7 @@ def train(config: Config) -> dict:
     policy = model, tokenizer, config.env
     play = partial(rollout, *policy, run=run, **rollout_options(config))
     test = partial(evaluate, *policy, held_out, run=run, step=-1, **rollout_options(config))
-    total = run.total_steps(len(tasks) // config.tasks_per_step)
+    total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
 
     with run:  # Whatever ends the loop, the last whole step is saved.
         for step in run.steps(total, state, test):
@@ -480,6 +464,7 @@ def train(config: Config) -> dict:
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)
             model.eval()
+            run.log(merge_kept=merge_kept(model))  # the share of the adapter that rounding keeps
     return run.finish()
 
 

@@ -283,3 +283,11 @@ def nearest(name, known, lead="did you mean ", end="?", otherwise="--help lists 
     """Return a phrase that proposes the known name which is spelled most like this one."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"{lead}{close[0]}{end}" if close else otherwise
+
+
+def check_accumulation(config, sequences: int):
+    """Raise UserError if --gradient_accumulation_steps is not what `sequences` and batch_size ask for."""
+    accumulation = config.gradient_accumulation_steps
+    if accumulation and accumulation * config.batch_size != sequences:
+        raise UserError(f"a step has {sequences} sequences, but batch_size {config.batch_size} x "
+                        f"gradient_accumulation_steps {accumulation} = {accumulation * config.batch_size}")

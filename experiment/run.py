@@ -394,10 +394,12 @@ class Run:
         self.last(total)
         self.after = evaluate()
 
-    def total_steps(self, steps_per_epoch):
-        """Return --max_steps, or else the steps of --num_epochs passes over the data."""
+    def total_steps(self, steps_per_epoch, default=None):
+        """Return --max_steps, else the steps of --num_epochs passes over the data, else the default."""
         if self.config.max_steps is not None:
             return self.config.max_steps
+        if self.config.num_epochs is None:
+            return default
         return self.config.num_epochs * max(1, steps_per_epoch)
 
     def _timing(self, seconds):

@@ -18,8 +18,8 @@ from grpo import (
     kl_estimate,
     token_advantages,
     token_mean,
-    turn_index,
 )
+from agent import turn_index
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 # Default arguments of the surrogates, and what the tests take in their place.
@@ -551,7 +551,7 @@ def test_group_advantages_invariants():
                     equal = torch.full((size,), 0.1, dtype=dtype)
                     assert (group_advantages(equal, [0] * size, scale, loo) == 0).all()
     assert group_advantages(torch.tensor([1.0, 2.0, 3.0]), ["x", "x", "lonely"])[2] == 0
-    with pytest.raises(ValueError, match="scale"):
+    with pytest.raises(KeyError, match="groups"):
         group_advantages(rewards, ids, "groups")
 
 

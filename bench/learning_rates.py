@@ -1,0 +1,69 @@
+"""Choose the default LoRA learning rate of GRPO on a real model: one SFT, then GRPO at each rate from the same start.
+
+    python ../shared/real/get_smollm2.py .real/smollm2
+    python bench/learning_rates.py --rates 5e-5,1e-4,2e-4
+
+About 45 minutes on 2 cores. SmolLM2-135M, `equations`, everything else at its default but 4 x 8 episodes a step and 20
+steps; the model gets the tiny model's short chat template, as in bench/real_model.py. Writes
+bench/results/learning_rates.json after every run; the last line is JSON.
+"""
+import argparse
+import datetime
+import json
+import os
+import shutil
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+RESULTS = os.path.join(ROOT, "bench", "results", "learning_rates.json")
+
+
+def short_template(model_path, folder):
+    """Make `folder` a copy of the model (links) with a chat template that shows tools in few tokens."""
+    from llm.tiny import TINY_TEMPLATE
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(model_path, folder, copy_function=lambda a, b: os.symlink(os.path.abspath(a), b))
+    os.remove(os.path.join(folder, "chat_template.jinja"))
+    with open(os.path.join(folder, "chat_template.jinja"), "w") as file:
+        file.write(TINY_TEMPLATE)
+    return folder
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", default=".real/smollm2")
+    parser.add_argument("--rates", default="5e-5,1e-4,2e-4")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", default=os.path.join(ROOT, "runs", "learning_rates"))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    import grpo
+    import sft
+    model = short_template(args.model_path, os.path.join(args.out, "model"))
+    taught = os.path.join(args.out, "sft")
+    if not os.path.exists(os.path.join(taught, "result.json")):
+        sft.train(sft.Config(
+            model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, warmup_steps=5, max_samples=400,
+            expert_noise=0.7, max_turns=6, batch_size=8, max_steps=60, eval_tasks=0, seed=args.seed,
+            dtype="bfloat16", overwrite=True))
+    rows = {}
+    for rate in args.rates.split(","):
+        result = grpo.train(grpo.Config(
+            model_path=taught, output_dir=os.path.join(args.out, f"grpo_{rate}"), learning_rate=float(rate),
+            tasks_per_step=4, group_size=8, batch_size=8, max_steps=args.steps, eval_tasks=100, seed=args.seed,
+            overwrite=True))
+        with open(os.path.join(args.out, f"grpo_{rate}", "metrics.jsonl")) as file:
+            lines = [json.loads(line) for line in file]
+        rows[rate] = {**result, "success_in_training": [line["success"] for line in lines],
+                      "merge_kept": [line.get("merge_kept") for line in lines]}
+        report = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
+                  "machine": f"{os.cpu_count()} cores, no GPU", "steps": args.steps, "rows": rows}
+        with open(RESULTS, "w") as file:
+            json.dump(report, file, indent=1)
+        print(rate, result, flush=True)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
