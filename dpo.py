@@ -35,7 +35,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-from agent import Limits, Trajectory, collate, evaluate, read_trajectories, rollout
+from agent import Limits, Trajectory, collate, evaluate, judged, rollout
+from envs.demonstrations import read_trajectories
 from experiment.run import (
     Run,
     UserError,
@@ -472,7 +473,7 @@ def train(config: Config) -> dict:
         if run.checkpoint:
             fresh = read_trajectories(str(run.folder / "trajectories.jsonl"))
         else:
-            fresh = rollout(model, tokenizer, config.env, tasks, config.group_size, **playing)
+            fresh = judged(rollout(model, tokenizer, config.env, tasks, config.group_size, **playing))
             if not run.accept_rewards(fresh):
                 fresh = [t for t in fresh if math.isfinite(t.reward)]
                 if not fresh:

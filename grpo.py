@@ -21,13 +21,13 @@ from typing import NamedTuple
 import torch
 
 import envs
-from agent import (cheapest_order, collate, evaluate, rollout, rollout_options, scale_rewards,
-                   summarise, turn_index)
+from agent import collate, evaluate, judged, rollout, rollout_options, scale_rewards, summarise
 from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
                                check_accumulation, fill, flag)
 from experiment.errors import UserError
 from experiment.groups import group_shares
 from experiment.run import Run, main
+from llm.batches import cheapest_order, turn_index
 from llm.dry_run import dry_run
 from llm.loading import is_tiny, load_model, model_options
 from llm.logprobs import score, token_logprobs
@@ -336,7 +336,7 @@ def collect_groups(play, tasks, config, step):
         if not missing:
             break
         fresh = envs.draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
-        episodes = play(fresh, config.group_size, step=step, first_task=drawn)
+        episodes = judged(play(fresh, config.group_size, step=step, first_task=drawn))
         drawn += missing
         for _, group in groupby(episodes, key=lambda t: t.group_id):
             group = list(group)

@@ -28,8 +28,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-from agent import Limits, Trajectory, cheapest_order, collate, evaluate, read_trajectories, rollout, summarise
+from agent import Limits, Trajectory, collate, evaluate, judged, rollout, summarise
+from envs.demonstrations import read_trajectories
 from experiment.run import Run, UserError, flag, main, mix, optimizer_tensors, peak_memory_mb, replace_file, to_json
+from llm.batches import cheapest_order
 from llm.dry_run import dry_run
 from llm.loading import DTYPES, fast_float32, load_model, load_weights, model_options, save_model
 from llm.logprobs import token_logprobs
@@ -259,9 +261,9 @@ def collect(model, tokenizer, config: Config, tasks, iteration: int, limits, run
     epoch, place = divmod(iteration * config.tasks_per_iteration, len(tasks))
     order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
     chosen = [tasks[order[(place + i) % len(tasks)]] for i in range(config.tasks_per_iteration)]
-    return rollout(
+    return judged(rollout(
         model, tokenizer, config.env, chosen, config.group_size, limits=limits, temperature=config.temperature,
-        seed=config.seed, step=iteration, run=run)
+        seed=config.seed, step=iteration, run=run))
 
 
 def weigh(episodes: list[Trajectory], config: Config) -> tuple[list[list[float]], dict]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import envs
-from agent import Limits, Trajectory, collate, demonstrate, evaluate, read_trajectories
+from agent import Limits, Trajectory, collate, evaluate
 from envs.demonstrations import (
     EXPECTED,
     Encoder,
@@ -30,9 +30,11 @@ from envs.demonstrations import (
     describe,
     imitates_rows,
     read_demonstrations,
+    read_trajectories,
     registered_envs,
     split,
 )
+from envs.expert import demonstrate
 from experiment.checkpoint import replace_file, to_json
 from experiment.config import MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag
 from experiment.data import read_rows

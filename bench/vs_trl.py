@@ -143,8 +143,9 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     """
     import torch
 
-    from agent import Trajectory, cheapest_order, collate
+    from agent import Trajectory, collate
     from grpo import LOSSES, Counts, group_advantages
+    from llm.batches import cheapest_order
     from llm.engine import generate
     from llm.logprobs import token_logprobs
     from llm.static_engine import make_engine

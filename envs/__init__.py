@@ -1,294 +1,314 @@
-"""Worlds: the contract, the list of them, and their tasks (files of tasks: rows.py).
+"""Environments: the contract, the list of them, and their tasks.
 
-A world is the class that TRL's `environment_factory` takes: no constructor arguments; `reset(**task) -> str | None`
-(the first user message); every other public method with type hints and a Google-style docstring is a tool;
-`get_reward() -> float` is the episode's total. All else is optional and invisible to TRL:
+An environment is a class as TRL's `environment_factory` takes it: no constructor arguments;
+`reset(**task) -> str | None` returns the first user message and renews all state; every other
+public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
+the total of the episode. All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
-    done                        set it True and the episode ends
-    reward                      running total written by tools; its change in a turn is that turn's reward
-    _tasks(split, n, seed)      static: task rows for split "train" or "test"
-    _row(row)                   static: checks or converts one row of a task file, ValueError if it cannot
-    _reply(text)                the model answered without a tool: a user message to go on with, or None to end
-    _expert()                   a scripted demonstrator: the next turn's calls [{"name", "arguments"}] or its text,
-                                [] when finished
+    done                        set it to True, and the episode ends
+    reward                      running total written by tools; its change is the turn's reward
+    limits                      attribute of the class: recommended lengths, such as
+                                {"max_new_tokens": 512, "max_tokens": 2048}, and "tool_timeout",
+                                the seconds that one call may take
+    _tasks(split, n, seed)      static: task rows of the split "train" or "test"
+    _row(row)                   static: checks or converts one row of a task file, or ValueError
+    _reply(text)                the model answered without a tool: a user message to continue
+                                with, or None to end
+    _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
+                                {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
-    limits                      recommended lengths, such as {"max_new_tokens": 512, "max_tokens": 2048}; also
-                                "tool_timeout", the seconds a call may take
 
-Several worlds in one run: `--env equations,gsm8k`. Your own: `--env path/to/file.py:ClassName`.
+`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
 """
-import asyncio
-import difflib
 import importlib
 import importlib.util
 import inspect
 import json
 import os
 import sys
-import types
-import typing
+import traceback
 import zlib
-from dataclasses import dataclass, field
 
-from experiment.data import read_rows, whole
-from experiment.run import UserError, mix
+import numpy as np
 
-ENVS = {"equations": "envs.equations:Equations", "equations_hard": "envs.equations:EquationsHard",
-        "gsm8k": "envs.gsm8k:GSM8K", "meetings": "envs.meetings:Meetings",
-        "meetings_shaped": "envs.meetings:MeetingsShaped"}
+from envs.calls import StepResult, call, schemas, step, tools, valid_actions
+from experiment.config import nearest
+from experiment.data import read_rows, reading
+from experiment.errors import UserError
+from experiment.run import mix
 
-LIMITS = {"max_new_tokens": 256, "max_tokens": 2048, "tool_timeout": 10.0}  # where an environment states none
+__all__ = ["StepResult", "call", "schemas", "step", "tools", "valid_actions"]  # of envs/calls.py
+
+ENVS = {
+    "equations": "envs.equations:Equations",
+    "equations_hard": "envs.equations:EquationsHard",
+    "gsm8k": "envs.gsm8k:GSM8K",
+    "meetings": "envs.meetings:Meetings",
+    "meetings_shaped": "envs.meetings:MeetingsShaped",
+}
+# Where an environment states no `limits`.
+LIMITS = {"max_new_tokens": 256, "max_tokens": 2048, "tool_timeout": 10.0}
 
 
-def names_of(env_names) -> list[str]:
-    """Return the names in "equations, gsm8k". A list of names is returned as it is."""
-    if not isinstance(env_names, str):
-        return list(env_names)
+# ------------------------------------------------------------------------------------- loading
+def names_of(env_names: str) -> list[str]:
+    """Return the names in "equations, gsm8k"."""
     return [name.strip() for name in env_names.split(",")]
 
 
-def limits(env_names) -> dict:
-    """Return the lengths and the time-out that the environments recommend, of several the largest.
+def load(name: str) -> type:
+    """Return the class of an environment.
 
     Args:
-        env_names: one name, several separated by commas, or a list of names.
+        name: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. It comes from the
+            person who runs the program, never from data: the code behind it is run.
     """
-    stated = [{**LIMITS, **getattr(load(name), "limits", {})} for name in names_of(env_names)]
-    return {key: max(row[key] for row in stated) for key in LIMITS}
-
-
-def lengths(env_names) -> dict:
-    """Return the max_new_tokens and max_tokens that the environments recommend."""
-    return {name: value for name, value in limits(env_names).items() if name != "tool_timeout"}
-
-
-def options(text: str | None) -> dict:
-    """Return what --env_options says: "num_turns=3,shaped=true" becomes {"num_turns": 3, "shaped": True}."""
-    out = {}
-    for item in (text or "").split(","):
-        if not item.strip():
-            continue
-        name, equals, value = item.partition("=")
-        if not equals or not name.strip().isidentifier():
-            raise UserError(f"--env_options {item.strip()!r}: write name=value,name=value")
-        try:
-            scalar = json.loads(value)
-        except ValueError:
-            scalar = value.strip()
-        out[name.strip()] = value.strip() if isinstance(scalar, (dict, list)) else scalar
-    return out
-
-
-def load(name: str) -> type:
-    """The class of a world: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. UserError if none."""
     target = ENVS.get(name, name)
     if ":" not in target:
-        near = difflib.get_close_matches(name, ENVS, 1)
-        raise UserError(f"unknown world {name!r}; " + (f"did you mean {near[0]}?" if near else
-                         f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"))
+        known = f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"
+        raise UserError(f"unknown environment {name!r}; {nearest(name, ENVS, otherwise=known)}")
     place, class_name = target.rsplit(":", 1)
     try:
-        if place.endswith(".py"):
-            key = f"world:{os.path.abspath(place)}"
-            if not (module := sys.modules.get(key)):  # once a process: every call gives the same class
-                spec = importlib.util.spec_from_file_location(key, place)
-                module = sys.modules[key] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
-                try:
-                    spec.loader.exec_module(module)
-                except BaseException:
-                    del sys.modules[key]
-                    raise
-        else:
-            module = importlib.import_module(place)
-    except (OSError, ImportError, SyntaxError, SystemExit) as error:
-        what = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
-        raise UserError(f"world {name!r}: {what}") from None
-    if not inspect.isclass(getattr(module, class_name, None)):
-        raise UserError(f"world {name!r}: {place} has no class {class_name}")
-    cls = getattr(module, class_name)
+        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except (OSError, ImportError, SyntaxError) as error:
+        raise UserError(f"environment {name!r}: {error}") from None
+    except SystemExit as error:
+        raise UserError(f"environment {name!r}: it calls sys.exit({error})") from None
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"environment {name!r}: {where.filename}:{where.lineno}: "
+                        f"{type(error).__name__}: {error}") from None
+    cls = getattr(module, class_name, None)
+    if not inspect.isclass(cls):
+        raise UserError(f"environment {name!r}: {place} has no class {class_name}")
     for method in ("reset", "get_reward"):
         if not callable(getattr(cls, method, None)):
-            raise UserError(f"world {name!r}: {class_name} has no {method}(); see envs/template.py")
+            raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
+                            "see envs/template.py")
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
-        raise UserError(f"world {name!r}: {class_name}() must need no argument ({error})") from None
+        raise UserError(f"environment {name!r}: {class_name}() must need no argument "
+                        f"({error})") from None
     except ValueError:
         pass  # a signature that cannot be read
     return cls
 
 
-def tools(env) -> dict:
-    """Public methods of the class, by name, bound to `env` (an instance or the class): what the model may call."""
-    cls = env if inspect.isclass(env) else type(env)
-    return {name: getattr(env, name) for name, _ in inspect.getmembers(cls, inspect.isfunction)
-            if not name.startswith("_") and name not in ("reset", "get_reward")}
+def load_registered(name: str) -> type:
+    """Return the class of an environment that data names. Data never chooses which code runs."""
+    if name not in ENVS:
+        raise UserError(f"environment {name!r} is named by data and is none of {', '.join(ENVS)}; "
+                        "give it with --env")
+    return load(name)
 
 
-def schemas(env) -> list[dict]:
-    """JSON schemas of the tools, read off signatures and docstrings. UserError names the method that lacks either."""
-    from transformers.utils import get_json_schema
-    out = []
-    for name, method in tools(env).items():
-        try:
-            out.append(get_json_schema(method))
-        except Exception as error:  # transformers raises DocstringParsingException and TypeHintParsingException
-            raise UserError(f"tool {name}: {str(error).strip().splitlines()[0]}") from None
-    return out
+def _import_file(path: str):
+    """Import a file once per process. It may import its neighbours."""
+    key = f"environment:{os.path.abspath(path)}"
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, path)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there.
+    sys.modules[key] = module
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    finally:
+        sys.path.remove(folder)
+    return module
 
 
-def _fit(value, hint):
-    """`value` as the type `hint`, or TypeError. Only conversions that lose nothing: 7 -> "7", 7 -> 7.0, 7.0 -> 7."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _fit(value, args[0])
-    if hint is inspect.Parameter.empty or hint is typing.Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        exact = [a for a in args if (typing.get_origin(a) or a) is type(value)]
-        for option in exact + list(args):
-            try:
-                return _fit(value, option)
-            except TypeError:
-                pass
-    elif origin is typing.Literal:
-        if value in args:
-            return value
-    elif (kind := origin or hint) is float and type(value) in (int, float):
-        return float(value)
-    elif kind is int and type(value) is float and value.is_integer():
-        return int(value)
-    elif kind is str and type(value) in (int, float):
-        return str(value)
-    elif isinstance(kind, type) and isinstance(value, kind) and (kind is bool or type(value) is not bool):
-        return value
-    raise TypeError
+def limits(env_names: str) -> dict:
+    """Return the lengths and the time-out that the environments ("a,b") recommend.
 
-
-BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError  # what a tool raises over what it was given
-
-
-def call(env, name: str, arguments: dict, loop=None, faults: list | None = None):
-    """Run one tool call the model asked for -> (text for the model, error: bool). Never raises.
-
-    An async tool is awaited in the event loop `loop`, which runs in another thread, or in one of its own.
-
-    Unknown tools, arguments that do not fit the signature and exceptions inside the tool are answers to the model.
-    Exceptions that its arguments do not explain (no network, a typo in the tool) are appended to `faults` too.
+    Of several environments the largest. LIMITS holds what one gets that states none.
     """
-    method = tools(env).get(name)
-    if method is None:
-        return f"error: no tool {name!r}; tools: {', '.join(tools(env))}", True
-    if getattr(env, "done", False):  # the calls of one turn run one after another: none after the one that ended it
-        return "error: the episode is over", True
-    try:
-        hints, signature = typing.get_type_hints(method), inspect.signature(method)
-        unknown = [key for key in arguments if key not in signature.parameters]
-        missing = [key for key, p in signature.parameters.items() if p.default is p.empty and key not in arguments]
-        if unknown or missing:
-            wrong = f"unknown argument {unknown[0]!r}" if unknown else f"missing argument {missing[0]!r}"
-            return f"error: {name}: {wrong}; takes: {', '.join(signature.parameters)}", True
-        fitted = {}
-        for key, value in arguments.items():
-            try:
-                fitted[key] = _fit(value, hints.get(key, inspect.Parameter.empty))
-            except TypeError:
-                hint = hints[key]
-                want = hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
-                return f"error: {name}: {key} must be {want}, not {json.dumps(value)[:60]}", True
-        result = method(**fitted)
-        if inspect.isawaitable(result):
-            waiting = _wait(result)
-            result = asyncio.run_coroutine_threadsafe(waiting, loop).result() if loop else asyncio.run(waiting)
-        return whole(str(result)), False
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the tool's fault is an observation too
-        if faults is not None and not isinstance(error, BY_ARGUMENTS):
-            faults.append(f"{name} raised {type(error).__name__}")
-        try:
-            return whole(f"error: {type(error).__name__}: {error}"[:300]), True
-        except Exception:
-            return f"error: {type(error).__name__}", True
+    stated = []
+    for name in names_of(env_names):
+        own_limits = getattr(load(name), "limits", {})
+        for key, value in own_limits.items():
+            if key not in LIMITS or type(value) not in (int, type(LIMITS[key])) or value <= 0:
+                raise UserError(f"environment {name!r}: limits[{key!r}] is {value!r}; it may state "
+                                f"positive numbers as {', '.join(LIMITS)}")
+        stated.append({**LIMITS, **own_limits})
+    return {key: max(row[key] for row in stated) for key in LIMITS}
 
 
-async def _wait(result):
-    try:
-        return await result
-    except SystemExit as error:  # it would end the loop that all async tools share
-        raise RuntimeError(f"SystemExit: {error}") from None
+def lengths(env_names: str) -> dict:
+    """Return the max_new_tokens and max_tokens that the environments recommend."""
+    recommended = limits(env_names)
+    return {name: recommended[name] for name in ("max_new_tokens", "max_tokens")}
 
 
-@dataclass
-class StepResult:
-    """One Gymnasium-style step: `observation` text, `reward` of this step, `done`, `info` (error flag, success)."""
-    observation: str
-    reward: float
-    done: bool
-    info: dict = field(default_factory=dict)
+def need_expert(env_names: str):
+    """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
+    for name in names_of(env_names):
+        if not hasattr(load(name), "_expert"):
+            raise UserError(
+                f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
+                "one (envs/template.py has an example), give recorded episodes with "
+                "--trajectories, or start from a real model: --model_path path/or/hub-id")
 
 
-def step(env, name: str, arguments: dict) -> StepResult:
-    """Gymnasium's reading of a tool call. `reward` is the change of the running total `env.reward`."""
-    before = getattr(env, "reward", 0.0)
-    observation, error = call(env, name, arguments)
-    done = bool(getattr(env, "done", False))
-    info = {"error": error, **({"success": bool(env._check())} if hasattr(env, "_check") else {})}
-    return StepResult(observation, getattr(env, "reward", 0.0) - before, done, info)
+# --------------------------------------------------------------------------------------- tasks
+def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None = None,
+          eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
+    """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
+
+    Args:
+        name: the environment. Several ("a,b") take turns.
+        split: "train" or "test". The two never share a row of a file.
+        dataset: a task file, or None: the environment makes the tasks (`_tasks`).
+        eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
+            hash of its content.
+        env_options: "name=value,..." which every task passes to `reset` as well.
+
+    Each row gets "env": the name of its environment.
+    """
+    names = names_of(name)
+    if dataset and len(names) > 1:
+        raise UserError(f"--dataset is for one environment, --env names {len(names)}")
+    if eval_dataset and not dataset:
+        raise UserError("--eval_dataset goes with --dataset: the tasks to train on")
+    extra = options(env_options, names)
+    share = None if n is None else -(-n // len(names))
+    if dataset and dataset != name:
+        columns = [_tasks_of_file(name, split, seed, dataset, eval_dataset)]
+    else:
+        columns = [_tasks_of_environment(name, split, share, seed) for name in names]
+    rows = [{**task, **extra} for row in zip(*columns) for task in row]
+    return rows[:n]
 
 
-def valid_actions(env) -> list[str]:
-    """Names of the tools that may be called now: none once the episode is done."""
-    return [] if getattr(env, "done", False) else list(tools(env))
+def _tasks_of_environment(name, split, n, seed) -> list[dict]:
+    """Return the tasks that the environment makes itself."""
+    cls = load(name)
+    if not hasattr(cls, "_tasks"):
+        raise UserError(f"environment {name!r} makes no tasks of its own; "
+                        "give --dataset path/to/tasks.jsonl")
+    if not isinstance(inspect.getattr_static(cls, "_tasks"), (staticmethod, classmethod)):
+        raise UserError(f"environment {name!r}: _tasks(split, n, seed) must be a @staticmethod")
+    rows = cls._tasks(split, n, seed)
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) returned "
+                        f"{rows!r:.60}, it must be a list of dicts, the arguments of reset()")
+    return [{**task, "env": name} for task in rows]
 
 
-# ---------------------------------------------------------------------------------------------------------- task rows
-def is_task(env: str, row: dict) -> bool:
-    """Whether a world takes the row for a task: its `_row` does, and all that its `reset` needs is there."""
-    if "," in env:
+def _tasks_of_file(name, split, seed, dataset, eval_dataset) -> list[dict]:
+    """Return the rows of a split of a task file, in random order."""
+    path = eval_dataset if split == "test" and eval_dataset else dataset
+    cls = load(name)
+    rows = []
+    for row in read_rows(path):
+        with reading(path, row.pop("_line")):
+            content = json.dumps(row, sort_keys=True).encode()
+            task = _as_task(cls, row)
+        held_out = zlib.crc32(content) % 10 == 0
+        if eval_dataset or held_out == (split == "test"):
+            # Data never chooses which code runs: a row's own "env" is overwritten.
+            rows.append({**task, "env": name})
+    if not rows:
+        raise UserError(f"{path}: too few rows to hold some out; "
+                        "give --eval_dataset path/to/test.jsonl")
+    return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
+
+
+def _as_task(cls, row: dict) -> dict:
+    """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
+    if hasattr(cls, "_row"):
+        return cls._row(row)
+    for key in _needed(cls):
+        if key not in row:
+            raise ValueError(f'no "{key}" field; has: {", ".join(row)}')
+    return row
+
+
+def is_task(name: str, row: dict) -> bool:
+    """True if the environment takes the row for a task, and its `reset` needs anything at all."""
+    if "," in name:
         return False
-    cls = load(env)
+    cls = load(name)
     try:
-        row = cls._row(row) if hasattr(cls, "_row") else row
+        task = _as_task(cls, row)
     except ValueError:
         return False
-    return bool(_needed(cls)) and row.keys() >= {*_needed(cls)}
+    needed = _needed(cls)
+    return bool(needed) and task.keys() >= set(needed)
 
 
 def _needed(cls) -> list[str]:
-    """The arguments without which a world does not `reset`."""
-    return [key for key, p in inspect.signature(cls.reset).parameters.items()
-            if key != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    """Return the arguments without which the environment does not `reset`."""
+    parameters = inspect.signature(cls.reset).parameters.values()
+    return [p.name for p in parameters
+            if p.name != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
 
-def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None = None,
-          eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
-    """Return task rows as `_rows` does, each with what --env_options adds to the arguments of `reset`."""
-    extra = options(env_options)
-    return [{**task, **extra} for task in _rows(name, split, n, seed, dataset, eval_dataset)]
+def options(text: str | None, env_names=()) -> dict:
+    """Return what --env_options says: "num_turns=3,hard=true" is {"num_turns": 3, "hard": True}.
+
+    Values are JSON scalars; what is none of them is text.
+
+    Args:
+        env_names: the environments that are to know the names.
+    """
+    out = {}
+    for item in filter(str.strip, (text or "").split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not name.isidentifier():
+            raise UserError(f"--env_options {item.strip()!r}: write name=value,name=value")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+        if isinstance(out[name], (dict, list)):
+            raise UserError(f"--env_options {item.strip()!r}: give a number, true, false or text")
+    known = _arguments_of_reset(env_names)
+    for name in out:
+        if known and name not in known:
+            otherwise = f"reset takes {', '.join(sorted(known))}"
+            raise UserError(f"--env_options {name}: {', '.join(env_names)}: no such argument of "
+                            f"reset; {nearest(name, known, otherwise=otherwise)}")
+    return out
+
+
+def _arguments_of_reset(env_names) -> set[str]:
+    """Return the names that `reset` of the environments takes; the empty set if it takes any."""
+    known = set()
+    for env_name in env_names:
+        for name, parameter in inspect.signature(load(env_name).reset).parameters.items():
+            # By convention **_ is thrown away, and **kwargs is read.
+            if parameter.kind is parameter.VAR_KEYWORD and not name.startswith("_"):
+                return set()
+            known.add(name)
+    return {name for name in known if name != "self" and not name.startswith("_")}
 
 
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
-    Two tasks are the same if the arguments that `reset` requires are.
+    Two tasks are the same if the arguments are that `reset` cannot do without. The training tasks
+    may be those of recorded episodes (`info["task"]`).
     """
-    def key(task, names):
-        shared = names or [name for name in task if name != "env"]
-        return json.dumps({name: task.get(name) for name in shared}, sort_keys=True)
-
-    kept = []
     seen = {}
+    kept = []
     for task in held_out:
-        names = tuple(_needed(load(task["env"])))
-        if names not in seen:
-            seen[names] = {key(other, names) for other in training_tasks}
-        if key(task, names) not in seen[names]:
+        columns = tuple(_needed(load(task["env"])) or sorted(task.keys() - {"env"}))
+        if columns not in seen:
+            seen[columns] = {_identity(other, columns) for other in training_tasks}
+        if _identity(task, columns) not in seen[columns]:
             kept.append(task)
     if len(kept) < len(held_out):
-        print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out tasks are also in the training data: dropped")
+        print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out tasks are also in the "
+              "training data: dropped")
     return kept
 
 
@@ -298,15 +318,16 @@ def train_and_held_out(config) -> tuple[list[dict], list[dict]]:
     train = tasks(config.env, "train", config.max_samples, config.seed, *files)
     if not config.eval_tasks:
         return train, []
-    return train, drop_seen(tasks(config.env, "test", config.eval_tasks, config.seed, *files), train)
+    held_out = tasks(config.env, "test", config.eval_tasks, config.seed, *files)
+    return train, drop_seen(held_out, train)
 
 
 def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
     """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
 
-    The first `tasks_per_step` are the epoch's next tasks in shuffled order; more are drawn at random.
+    The first `tasks_per_step` are the epoch's next tasks in shuffled order; more are drawn at
+    random.
     """
-    import numpy as np
     if first:
         return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
     epoch, place = divmod(step * tasks_per_step, len(tasks))
@@ -314,49 +335,5 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
     return [tasks[order[(place + k) % len(tasks)]] for k in range(n)]
 
 
-def _rows(name, split, n, seed, dataset, eval_dataset) -> list[dict]:
-    """Task rows for `split` ("train" | "test"), at most n, ordered by `seed`; train and test never share a row.
-
-    Without `dataset` the world makes them (`_tasks`). With one, rows come from its file: test rows from `eval_dataset`,
-    or, where that is not given, every tenth row by the hash of its content. Each row gets "env": the world's name; of
-    several worlds ("a,b") tasks take turns.
-    """
-    import numpy as np
-    if "," in name:
-        names = [part.strip() for part in name.split(",")]
-        if dataset:
-            raise UserError(f"--dataset is for one world, --env names {len(names)}")
-        share = None if n is None else -(-n // len(names))
-        rows = zip(*(_rows(part, split, share, seed, None, None) for part in names))
-        return [task for row in rows for task in row][:n]
-    if eval_dataset and not dataset:
-        raise UserError("--eval_dataset goes with --dataset: the tasks to train on")
-    cls = load(name)
-    if dataset is None or dataset == name:
-        if not hasattr(cls, "_tasks"):
-            raise UserError(f"world {name!r} makes no tasks of its own; give --dataset path/to/tasks.jsonl")
-        if not isinstance(inspect.getattr_static(cls, "_tasks"), (staticmethod, classmethod)):
-            raise UserError(f"world {name!r}: _tasks(split, n, seed) must be a @staticmethod")
-        rows = cls._tasks(split, n, seed)
-        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise UserError(f"world {name!r}: _tasks({split!r}, {n}, {seed}) returned {rows!r:.60}, it must be a list "
-                            "of dicts, the arguments of reset()")
-        return [{**task, "env": name} for task in rows]
-    path = eval_dataset if split == "test" and eval_dataset else dataset
-    needed, rows = _needed(cls), []
-    for row in read_rows(path):
-        line = row.pop("_line")
-        try:
-            missing = [key for key in needed if key not in row]
-            if missing and not hasattr(cls, "_row"):
-                raise ValueError(f'no "{missing[0]}" field; has: {", ".join(row)}')
-            held_out = not eval_dataset and zlib.crc32(json.dumps(row, sort_keys=True).encode()) % 10 == 0
-            row = cls._row(row) if hasattr(cls, "_row") else row
-        except ValueError as error:
-            raise UserError(f"{path}:{line}: {error}") from None
-        if eval_dataset or held_out == (split == "test"):
-            rows.append({**row, "env": name})  # a data file does not choose which code runs
-    if not rows:
-        raise UserError(f"{path}: too few rows to hold some out; give --eval_dataset path/to/test.jsonl")
-    order = np.random.default_rng(seed).permutation(len(rows))
-    return [rows[i] for i in order[:n]]
+def _identity(task: dict, columns) -> str:
+    return json.dumps([task.get(column) for column in columns], sort_keys=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 import envs
+from agent import Trajectory, judged
 from envs import gsm8k, meetings
 from experiment.data import read_rows, reading
 from experiment.errors import UserError
@@ -258,6 +259,23 @@ def read_demonstrations(path: str) -> list[Row]:
         with reading(path, line):
             out.append(Row(path, line, row, demonstration(row)))
     return out
+
+
+def read_trajectories(path: str, tokenizer=None, vocabulary: int = 0) -> list[Trajectory]:
+    """Return the episodes of a trajectories.jsonl, but for those whose environment failed.
+
+    With a model's tokenizer and the size of its vocabulary, episodes of another model are refused.
+    """
+    out = []
+    for row in read_rows(path):
+        line = row.pop("_line")
+        row.pop("step", None)
+        with reading(path, line):
+            episode = Trajectory.from_json(row)
+            if tokenizer:
+                check_tokens(episode.token_ids, episode.messages, tokenizer, vocabulary)
+        out.append(episode)
+    return judged(out)
 
 
 def describe(rows: list[Row], tokenizer):

@@ -5,7 +5,8 @@ from collections import Counter
 from itertools import pairwise
 from statistics import fmean
 
-from experiment.records import ceiling, is_number, measure, number, summary, transcript
+from experiment.episodes import transcript
+from experiment.records import ceiling, is_number, measure, number, summary
 from experiment.statistics import bins, brier, calibration_error, difference
 
 MAX_CALLS = 8           # rows of the histogram of calls per episode

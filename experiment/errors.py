@@ -37,3 +37,13 @@ class Stop(BaseException):
 
     def __str__(self):
         return printable(super().__str__())
+
+
+class EnvironmentFault(RuntimeError):
+    """The code of an environment raised, did not return, or broke the contract. No model and no setting is to blame.
+
+    Inside a rollout it ends one episode. It ends the run if it happens too often.
+    """
+
+    def __str__(self):
+        return printable(super().__str__())

@@ -7,8 +7,9 @@ from pathlib import Path
 from experiment.checkpoint import newest_checkpoint
 from experiment.curves import curves
 from experiment.data import read_text, reading
+from experiment.episodes import transcript
 from experiment.errors import UserError
-from experiment.records import measure, number, summary, transcript
+from experiment.records import measure, number, summary
 
 MAX_EPISODES = 24       # on a page
 MAX_TOKENIZER = 2**28   # bytes

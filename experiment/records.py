@@ -15,6 +15,7 @@ from experiment.data import (
     read_yaml,
     reading,
 )
+from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.statistics import wilson
 
@@ -128,29 +129,6 @@ def complete(row):
     math.fsum([row["reward"], *row["rewards"], *row["reward_parts"].values(), *row["logprobs"],
                info["tool_calls"], info["tool_errors"]])
     return row
-
-
-def transcript(episode: dict) -> str:
-    """Return an episode (an object of trajectories.jsonl) as text to read.
-
-    Each call is a line: Action: name -> Reward: 2.0 -> "result"  (arguments).
-    """
-    lines, calls = [], []
-    for message in episode["messages"]:
-        if message["role"] != "tool":
-            calls = list(message.get("tool_calls", []))
-            if message["content"]:
-                lines.append(f"{message['role'].capitalize()}: {message['content']}")
-            continue
-        call = {"name": "unreadable call", "arguments": {}}
-        if calls and message["name"]:
-            call = calls.pop(0)
-        arguments = ", ".join(f"{key}={value}" for key, value in call["arguments"].items())
-        action = f'Action: {call["name"]} -> Reward: {message["reward"]:.1f}'
-        lines.append(f'{action} -> "{message["content"]}"  ({arguments})')
-    stop, success = episode.get("stop_reason"), episode["info"].get("success")
-    lines.append(f"[{stop}; success {success}; reward {episode['reward']:.2f}]")
-    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------ figures

@@ -1,4 +1,4 @@
-"""agent.py: trajectories, limits, worlds and tools that misbehave, determinism, evaluation, the command line.
+"""agent.py: trajectories, limits, environments and tools that misbehave, determinism, evaluation, the command line.
 
 `Script` puts given turns in the model's mouth through the engine's forced ids, so all but the choice of tokens is the real path.
 """
@@ -22,22 +22,15 @@ import torch
 
 import agent
 import envs
-from agent import (
-    Limits,
-    Trajectory,
-    collate,
-    demonstrate,
-    evaluate,
-    pass_at_k,
-    read_trajectories,
-    rollout,
-    summarise,
-    transcript,
-)
+from agent import Limits, Trajectory, collate, evaluate, judged, pass_at_k, rollout, summarise
+from envs import talk
+from envs.demonstrations import read_trajectories
+from envs.expert import demonstrate
 from experiment import run
-from experiment.run import UserError
+from experiment.episodes import transcript
+from experiment.errors import EnvironmentFault, UserError
 from llm.chat import Chat, parse_tool_calls
-from llm.engine import Engine
+from llm.engine import Engine, Row
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
 from lora import adapters, add_lora, merged
@@ -51,7 +44,7 @@ HASTY = replace(LONG, tool_timeout=0.3)
 
 
 class Box:
-    """A world of odd tools. Class attributes configure it; `log` is of the instance."""
+    """An environment of odd tools. Class attributes configure it; `log` is of the instance."""
     max_turns, total, parts, instances = 6, None, {}, []
 
     def reset(self, word: str = "go", **_):
@@ -132,12 +125,12 @@ class Lots(Box):
         return "say " + " ".join(map(str, np.random.default_rng(len(Box.instances)).integers(0, 99, 3 + len(Box.instances) % 3)))
 
 
-WORLDS = {"box": Box, "asking": Asking, "lots": Lots}
+ENVIRONMENTS = {"box": Box, "asking": Asking, "lots": Lots}
 
 
 @pytest.fixture(autouse=True)
-def worlds(monkeypatch):
-    for name, cls in WORLDS.items():
+def environments(monkeypatch):
+    for name, cls in ENVIRONMENTS.items():
         monkeypatch.setitem(envs.ENVS, name, f"{__name__}:{cls.__name__}")
     monkeypatch.setattr(Box, "instances", [])
 
@@ -153,8 +146,8 @@ def call(name, **arguments):
 class Script:
     """rows[i] = the turns of row i: text, lists of calls, or ids; the last turn of every row is "fine" unless the episode ends."""
 
-    def __init__(self, monkeypatch, rows, world="box"):
-        chat, made = chat_of(world), []
+    def __init__(self, monkeypatch, rows, env_name="box"):
+        chat, made = chat_of(env_name), []
         self.ids = [[self.turn(chat, t) for t in turns] for turns in rows]
 
         def row(prompt, **options):
@@ -170,11 +163,11 @@ class Script:
         return list(turn) if turn and isinstance(turn[0], int) else chat.turn("", turn)
 
 
-def play(monkeypatch, *turns, world="box", tasks=None, limits=LONG, **options):
+def play(monkeypatch, *turns, env_name="box", tasks=None, limits=LONG, **options):
     """One scripted episode -> its Trajectory."""
     with monkeypatch.context() as patch:
-        Script(patch, [turns], world)
-        return rollout(MODEL, TOKENIZER, world, tasks or [{}], limits=limits, **options)[0]
+        Script(patch, [turns], env_name)
+        return rollout(MODEL, TOKENIZER, env_name, tasks or [{}], limits=limits, **options)[0]
 
 
 def results_of(t):
@@ -194,7 +187,7 @@ def spans(t):
 
 
 def check_invariants(t, limits):
-    """What holds for every trajectory, whatever the model and the world did."""
+    """What holds for every trajectory, whatever the model and the environment did."""
     chat = chat_of(t.info["env"])
     assert len(t.token_ids) == len(t.loss_mask) == len(t.logprobs) and t.loss_mask[0] == 0
     assert all(lp == 0.0 for lp, m in zip(t.logprobs, t.loss_mask) if not m) and all(lp <= 1e-6 for lp in t.logprobs)
@@ -260,7 +253,7 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
     assert solved.reward_parts == {"actions": 4.0, "answer": 5.0}
 
 
-def test_sampled_episodes_of_several_worlds(monkeypatch):
+def test_sampled_episodes_of_several_environments(monkeypatch):
     limits = Limits(max_new_tokens=40, max_tokens=500, max_turns=3)
     tasks = [{"env": "box", "word": "a"}, {"env": "equations", "equation": "2x = 8"}, {"env": "asking", "word": "b"}, {"word": "c"}]
     found = rollout(MODEL, TOKENIZER, "box", tasks, 6, limits=limits, slots=5)
@@ -270,20 +263,20 @@ def test_sampled_episodes_of_several_worlds(monkeypatch):
     assert [t.info["env"] for t in found[::6]] == ["box", "equations", "asking", "box"] and found[0].info["task"] == {"word": "a"}
 
 
-def test_a_world_that_draws_its_prompt_is_not_given_another_episodes_cache():
+def test_an_environment_that_draws_its_prompt_is_not_given_another_episodes_cache():
     """The prompt is forwarded once for those who share it: not for those who only share the task."""
     found = rollout(MODEL, TOKENIZER, "lots", [{}, {}], 4, limits=Limits(max_new_tokens=20), slots=8)
     assert len({t.messages[0]["content"] for t in found}) > 4
     check_logprobs(MODEL, found)
 
 
-@pytest.mark.parametrize("world, tasks", [("equations", EQUATIONS), ("equations_hard", [{"equation": "2(x + 3) = 10"}, {"equation": "5x + 3 = 2x + 9"}])])
-def test_demonstrations_take_the_path_of_rollouts(monkeypatch, world, tasks):
+@pytest.mark.parametrize("env_name, tasks", [("equations", EQUATIONS), ("equations_hard", [{"equation": "2(x + 3) = 10"}, {"equation": "5x + 3 = 2x + 9"}])])
+def test_demonstrations_take_the_path_of_rollouts(monkeypatch, env_name, tasks):
     """The expert's episode and a model that says the same words give the same ids, mask, rewards and messages."""
-    shown, chat = demonstrate(TOKENIZER, world, tasks, LONG), chat_of(world)
+    shown, chat = demonstrate(TOKENIZER, env_name, tasks, LONG), chat_of(env_name)
     turns = [spans(t) for t in shown]
-    Script(monkeypatch, turns, world)
-    played = rollout(MODEL, TOKENIZER, world, tasks, limits=LONG)
+    Script(monkeypatch, turns, env_name)
+    played = rollout(MODEL, TOKENIZER, env_name, tasks, limits=LONG)
     for a, b in zip(shown, played, strict=True):
         check_invariants(b, LONG)
         for name in ("token_ids", "loss_mask", "rewards", "reward", "reward_parts", "stop_reason", "messages", "info"):
@@ -305,7 +298,7 @@ def test_no_expert():
 
 
 # ------------------------------------------------------------------------------------------------------- how it may end
-def test_done_by_answer_and_by_the_world(monkeypatch):
+def test_done_by_answer_and_by_the_environment(monkeypatch):
     t = play(monkeypatch, "fine")
     assert (t.stop_reason, len(t.rewards), t.token_ids[-1], t.loss_mask[-1]) == ("done", 1, END, 1)
     t = play(monkeypatch, [call("end")])
@@ -316,15 +309,15 @@ def test_nothing_is_called_after_done(monkeypatch):
     """The calls of a turn run one after another; the one that ends the episode is the last that counts."""
     t = play(monkeypatch, [call("pay", amount=1), call("end"), call("pay", amount=1), call("pay", amount=1)])
     assert t.reward == 1.0 and Box.instances[0].log == [1.0] and results_of(t)[2:] == ["error: the episode is over"] * 2 and t.info["tool_errors"] == 2
-    t = play(monkeypatch, [call("state_answer", value="3")] * 5, world="equations", tasks=[{"equation": "3x = 9"}])
+    t = play(monkeypatch, [call("state_answer", value="3")] * 5, env_name="equations", tasks=[{"equation": "3x = 9"}])
     assert t.reward == 5.0 and t.reward_parts["answer"] == 5.0
-    t = play(monkeypatch, [call("state_answer", value=str(n)) for n in range(5)], world="equations", tasks=[{"equation": "3x = 9"}])
+    t = play(monkeypatch, [call("state_answer", value=str(n)) for n in range(5)], env_name="equations", tasks=[{"equation": "3x = 9"}])
     assert t.reward == 0.0 and not t.info["success"]
 
 
-@pytest.mark.parametrize("most, world_most, turns", [(2, 6, 2), (None, 3, 3), (None, 6, 6), (1, 6, 1)])
-def test_max_turns(monkeypatch, most, world_most, turns):
-    monkeypatch.setattr(Box, "max_turns", world_most)
+@pytest.mark.parametrize("most, env_most, turns", [(2, 6, 2), (None, 3, 3), (None, 6, 6), (1, 6, 1)])
+def test_max_turns(monkeypatch, most, env_most, turns):
+    monkeypatch.setattr(Box, "max_turns", env_most)
     limits = Limits(max_turns=most, max_new_tokens=100, max_tokens=3000, max_tool_tokens=2000)
     t = play(monkeypatch, *[[call("pay", amount=1)]] * 8, limits=limits)
     assert t.stop_reason == "max_turns" and t.rewards == [1.0] * turns and len(results_of(t)) == turns and t.loss_mask[-1] == 1
@@ -401,7 +394,7 @@ def test_a_good_call_beside_bad_ones(monkeypatch):
     assert t.reward == 1.0 and t.info["tool_calls"] == 2 and t.info["tool_errors"] == 2 and t.info["parsed_turns"] == 1
     check_invariants(t, LONG)
     t = play(monkeypatch, '<tool_call>\n{"name": \n</tool_call>', "fine")
-    assert len(t.rewards) == 2 and results_of(t)[0].startswith("error") and t.info["tool_calls"] == 0 and "unreadable call" in transcript(t)
+    assert len(t.rewards) == 2 and results_of(t)[0].startswith("error") and t.info["tool_calls"] == 0 and "unreadable call" in transcript(t.to_json())
 
 
 def test_what_is_no_tool_cannot_be_called(monkeypatch):
@@ -420,12 +413,12 @@ def test_rewards_are_paid_to_the_turn_that_earned_them(monkeypatch):
     assert t.rewards == [1.0, 9.0] and t.reward == 10.0 and t.reward_parts == {"style": 0.5} and t.info["success"]
 
 
-def test_the_world_replies_to_an_answer(monkeypatch):
-    t = play(monkeypatch, "hm", "hm", [call("pay", amount=1)], "stop", world="asking")
+def test_the_environment_replies_to_an_answer(monkeypatch):
+    t = play(monkeypatch, "hm", "hm", [call("pay", amount=1)], "stop", env_name="asking")
     assert t.rewards == [0.5, 0.5, 1.0, 0.5] and t.stop_reason == "done" and [m["role"] for m in t.messages] == [
         "user", "assistant", "user", "assistant", "user", "assistant", "tool", "assistant"]
     check_invariants(t, LONG)
-    assert t.info["success"] and not play(monkeypatch, "stop", world="asking").info["success"]  # _check, not the reward
+    assert t.info["success"] and not play(monkeypatch, "stop", env_name="asking").info["success"]  # _check, not the reward
 
 
 def test_rewards_that_are_numpy_numbers(monkeypatch):
@@ -473,23 +466,162 @@ def test_reward_text_never_contains_tool_output(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- our fault
-def raising(*_, **__):
-    raise KeyError("nope")
+MEMBERS = ("__init__()", "reset()", "system_prompt", "max_turns", "reward", "done", "_reply()", "get_reward()", "_reward_parts", "_check()")
 
 
-@pytest.mark.parametrize("method, world, says", [("reset", "box", "reset"), ("get_reward", "box", "get_reward"), ("_reply", "asking", "_reply"), ("_check", "asking", "raised KeyError")])
-def test_a_world_that_raises_stops_the_run_by_name(monkeypatch, method, world, says):
-    monkeypatch.setattr(WORLDS[world], method, raising)
-    with pytest.raises(RuntimeError, match=rf"(?s)world {world}.*{says}|{says}") as error:
-        play(monkeypatch, "stop", world=world, tasks=[{"word": "needle"}])
-    assert "needle" in str(error.value) and f"world {world}" in str(error.value) and "KeyError: 'nope'" in str(error.value)
+class Faulty:
+    """An environment of which one member misbehaves in the first instance that is made."""
+    member, _how, made = None, None, []
+
+    def __init__(self):
+        self.made.append(self)
+        self.bad = len(self.made) == 1
+        self._misbehave("__init__()")
+
+    def _misbehave(self, member):
+        if self.bad and self.member == member:
+            self._how()
+
+    def reset(self, **_):
+        self._reward = 0.0
+        self._misbehave("reset()")
+        return "go"
+
+    @property
+    def system_prompt(self):
+        self._misbehave("system_prompt")
+
+    @property
+    def max_turns(self):
+        self._misbehave("max_turns")
+        return 6
+
+    @property
+    def reward(self):
+        self._misbehave("reward")
+        return self._reward
+
+    @property
+    def done(self):
+        self._misbehave("done")
+        return False
+
+    @property
+    def _reward_parts(self):
+        self._misbehave("_reward_parts")
+        return {}
+
+    def pay(self, amount: float) -> str:
+        """Pay.
+
+        Args:
+            amount: how much
+        """
+        self._reward += amount
+        return "paid"
+
+    def _reply(self, text):
+        self._misbehave("_reply()")
+
+    def get_reward(self):
+        self._misbehave("get_reward()")
+        return self._reward
+
+    def _check(self):
+        self._misbehave("_check()")
+        return True
+
+
+ENVIRONMENTS["faulty"] = Faulty
+
+
+def raising(*_, kind=KeyError):
+    raise kind("nope")
+
+
+HOWS = {"KeyError": raising, "SystemExit": lambda: sys.exit(3), "KeyboardInterrupt": lambda: raising(kind=KeyboardInterrupt), "GeneratorExit": lambda: raising(kind=GeneratorExit),
+        "did not return within 0.3 s": lambda: time.sleep(30)}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_member_that_misbehaves_ends_its_own_episode_and_is_named(monkeypatch, member, how):
+    """Whatever an environment does, and wherever: this episode ends, by name of environment, member and task; the other is not touched."""
+    for name, value in (("member", member), ("_how", staticmethod(HOWS[how])), ("made", [])):
+        monkeypatch.setattr(Faulty, name, value)
+    Script(monkeypatch, [[[call("pay", amount=1)], "fine"]] * 2, "faulty")
+    bad, good = rollout(MODEL, TOKENIZER, "faulty", [{"word": "needle"}, {"word": "hay"}], limits=HASTY)
+    assert bad.stop_reason == "error" and not bad.info["success"] and math.isfinite(bad.reward)
+    assert re.search(rf"environment faulty: {re.escape(member)} on task .*needle.*{how}", bad.info["error"]), bad.info["error"]
+    assert (good.stop_reason, good.reward, good.info["success"]) == ("done", 1.0, True) and judged([bad, good]) == [good]
+    assert Trajectory.from_json(json.loads(json.dumps(bad.to_json(), allow_nan=False))) == bad and len(bad.token_ids) > 1
+    assert summarise([bad, good])["errors"] == 0.5
+
+
+@pytest.mark.parametrize("member, env_name", [("reset", "box"), ("get_reward", "box"), ("_reply", "asking"), ("_check", "asking")])
+def test_an_environment_that_always_fails_stops_the_run_by_name(monkeypatch, member, env_name):
+    monkeypatch.setattr(ENVIRONMENTS[env_name], member, lambda self, *_, **__: raising())
+    Script(monkeypatch, [["stop"]] * 5, env_name)
+    with pytest.raises(EnvironmentFault, match=rf"{member}\(\) raised KeyError in 5 of 5 calls.*environment {env_name}: {member}\(\) on task .*needle.* raised KeyError: 'nope'"):
+        rollout(MODEL, TOKENIZER, env_name, [{"word": "needle"}], 5, limits=LONG)
+
+
+def test_few_faults_do_not_stop_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(Box, "get_reward", lambda self: raising() if len(self.log) else 1.0)
+    Script(monkeypatch, [[[call("pay", amount=1)], "fine"]] * 4 + [["fine"]] * 16)
+    found = rollout(MODEL, TOKENIZER, "box", [{}], 20, limits=LONG)
+    assert Counter(t.stop_reason for t in found) == {"error": 4, "done": 16}
+    assert "4 of 20 episodes ended by a fault of their environment; the first: environment box: get_reward()" in capsys.readouterr().out
+
+
+def test_tools_that_raise_what_is_no_exception_are_counted(monkeypatch):
+    def interrupt(self) -> str:
+        """Interrupt."""
+        raise KeyboardInterrupt
+    monkeypatch.setattr(Box, "interrupt", interrupt, raising=False)
+    with monkeypatch.context() as patch:
+        t = play(patch, [call("interrupt")], "fine")
+        assert results_of(t) == ["error: KeyboardInterrupt"] and t.stop_reason == "done"
+    Script(monkeypatch, [[[call("interrupt")] * 5, "fine"]])
+    with pytest.raises(EnvironmentFault, match="interrupt raised KeyboardInterrupt in 5 of 5 calls: it is broken"):
+        rollout(MODEL, TOKENIZER, "box", [{}], limits=LONG)
+
+
+def test_a_reset_that_never_returns_stops_the_run_in_time(monkeypatch):
+    monkeypatch.setattr(Box, "reset", lambda self, **_: time.sleep(60))
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFault, match=r"9 calls did not return within 0.1 s, the last one environment box: reset\(\) on task"):
+        rollout(MODEL, TOKENIZER, "box", [{}], 12, limits=replace(LONG, tool_timeout=0.1))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("member, value", [("reset", 3), ("reset", b"go"), ("system_prompt", 7), ("_reply", 1)])
+def test_what_must_be_text(monkeypatch, member, value):
+    monkeypatch.setattr(Asking, member, value if member == "system_prompt" else lambda self, *_, **__: value, raising=False)
+    t = play(monkeypatch, "fine", env_name="asking")
+    assert t.stop_reason == "error" and re.search(rf"environment asking: {member}.* must be text or None", t.info["error"])
+
+
+def test_prompts_that_are_too_long_are_dropped_and_counted(monkeypatch, capsys):
+    limits = Limits(max_new_tokens=20, max_tokens=120)
+    found = evaluate(MODEL, TOKENIZER, "box", [{"word": "a"}, {"word": "b " * 100}, {"word": "c"}], 2, limits=limits)
+    assert found["episodes"] == 4 and set(found) >= {"pass@1", "pass@2"}
+    assert "2 of 6 episodes dropped: the prompt alone reaches --max_tokens 120" in capsys.readouterr().out
+
+
+def test_data_names_registered_environments_only(tmp_path):
+    """A task's "env" is data where the caller did not name it: the code of a file is not run."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UserError, match="named by data"):
+        rollout(MODEL, TOKENIZER, "box", [{}, {"env": f"{tmp_path / 'evil.py'}:Evil"}], limits=LONG)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("total", [None, "many", 1j])
-def test_a_reward_that_is_no_number_stops_the_run(monkeypatch, total):
+def test_a_reward_that_is_no_number_is_a_fault(monkeypatch, total):
     monkeypatch.setattr(Box, "get_reward", lambda self: total)
-    with pytest.raises(RuntimeError, match="world box: get_reward.. on task .*needle"):
-        play(monkeypatch, "fine", tasks=[{"word": "needle"}])
+    t = play(monkeypatch, "fine", tasks=[{"word": "needle"}])
+    assert t.stop_reason == "error" and re.search("environment box: get_reward.. on task .*needle", t.info["error"])
 
 
 @pytest.mark.parametrize("total", [float("nan"), float("inf"), -float("inf")])
@@ -497,7 +629,7 @@ def test_a_reward_that_is_not_finite_is_told_and_touches_no_other_episode(monkey
     monkeypatch.setattr(Box, "get_reward", lambda self: total if Box.instances[0] is self else 1.0)
     Script(monkeypatch, [["fine"]] * 2)
     bad, good = rollout(MODEL, TOKENIZER, "box", [{"word": "needle"}, {"word": "hay"}], limits=LONG)
-    assert math.isnan(bad.reward) and re.search(f"world box: get_reward.* on task .*needle.* is {total}, .*not finite", bad.info["not_finite"])
+    assert math.isnan(bad.reward) and re.search(f"environment box: get_reward.* on task .*needle.* is {total}, .*not finite", bad.info["not_finite"])
     assert good.reward == 1.0 and "not_finite" not in good.info
 
 
@@ -510,11 +642,11 @@ def test_a_running_reward_or_part_that_is_no_finite_number(monkeypatch, value):
         patch.setattr(Box, "end", end)
         patch.setattr(Box, "get_reward", lambda self: 1.0)
         t = play(patch, [call("end")], "fine")
-        assert math.isnan(t.reward) and re.search("world box.*not finite", t.info["not_finite"])
+        assert math.isnan(t.reward) and re.search("environment box.*not finite", t.info["not_finite"])
     if isinstance(value, float):
         monkeypatch.setattr(Box, "parts", {"style": value})
         t = play(monkeypatch, "fine")
-        assert math.isnan(t.reward) and re.search("world box.*style.*not finite", t.info["not_finite"])
+        assert math.isnan(t.reward) and re.search("environment box.*style.*not finite", t.info["not_finite"])
 
 
 def test_a_model_that_diverged_is_named():
@@ -576,7 +708,7 @@ def test_a_hanging_async_tool(monkeypatch):
 
 def test_too_many_hanging_tools_stop_the_run(monkeypatch):
     Script(monkeypatch, [[[call("sleep", seconds=30)], "fine"]] * 12)
-    with pytest.raises(RuntimeError, match="9 tool calls overran --tool_timeout 0.2 s, the last one sleep"):
+    with pytest.raises(RuntimeError, match="9 calls did not return within 0.2 s, the last one environment box: sleep"):
         rollout(MODEL, TOKENIZER, "box", [{}], 12, limits=replace(LONG, tool_timeout=0.2))
 
 
@@ -663,8 +795,8 @@ def test_evaluate_by_hand(monkeypatch):
 
 def test_transcript(monkeypatch):
     t = play(monkeypatch, [call("subtract_terms", terms="7")], [call("divide_terms", terms=3), call("divide_terms", terms="0")], [call("state_answer", value="3")],
-             world="equations", tasks=[{"equation": "3x + 7 = 16"}])
-    lines = transcript(t).splitlines()
+             env_name="equations", tasks=[{"equation": "3x + 7 = 16"}])
+    lines = transcript(t.to_json()).splitlines()
     assert lines[:2] == ["System: Solve for x with the tools.", "User: Solve for x: 3x + 7 = 16"] and lines[-1] == "[done; success True; reward 9.00]"
     actions = [("subtract_terms", "2.0", "3x = 9", "terms=7"), ("divide_terms", "2.0", "x = 3", "terms=3"), ("divide_terms", "0.0", results_of(t)[2], "terms=0"),
                ("state_answer", "5.0", "right", "value=3")]
@@ -701,48 +833,132 @@ def test_playing_tasks_writes_traces(tmp_path):
     check_logprobs(MODEL, found)
 
 
-def test_the_chat(tmp_path):
+def test_traces_come_from_the_training_split(tmp_path, monkeypatch):
+    """What dpo, reward_weighted and sft learn from must not be what they are evaluated on."""
+    for split in ("train", "test"):
+        assert cli("--num_tasks", 6, "--max_new_tokens", 4, "--output", tmp_path / f"{split}.jsonl", *(("--split", "test") if split == "test" else ())).returncode == 0
+    traces = {split: [t.info["task"] for t in read_trajectories(str(tmp_path / f"{split}.jsonl"))] for split in ("train", "test")}
+    train, test = ({task["equation"] for task in envs.tasks("equations", split, None, 0)} for split in ("train", "test"))
+    assert {t["equation"] for t in traces["train"]} <= train - test and {t["equation"] for t in traces["test"]} <= test - train
+
+
+def test_the_output_file_is_replaced_when_the_episodes_exist(tmp_path, monkeypatch):
+    out = tmp_path / "traces.jsonl"
+    out.write_text("hours of work\n")
+    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    for wrong in ({"dataset": "nowhere.jsonl"}, {"max_tokens": 8}, {"env": "nowhere.py:Env"}):
+        with pytest.raises(UserError):
+            talk.command(talk.Config(num_tasks=1, output=str(out), **wrong))
+        assert out.read_text() == "hours of work\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(talk, "rollout", lambda *_, **__: raising())
+        with pytest.raises(KeyError):
+            talk.command(talk.Config(num_tasks=1, output=str(out)))
+    assert out.read_text() == "hours of work\n" and os.listdir(tmp_path) == ["traces.jsonl"]
+    talk.command(talk.Config(num_tasks=2, max_new_tokens=4, output=str(out)))
+    assert len(read_trajectories(str(out))) == 2 and os.listdir(tmp_path) == ["traces.jsonl"]
+    (tmp_path / "link.jsonl").symlink_to(out)
+    for place, says in [(tmp_path / "link.jsonl", "no regular file"), (tmp_path, "no regular file"), (tmp_path / "no" / "t.jsonl", "No such file")]:
+        with pytest.raises(UserError, match=f"--output .*{says}"):
+            talk.command(talk.Config(num_tasks=1, output=str(place)))
+
+
+def run_folder(folder, **options):
+    folder.mkdir()
+    (folder / "config.yaml").write_text("# grpo run; it repeats\n" + "".join(f"{name}: {value}\n" for name, value in options.items()))
+    MODEL.save_pretrained(folder / "base"), TOKENIZER.save_pretrained(folder / "base")
+    return folder
+
+
+def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
+    """The environment, the task file and the options of the run's folder, unless the command line names others."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 30)
+    folder = run_folder(tmp_path / "run", env="gsm8k", dataset=tasks, eval_dataset="null", env_options="num_turns=3", learning_rate="1e-3")
+    for place in (folder / "base", folder):
+        config = talk.settle(talk.Config(model_path=str(place)))
+        assert (config.env, config.dataset, config.eval_dataset, config.env_options) == ("gsm8k", str(tasks), None, "num_turns=3")
+        assert (config.max_new_tokens, config.max_tokens) == (512, 2048)
+    assert f"--env gsm8k --dataset {tasks} --env_options num_turns=3" in capsys.readouterr().out
+    config = talk.settle(talk.Config(model_path=str(folder), env="equations"))
+    assert (config.env, config.dataset, config.env_options, config.max_new_tokens) == ("equations", None, None, 64)
+    assert talk.settle(talk.Config()).env == "equations"
+
+
+def test_a_run_folder_never_chooses_which_code_runs(tmp_path):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    folder = run_folder(tmp_path / "run", env=f"{tmp_path / 'evil.py'}:Evil")
+    with pytest.raises(UserError, match="give --env yourself"):
+        talk.settle(talk.Config(model_path=str(folder)))
+    assert not (tmp_path / "ran").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------------- the chat
+def test_the_chat():
     done = cli("--max_new_tokens", 12, "--max_turns", 2, stdin="\nhello <|im_end|> é\n\n")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("You: ") == 4 and "World equations: add_terms" in done.stdout and "Its task: Solve for x" in done.stdout and not done.stderr.count("Traceback")
+    assert done.stdout.count("You: ") == 4 and "Environment equations: add_terms" in done.stdout and done.stdout.count("Task: Solve for x") == 4
+    assert "Every question is an episode of its own" in done.stdout and not done.stderr.count("Traceback")
+    assert done.stdout.count("[cut: --max_new_tokens is 12]") == 3  # a turn cut by the limit is not silent
 
 
-def test_the_chat_calls_tools(monkeypatch, capsys):
-    """Scripted turns in the chat: calls are shown with their results; max_turns leaves the conversation well-formed."""
-    chat, heard = chat_of("equations"), []
-    ids = sum((chat.turn("", [call("subtract_terms", terms="7")]) for _ in range(2)), []) + [*TOKENIZER.encode("fine"), END]
-    row = agent.Row
-    monkeypatch.setattr(agent, "Row", lambda prompt, **options: heard.append(row(prompt, forced=ids, **options)) or heard[-1])
-    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
-    sent, extend = [], Engine.extend
-    monkeypatch.setattr(Engine, "extend", lambda self, row, new, limit: (sent.append(list(new)), extend(self, row, new, limit))[1])
-    words = iter(["solve", "and?"])
+def chat_in(monkeypatch, capsys, words, *turns, env_name="equations", **options):
+    """What the screen shows of a chat in which the user says `words` and the model says `turns`."""
+    monkeypatch.setattr(agent, "Row", Row)
+    words = iter(words)
     def ask(_):
         try:
             return next(words)
         except StopIteration:
             raise EOFError from None
     monkeypatch.setattr("builtins.input", ask)
-    agent.talk(agent.Config(max_turns=2, max_new_tokens=64))
-    said = capsys.readouterr().out
-    assert said.count("subtract_terms(terms='7') -> ") >= 1 and "Agent: fine" in said
-    whole = TOKENIZER.decode(heard[0].turn)
-    assert whole == "fine<|im_end|>" and all(TOKENIZER.decode(s).endswith("<|im_start|>assistant\n") for s in sent)
-    assert TOKENIZER.decode(sent[-1]) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n" and heard[0].turn and len(sent) == 2
+    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    Script(monkeypatch, turns, env_name)
+    monkeypatch.setattr(talk, "Row", agent.Row)
+    talk.command(talk.Config(env=env_name, **options))
+    return capsys.readouterr().out
+
+
+def answers(equation):
+    """The expert's calls, as turns."""
+    (t,) = demonstrate(TOKENIZER, "equations", [equation], LONG)
+    return [message["tool_calls"] for message in t.messages if "tool_calls" in message]
+
+
+def test_the_last_allowed_call_runs_and_is_shown(monkeypatch, capsys):
+    task = envs.tasks("equations", "train", 100, 0)[0]
+    turns = answers(task)
+    said = chat_in(monkeypatch, capsys, [""], turns, max_turns=len(turns))
+    assert 'Action: state_answer -> Reward: 5.0 -> "right"' in said and "[done; success True" in said
+    said = chat_in(monkeypatch, capsys, [""], turns, max_turns=len(turns) - 1)
+    assert said.count("Action: ") == len(turns) - 1 and "[max_turns; success False" in said
+
+
+def test_every_question_is_an_episode_of_its_own(monkeypatch, capsys):
+    """The second question finds a fresh environment: its calls are not answered with "the episode is over"."""
+    tasks = envs.tasks("equations", "train", 100, 0)[:2]
+    said = chat_in(monkeypatch, capsys, ["", "solve it"], *map(answers, tasks))
+    assert said.count("[done; success True") == 2 and "is over" not in said and "Task: Solve for x: " + tasks[1]["equation"] in said
+
+
+def test_terminal_escapes_are_printed_as_text(monkeypatch, capsys):
+    said = chat_in(monkeypatch, capsys, [""], ["\x1b]52;c;ZXZpbA==\x07fine"])
+    assert "\x1b" not in said and r"\x1b]52" in said
 
 
 @pytest.mark.parametrize("words, says", [
-    (["--env", "equation", "--num_tasks", 1], "did you mean equations?"), (["--env", "nowhere.py:World"], "nowhere.py"), (["--num_task", 1], "did you mean --num_tasks?"),
+    (["--env", "equation", "--num_tasks", 1], "did you mean equations?"), (["--env", "nowhere.py:Env"], "nowhere.py"), (["--num_task", 1], "did you mean --num_tasks?"),
     (["--model_path", "./nowhere"], "no such folder"), (["--num_tasks", 1, "--dataset", "nowhere.jsonl"], "no such file"), (["--temperature", -1], "at least 0"),
     (["--num_tasks", 1, "--output", "no/such/folder/t.jsonl"], "--output no/such/folder/t.jsonl: No such file"), (["--num_tasks", "many"], "not a whole number"),
-    (["--num_tasks", 1, "--max_tokens", 8], "prompt has")])
+    (["--num_tasks", 1, "--max_tokens", 8], "prompt has"), (["--env", "equations,meetings"], "one environment at a time"), (["--env_options", "noise"], "write name=value"),
+    (["--env_options", "noize=1"], "did you mean noise?")])
 def test_bad_inputs_are_told_in_one_line(monkeypatch, capsys, words, says):
-    load = agent.load_model
-    monkeypatch.setattr(agent, "load_model", lambda path, **options: (MODEL, TOKENIZER) if path == "tiny" else load(path, **options))
+    load = talk.load_model
+    monkeypatch.setattr(talk, "load_model", lambda path, **options: (MODEL, TOKENIZER) if path == "tiny" else load(path, **options))
     monkeypatch.setattr(sys, "argv", ["agent.py", *map(str, words)])
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
     with pytest.raises(SystemExit) as status:
-        run.main(agent.Config, agent.talk, agent.__doc__)
+        run.main(talk.Config, talk.command, talk.__doc__)
     error = capsys.readouterr().err
     assert status.value.code == 2 and error.startswith("agent.py: ") and error.count("\n") == 1 and says in error, error

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from test_resume import place  # noqa: F401  (a fixture)
 
 import dpo
-import envs
 import grpo
 import reward_weighted
 import sft
 from experiment import run
+from experiment.data import read_rows
 from experiment.run import UserError
 from llm.loading import load_model
 
@@ -106,28 +106,28 @@ def test_accepted(tmp_path, monkeypatch):
     long = "x" * 200_000
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\n{"a": 3}')
     (tmp_path / "b.csv").write_bytes(b'\xef\xbb\xbfa,b\r\n1,"x\ny"\n2,' + long.encode())
-    assert [row["a"] for row in envs.read_rows(f"{tmp_path}/a.jsonl")] == [1, 2, 3]
-    assert [row["b"] for row in envs.read_rows(f"{tmp_path}/b.csv")] == ["x\ny", long]
+    assert [row["a"] for row in read_rows(f"{tmp_path}/a.jsonl")] == [1, 2, 3]
+    assert [row["b"] for row in read_rows(f"{tmp_path}/b.csv")] == ["x\ny", long]
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
     path = f"{tmp_path}/c.parquet"
     parquet.write_table(pyarrow.table({"messages": [[ASK, ANSWER]] * 2, "n": [1, None]}), path)
-    assert envs.read_rows(path) == [{"messages": [ASK, ANSWER], **n, "_line": i} for i, n in ((1, {"n": 1}), (2, {}))]  # a null in a table is a field that the row has not
+    assert read_rows(path) == [{"messages": [ASK, ANSWER], **n, "_line": i} for i, n in ((1, {"n": 1}), (2, {}))]  # a null in a table is a field that the row has not
     calls = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {k: 1}}]}] for k in "ab"]
     parquet.write_table(pyarrow.table({"messages": calls}), path)  # Arrow gives both calls both arguments
-    assert [row["messages"] for row in envs.read_rows(path)] == calls
+    assert [row["messages"] for row in read_rows(path)] == calls
     for columns, says in (({"img": [b"\xff"]}, 'field "img": bytes; rows to learn from are text and numbers'), ({"a": [1.0, float("nan")]}, 'field "a": not a finite number'),
                           ({"day": pyarrow.array([1], pyarrow.date32())}, 'field "day": date; rows to learn from are text and numbers'), ({}, "no rows")):
         parquet.write_table(pyarrow.table(columns), path)
         with pytest.raises(UserError, match=re.escape(says)):
-            envs.read_rows(path)
+            read_rows(path)
     data = (tmp_path / "c.parquet").read_bytes()
     (tmp_path / "c.parquet").write_bytes(data[:8] + data[-8:])
     with pytest.raises(UserError, match="c.parquet: "):
-        envs.read_rows(path)
+        read_rows(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError) as error:
-        envs.read_rows(path)
+        read_rows(path)
     assert str(error.value) == f'{path}: reading parquet needs "pip install pyarrow"; or convert to .jsonl'
 
 

@@ -17,8 +17,9 @@ import dpo
 import envs
 import grpo
 import sft
-from agent import Trajectory, demonstrate
+from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
+from envs.expert import demonstrate
 from experiment.distributed import join
 from experiment.run import UserError
 from llm.loading import load_model

@@ -18,6 +18,7 @@ import pytest
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
+from experiment.data import read_rows
 from experiment.run import UserError
 
 DATA = "/work/shared/data/gsm8k"
@@ -246,7 +247,7 @@ def test_schemas_and_gymnasium():
 @pytest.mark.skipif(not os.path.isdir(DATA), reason="the dataset is not here")
 @pytest.mark.parametrize("name, count", [("train", 7473), ("test", 400)])
 def test_every_row(name, count):
-    env, rows, marks, true, turns = GSM8K(), envs.read_rows(f"{DATA}/{name}.jsonl"), 0, 0, 0
+    env, rows, marks, true, turns = GSM8K(), read_rows(f"{DATA}/{name}.jsonl"), 0, 0, 0
     assert len(rows) == count
     for row in rows:
         env.reset(**GSM8K._row(row))

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
-from agent import demonstrate
 from envs import meetings
+from envs.expert import demonstrate
 from envs.meetings import (
     COLUMNS,
     PERSONAS,
@@ -29,6 +29,7 @@ from envs.meetings import (
     belief,
     simulate,
 )
+from experiment.data import read_rows
 from llm.chat import Chat, parse_tool_calls
 
 ROOT = Path(envs.__file__).parent.parent
@@ -316,7 +317,7 @@ def table(tmp_path_factory):
 
 
 def test_the_csv_is_the_courses_and_the_world_reads_it_back(table):
-    rows = envs.read_rows(str(table))
+    rows = read_rows(str(table))
     assert table.read_text().splitlines()[0] == ",".join(COLUMNS) == "input_text,target_probability,target_reason,ground_truth_prob"
     assert len(rows) == 300 and all(set(row) == {*COLUMNS, "_line"} for row in rows) and [row["_line"] for row in rows] == list(range(2, 302))
     wanted = [t["meeting"] for t in Meetings._tasks("train", 300, 1)]

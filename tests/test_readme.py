@@ -10,6 +10,7 @@ import dpo
 import grpo
 import reward_weighted
 import sft
+from envs.expert import demonstrate
 from experiment import run
 
 ROOT = Path(__file__).parent.parent
@@ -53,5 +54,5 @@ def test_what_ci_runs_is_what_the_readme_says():
 def test_the_template_world_plays():
     from llm.tiny import make_tiny
     tasks = agent.envs.tasks("envs/template.py:HigherLower", "test", 3, seed=0)
-    for t in agent.demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):
+    for t in demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):
         assert t.info["success"] and t.reward == 1.0 and t.reward_parts == {"found": 1.0} and t.stop_reason == "done"

@@ -14,7 +14,7 @@ from experiment.comparison import forecast
 from experiment.curves import Axis, chart
 from experiment.errors import UserError
 from experiment.page import MAX_EPISODES, token_texts
-from experiment.records import Record, ceiling, measure, summary, transcript
+from experiment.records import Record, ceiling, measure, summary
 from experiment.statistics import bins, brier, calibration_error, difference, wilson
 
 ROOT = Path(__file__).parent.parent
@@ -243,16 +243,6 @@ def test_text_of_others_stays_text_in_the_report(tmp_path):
     outside = re.sub(r"^(`{3,})\n.*?\n\1$", "", text, flags=re.M | re.S)
     assert "<script" not in outside and "<img" not in outside and "&lt;script>" in outside and r"\|" in outside
     assert len(re.findall(r"^`{5}$", text, re.M)) == 4  # the fence is longer than what it holds
-
-
-def test_transcripts_are_agents():
-    import agent
-    rows = [episode(calls=("a", "b")), says(0.4, False), episode("", success=False, calls=())]
-    rows[0]["messages"][1:3] = [turn("hm", [call("a", x=1, y="z"), call("b")]), {"role": "tool", "name": "a", "content": "1", "reward": 2.0},
-                                {"role": "tool", "name": "b", "content": "2", "reward": -0.5},
-                                {"role": "tool", "name": "", "content": "no JSON", "reward": 0.0}]
-    for row in rows:
-        assert transcript(row) == agent.transcript(agent.Trajectory.from_json(row))
 
 
 # ------------------------------------------------------------------------------------------------------- report.html

@@ -14,8 +14,10 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from agent import Limits, demonstrate, read_trajectories, rollout
+from agent import Limits, rollout
 from envs import tasks
+from envs.demonstrations import read_trajectories
+from envs.expert import demonstrate
 from experiment import run
 from experiment.command_line import parse
 from experiment.run import Run, UserError

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 import grpo
 import reward_weighted as rw
 import sft
-from agent import collate, read_trajectories, rollout
+from agent import collate, rollout
 from envs import tasks
+from envs.demonstrations import read_trajectories
 from experiment.run import UserError, options
 from llm.loading import load_model
 from llm.logprobs import token_logprobs

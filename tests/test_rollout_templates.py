@@ -9,7 +9,8 @@ from test_template import NAMES, real, small
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
-from agent import collate, demonstrate, rollout
+from agent import collate, rollout
+from envs.expert import demonstrate
 from llm.engine import Row
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 import envs
 import sft
-from agent import Trajectory, collate, demonstrate
+from agent import Trajectory, collate
+from envs.expert import demonstrate
 from experiment.run import UserError
 from llm.loading import load_model
 from llm.logprobs import token_logprobs

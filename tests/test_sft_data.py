@@ -11,8 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import envs
 import sft
-from agent import Episode, Limits, Trajectory, collate, demonstrate
+from agent import Episode, Limits, Trajectory, collate
 from envs.demonstrations import imitates_rows, registered_envs
+from envs.expert import demonstrate
 from experiment.run import UserError
 from llm.chat import Chat, parse_tool_calls
 from llm.logprobs import token_logprobs

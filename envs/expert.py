@@ -1,0 +1,67 @@
+"""Demonstrations: episodes of the environments' scripted experts, as if a model had played them."""
+import re
+from contextlib import closing
+
+from tqdm import tqdm
+
+import envs
+from agent import Episode, Limits, Trajectory, judged, load_environments, without_too_long
+from envs.session import Session, ToolPool
+from experiment.errors import EnvironmentFault
+
+
+def demonstrate(tokenizer, env_name: str, tasks: list[dict],
+                limits: Limits = Limits()) -> list[Trajectory]:
+    """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
+    envs.need_expert(env_name)
+    classes, chats = load_environments(tokenizer, tasks, env_name)
+    warn_of_letters(tokenizer, classes)
+    trajectories = []
+    with closing(ToolPool(classes.values(), 1, limits.tool_timeout)) as pool:
+        for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
+            name = task.get("env", env_name)
+            session = Session(pool, name, classes[name], task)
+            episode = Episode(session, chats[name], limits, str(i))
+            while episode.can_start:
+                expert_turn(episode)
+            trajectories.append(episode.trajectory)
+            pool.check_abandoned()
+        pool.check()
+    return judged(without_too_long(trajectories, limits.max_tokens))
+
+
+def expert_turn(episode: Episode):
+    """Let the expert take a turn of the episode in the model's place."""
+    try:
+        turn = episode.session.expert()
+    except EnvironmentFault as fault:
+        return episode.fail(str(fault))
+    is_text = isinstance(turn, str)
+    ids = episode.chat.turn(turn, []) if is_text else episode.chat.turn("", turn)
+    calls = episode.take_turn(ids, [0.0] * len(ids))
+    if calls is not None:
+        episode.take_results(episode.session.submit(calls))
+
+
+def warn_of_letters(tokenizer, classes: dict):
+    """Print a note if the tokenizer spells the words of an environment's tools in letters.
+
+    The tiny model's tokenizer knows few words besides those of the environments that come with it.
+    """
+    for name, cls in classes.items():
+        words = set()
+        for schema in envs.schemas(cls):
+            function = schema["function"]
+            words.update([function["name"], *function["parameters"]["properties"]])
+        spelled = [word for word in sorted(words) if is_spelled(tokenizer, word)]
+        if spelled:
+            print(f"note: this tokenizer spells {', '.join(spelled[:5])} of environment {name} in "
+                  "letters, which makes its turns long and hard to learn; a real model does not, "
+                  "or add the words to TINY_TEXT in llm/tiny.py")
+
+
+def is_spelled(tokenizer, word: str) -> bool:
+    """True if a word takes about as many tokens as it has letters."""
+    letters = len(re.sub(r"\W|_", "", word))
+    tokens = len(tokenizer.encode(word, add_special_tokens=False))
+    return letters >= 4 and tokens > letters / 2

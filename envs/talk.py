@@ -1,0 +1,200 @@
+"""What `python agent.py` does: chat with the agent, or let it play tasks and write the episodes.
+
+    python agent.py --model_path runs/grpo
+    python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
+"""
+import json
+import os
+import re
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import envs
+from agent import Episode, play, rollout, rollout_options, summarise
+from envs.session import Session, ToolPool
+from experiment.checkpoint import replace_file
+from experiment.config import auto, fill, flag
+from experiment.data import read_rows, read_yaml
+from experiment.episodes import message_lines, transcript
+from experiment.errors import UserError
+from experiment.run import finite, main, mix
+from llm.chat import Chat
+from llm.engine import Row
+from llm.loading import DTYPES, load_model
+from llm.static_engine import make_engine
+from lora import merged
+
+SHOWN = 8  # episodes that are printed with --num_tasks
+
+
+@dataclass
+class Config:
+    model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
+    env: str | None = flag(None, "environment; default: that of the run that wrote the model")
+    dataset: str | None = flag(None, "task file (.jsonl); default: the run's, or the environment's")
+    eval_dataset: str | None = flag(None, "task file for --split test")
+    env_options: str | None = flag(None, "name=value,... for the environment's reset")
+    num_tasks: int = flag(0, "play this many tasks and print them, instead of chatting", low=0)
+    split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
+    group_size: int = flag(1, "episodes per task", low=1, aliases=("samples_per_prompt",))
+    output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
+    temperature: float = flag(1.0, "sampling temperature; 0: the most likely token", low=0)
+    top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
+    top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
+                        above=0, high=1)
+    max_turns: int | None = flag(None, "assistant turns; default: the environment's", low=1)
+    max_new_tokens: int | None = auto(256, "tokens per turn; default: the environment's", low=1)
+    max_tokens: int | None = auto(2048, "tokens per episode; default: the environment's", low=8)
+    dtype: str = flag("auto", "of the weights; auto: as stored", choices=tuple(DTYPES))
+    seed: int = flag(0, "of tasks and sampling", low=0)
+
+
+# ----------------------------------------------------------------------------- where to play
+def settle(config: Config) -> Config:
+    """Fill in what the command line left open, from the run and from the environment."""
+    if config.env is None:
+        config = as_the_run(config)
+    return fill(config, envs.lengths(config.env))
+
+
+def as_the_run(config: Config) -> Config:
+    """Take environment, tasks and options of the run that wrote the model, or of none."""
+    written = run_config(config.model_path)
+    run = {name: value for _, name, value in read_yaml(written)} if written else {}
+    if not run.get("env"):
+        return replace(config, env="equations")
+    if not set(envs.names_of(run["env"])) <= envs.ENVS.keys():
+        # Data never chooses which code runs, and the folder may come from a stranger.
+        raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to run; "
+                        "give --env yourself")
+    taken = {name: run.get(name) for name in ("env", "dataset", "eval_dataset", "env_options")}
+    dataset = taken["dataset"]
+    if dataset and dataset != run["env"] and not envs.is_task(run["env"], read_rows(dataset)[0]):
+        # The run learned from conversations, which nobody can play.
+        taken.update(dataset=None, eval_dataset=None)
+    taken = {name: value for name, value in taken.items() if value and not getattr(config, name)}
+    print(f"as in {written}:", " ".join(f"--{name} {value}" for name, value in taken.items()))
+    return replace(config, **taken)
+
+
+def run_config(model_path: str) -> Path | None:
+    """Return the config.yaml of the run that wrote a model: an output folder, or a part of it."""
+    folder = Path(model_path)
+    if not folder.is_dir():
+        return None
+    folder = folder.resolve()
+    if folder.parent.name == "checkpoints":
+        folder = folder.parent.parent
+    elif folder.name == "base":
+        folder = folder.parent
+    file = folder / "config.yaml"
+    if file.is_file() and re.match(rb"# \w+ run;", file.read_bytes()[:40]):
+        return file
+    return None
+
+
+# ------------------------------------------------------------------------------------- traces
+def write_traces(config: Config, model, tokenizer, tasks: list[dict]):
+    """Play the tasks, print the first episodes and the summary, and write all to --output."""
+    output = Path(config.output) if config.output else None
+    if output:
+        check_output(output)
+    episodes = rollout(model, tokenizer, config.env, tasks, config.group_size,
+                       top_k=config.top_k, top_p=config.top_p, **rollout_options(config))
+    if output:
+        rows = [json.dumps(finite(t.to_json()), ensure_ascii=False) + "\n" for t in episodes]
+        replace_file(output, "".join(rows))
+    for t in episodes[:SHOWN]:
+        print(transcript(t.to_json()), end="\n\n")
+    print(json.dumps(finite(summarise(episodes))))
+
+
+def check_output(path: Path):
+    """Raise UserError if the file cannot be written. It stays as it is until the episodes exist."""
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UserError(f"--output {path}: is no regular file; give another name")
+    if not path.parent.is_dir():
+        raise UserError(f"--output {path}: No such file or directory: {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"--output {path}: Permission denied: {path.parent}")
+
+
+# --------------------------------------------------------------------------------------- chat
+def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
+    """Play an episode for every line that the user types, and print its turns as they come."""
+    cls = envs.load(config.env)
+    chat = Chat(tokenizer, envs.schemas(cls), model.generation_config)
+    limits = rollout_options(config)["limits"]
+    print(f"Environment {config.env}: {', '.join(envs.tools(cls))}.\n"
+          "Every question is an episode of its own: the environment starts anew, and the agent "
+          "remembers nothing.\nAn empty line asks the task that is shown. Other text is asked in "
+          "its place, and the tools still work on the task. Ctrl-D ends.")
+    with merged(model), closing(ToolPool([cls], 1, limits.tool_timeout)) as pool:
+        engine = make_engine(model, slots=1, stop_ids=chat.stop_ids | chat.start_ids,
+                        temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+        for number in count():
+            session = Session(pool, config.env, cls, tasks[number % len(tasks)])
+            episode = Episode(session, chat, limits, str(number))
+            if not ask(episode):
+                return
+            if episode.can_start:
+                row = Row(episode.trajectory.token_ids, seed=mix(config.seed, number),
+                          limit=episode.room)
+                show(play(engine, {row: episode}), episode)
+            print(f"[{how_it_ended(episode)}]")
+
+
+def ask(episode: Episode) -> bool:
+    """Show the task and put the user's question in its place. Return False at the end of input."""
+    messages = episode.trajectory.messages
+    print("\nTask: " + "\n".join(message_lines(messages[-1:])).removeprefix("User: "))
+    try:
+        question = input("You: ").strip()
+    except EOFError:
+        print()
+        return False
+    if question and not episode.trajectory.stop_reason:
+        episode.open([*messages[:-1], {"role": "user", "content": question}])
+    return True
+
+
+def show(turns, episode: Episode):
+    """Print the messages of the episode turn by turn."""
+    shown = len(episode.trajectory.messages)
+    for _ in turns:
+        lines = message_lines(episode.trajectory.messages[shown:])
+        print("\n".join(lines), flush=True)
+        shown = len(episode.trajectory.messages)
+
+
+def how_it_ended(episode: Episode) -> str:
+    """Return the end of the episode in words."""
+    t = episode.trajectory
+    if t.stop_reason == "error":
+        return t.info["error"]
+    if not t.stop_reason:
+        return f"the prompt has {len(t.token_ids)} tokens, --max_tokens is {episode.limits.max_tokens}"
+    if t.truncated:
+        limit = getattr(episode.limits, t.stop_reason)
+        return f"cut: --{t.stop_reason} is {limit}"
+    return f"{t.stop_reason}; success {t.info['success']}; reward {t.reward:.2f}"
+
+
+def command(config: Config):
+    """Chat with the agent, or with --num_tasks watch it work."""
+    config = settle(config)
+    if not config.num_tasks and len(envs.names_of(config.env)) > 1:
+        raise UserError(f"--env {config.env}: chat with one environment at a time")
+    tasks = envs.tasks(config.env, config.split, config.num_tasks or 100, config.seed,
+                       config.dataset, config.eval_dataset, config.env_options)
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    if config.num_tasks:
+        write_traces(config, model, tokenizer, tasks)
+    else:
+        chat_with(config, model, tokenizer, tasks)
+
+
+if __name__ == "__main__":
+    main(Config, command, __doc__)
