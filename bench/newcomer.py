@@ -1,11 +1,15 @@
-"""The newcomer's command for three seeds, and for each the controls that show what RL did: shuffled rewards, learning
-rate 0.
+"""The newcomer's command for three seeds, and for each the controls that show what GRPO did.
 
-    python bench/newcomer.py            25 minutes on 2 cores; writes bench/results/newcomer.json and newcomer.png
+    python bench/newcomer.py                20 minutes on 2 cores
+    python bench/newcomer.py --no_controls  7 minutes: the three runs alone
 
-Each seed is `python grpo.py --seed S`, start to finish, alone on the machine, timed from outside. The controls start
-from that run's own base model; their time says nothing, so they run two at a time.
+Each seed is `python grpo.py --seed S`, start to finish, timed from outside. Three controls start from that run's own
+taught model: GRPO with the step's rewards dealt out at random, GRPO with learning rate 0, and SFT alone on the start's
+own demonstrations, for as many steps as fit into the time that GRPO took, with a schedule that ends with them, at two
+learning rates of which the better one is reported. Controls run two at a time, so their seconds say nothing. Writes
+bench/results/newcomer.json and newcomer.png; the last line is JSON.
 """
+import argparse
 import datetime
 import json
 import os
@@ -18,67 +22,100 @@ from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
+SHUFFLED = """
+import random, sys
+import grpo
+from experiment.run import main
+whole = grpo.scale_rewards
+def shuffled(trajectories, scaling, bias):
+    whole(trajectories, scaling, bias)
+    paid = [t.reward for t in trajectories]
+    random.Random(repr(paid)).shuffle(paid)
+    for t, reward in zip(trajectories, paid):
+        t.rewards, t.reward = [0.0] * (len(t.rewards) - 1) + [reward], reward
+grpo.scale_rewards = shuffled
+main(grpo.Config, grpo.train, "")
+"""
 
 
-def grpo(folder, *flags, **environment):
-    """One run -> its result; one that an earlier call of this script finished is read, not run again."""
-    command = [sys.executable, os.path.join(ROOT, "grpo.py"), "--output_dir", folder, "--overwrite", *map(str, flags)]
-    began, kept = time.time(), os.path.join(folder, "newcomer.json")
-    if not os.path.exists(kept):
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                       env={**os.environ, **environment})
-        with open(os.path.join(folder, "result.json")) as f, open(kept, "w") as out:
-            json.dump({**json.load(f), "wall_seconds": round(time.time() - began, 1), **environment}, out)
-    with open(kept) as f:
-        return json.load(f)
-
-
-def control(out, seed, label, flags):
-    folder = os.path.join(out, f"seed{seed}_{label.replace(' ', '_')}")
-    base = os.path.join(out, f"seed{seed}", "base")
-    row = grpo(folder, "--model_path", base, "--seed", seed, "--learning_rate", 2e-3, "--kl_coef", 0.3,
-               "--updates_per_step", 2, *flags, OMP_NUM_THREADS="1")
-    return {name: value for name, value in row.items() if "seconds" not in name}, curve(folder)
+def run(program, folder, *words, code=None, **environment):
+    """Run a program into `folder` and return its result.json with the wall seconds."""
+    command = [sys.executable, *(["-c", code] if code else [program]), *map(str, words)]
+    began = time.time()
+    subprocess.run([*command, "--output_dir", folder, "--overwrite"], check=True, cwd=ROOT,
+                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **environment})
+    with open(os.path.join(folder, "result.json")) as file:
+        return {**json.load(file), "wall_seconds": round(time.time() - began, 1)}
 
 
 def curve(folder, name="success"):
-    with open(os.path.join(folder, "metrics.jsonl")) as f:
-        return [json.loads(line)[name] for line in f]
+    with open(os.path.join(folder, "metrics.jsonl")) as file:
+        return [json.loads(line)[name] for line in file]
 
 
-def main(out):
-    os.makedirs(RESULTS, exist_ok=True)
+def sft_alone(folder, base, seed, seconds):
+    """SFT on the start's demonstrations for `seconds` of two threads, at the better of two learning rates."""
+    sys.path.insert(0, ROOT)
+    from sft import TINY_SFT
+    with open(os.path.join(base, "sft", "timing.jsonl")) as file:
+        step_seconds = sorted(json.loads(line)["seconds"] for line in file)
+    steps = int(seconds / step_seconds[len(step_seconds) // 2])
+    words = [word for name, value in TINY_SFT.items() if name != "max_steps" for word in (f"--{name}", value)]
+    rows = {}
+    for rate in ("3e-4", "1e-3"):
+        rows[rate] = run("sft.py", f"{folder}_{rate}", "--model_path", base, "--seed", seed, *words,
+                         "--max_steps", steps, "--learning_rate", rate, OMP_NUM_THREADS="1")
+    best = max(rows, key=lambda rate: rows[rate]["success_after"])
+    return {**rows[best], "learning_rate": best, "both": {r: rows[r]["success_after"] for r in rows}}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.path.join(ROOT, "runs", "newcomer"))
+    parser.add_argument("--no_controls", action="store_true")
+    args = parser.parse_args()
     rows, curves = {}, {}
     for seed in SEEDS:
-        run = os.path.join(out, f"seed{seed}")
-        rows[f"seed {seed}"] = grpo(run, "--seed", seed)
-        shutil.copy(os.path.join(run, "metrics.jsonl"), os.path.join(RESULTS, f"newcomer_seed{seed}.jsonl"))
-        curves[f"seed {seed}"] = curve(run)
+        folder = os.path.join(args.out, f"seed{seed}")
+        rows[f"seed {seed}"] = run("grpo.py", folder, "--seed", seed)
+        curves[f"seed {seed}"] = curve(folder)
+        shutil.copy(os.path.join(folder, "metrics.jsonl"), os.path.join(RESULTS, f"newcomer_seed{seed}.jsonl"))
         print(json.dumps(rows), flush=True)
-    kinds = {"shuffled rewards": ["--shuffle_rewards"], "learning rate 0": ["--learning_rate", 0, "--max_steps", 5]}
     with ThreadPoolExecutor(2) as pool:
-        jobs = {f"seed {seed}, {label}": pool.submit(control, out, seed, label, flags)
-                for label, flags in kinds.items() for seed in SEEDS}
+        jobs = {}
+        for seed in SEEDS if not args.no_controls else ():
+            base, start = os.path.join(args.out, f"seed{seed}", "base"), os.path.join(args.out, f"control{seed}")
+            words = "--model_path", base, "--seed", seed
+            one = {"OMP_NUM_THREADS": "1"}
+            jobs[f"seed {seed}, shuffled rewards"] = pool.submit(
+                run, "grpo.py", f"{start}_shuffled", *words, code=SHUFFLED, **one)
+            jobs[f"seed {seed}, learning rate 0"] = pool.submit(
+                run, "grpo.py", f"{start}_zero", *words, "--learning_rate", 0, "--max_steps", 3, **one)
+            jobs[f"seed {seed}, SFT alone"] = pool.submit(
+                sft_alone, f"{start}_sft", base, seed, rows[f"seed {seed}"]["seconds"])
         for label, job in jobs.items():
-            rows[label], values = job.result()
-            if "shuffled" in label:
-                curves[label] = values
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    plt.figure(figsize=(7, 4))
-    for label, values in curves.items():
-        smooth = [sum(values[max(0, i - 4):i + 1]) / len(values[max(0, i - 4):i + 1]) for i in range(len(values))]
-        plt.plot(smooth, label=label, linestyle=":" if "shuffled" in label else "-", color=f"C{label[5]}")
-    plt.xlabel("GRPO step"), plt.ylabel("success in training tasks (mean of 5 steps)")
-    plt.ylim(0, 1), plt.grid(alpha=0.3), plt.legend()
-    plt.tight_layout(), plt.savefig(os.path.join(RESULTS, "newcomer.png"), dpi=120)
-    result = {"command": "python bench/newcomer.py", "date": datetime.date.today().isoformat(), "rows": rows,
+            rows[label] = job.result()
+    draw(curves)
+    result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(), "rows": rows,
               "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU"}
-    with open(os.path.join(RESULTS, "newcomer.json"), "w") as f:
-        json.dump(result, f, indent=1)
+    with open(os.path.join(RESULTS, "newcomer.json"), "w") as file:
+        json.dump(result, file, indent=1)
     print(json.dumps(result))
 
 
+def draw(curves):
+    """Draw success in training against steps, means of five, one line for each seed."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    plt.figure(figsize=(7, 3.6))
+    for label, values in curves.items():
+        windows = [values[max(0, i - 4):i + 1] for i in range(len(values))]
+        plt.plot([sum(window) / len(window) for window in windows], label=label)
+    plt.xlabel("GRPO step"), plt.ylabel("success in training tasks (mean of 5 steps)")
+    plt.ylim(0, 1), plt.grid(alpha=0.3), plt.legend()
+    plt.tight_layout(), plt.savefig(os.path.join(RESULTS, "newcomer.png"), dpi=120)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "runs", "newcomer"))
+    main()
