@@ -23,7 +23,7 @@ import envs
 from envs.session import Session, ToolPool
 from experiment.episodes import problem
 from experiment.errors import EnvironmentFault, UserError
-from experiment.run import mix
+from experiment.seeds import mix
 from llm.chat import Chat, parse_tool_calls
 from llm.engine import Row
 from llm.memory import techniques_of

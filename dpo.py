@@ -37,18 +37,14 @@ from tqdm import tqdm
 import envs
 from agent import Limits, Trajectory, collate, evaluate, judged, rollout
 from envs.demonstrations import read_trajectories
-from experiment.run import (
-    Run,
-    UserError,
-    flag,
-    main,
-    mix,
-    nearest,
-    optimizer_tensors,
-    peak_memory_mb,
-    replace_file,
-    to_json,
-)
+from experiment.checkpoint import optimizer_tensors
+from experiment.config import flag, nearest
+from experiment.errors import UserError
+from experiment.files import replace_file, to_json
+from experiment.process import peak_memory_mb
+from experiment.program import main
+from experiment.run import Run
+from experiment.seeds import mix
 from llm.chat import Chat
 from llm.dry_run import dry_run
 from llm.loading import DTYPES, fast_float32, load_model, load_weights, model_options, save_model

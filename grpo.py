@@ -26,7 +26,8 @@ from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, 
                                check_accumulation, fill, flag)
 from experiment.errors import UserError
 from experiment.groups import group_shares
-from experiment.run import Run, main
+from experiment.program import main
+from experiment.run import Run
 from llm.batches import cheapest_order, turn_index
 from llm.dry_run import dry_run
 from llm.loading import is_tiny, load_model, model_options

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiment.config import UserError
+from experiment.errors import UserError
 from experiment.process import give_back_memory
 
 

@@ -35,11 +35,13 @@ from envs.demonstrations import (
     split,
 )
 from envs.expert import demonstrate
-from experiment.checkpoint import replace_file, to_json
+from experiment.files import replace_file, to_json
+from experiment.program import main
+from experiment.run import Run
+from experiment.seeds import mix
 from experiment.config import MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag
 from experiment.data import read_rows
 from experiment.errors import UserError
-from experiment.run import Run, main, mix
 from llm.dry_run import dry_run
 from llm.loading import fast_float32, is_tiny, load_model, model_options
 from llm.logprobs import token_logprobs

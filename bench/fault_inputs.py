@@ -25,7 +25,7 @@ import grpo  # noqa: E402
 import reward_weighted  # noqa: E402
 import sft  # noqa: E402
 from experiment import report  # noqa: E402
-from experiment.run import main  # noqa: E402
+from experiment.program import main  # noqa: E402
 from llm.loading import load_model, save_model  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
 

@@ -26,7 +26,8 @@ from tqdm import tqdm  # noqa: E402
 
 import grpo  # noqa: E402
 import sft  # noqa: E402
-from experiment.run import UserError, checkpoints, read_state  # noqa: E402
+from experiment.checkpoint import checkpoints, read_state  # noqa: E402
+from experiment.errors import UserError  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
 
 SAVE_EVERY = 2

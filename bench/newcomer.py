@@ -25,7 +25,7 @@ SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
 SHUFFLED = """
 import random, sys
 import grpo
-from experiment.run import main
+from experiment.program import main
 whole = grpo.scale_rewards
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)

@@ -90,7 +90,7 @@ def measured(side: str, steps: list[dict], model, args) -> dict:
     """The worker's line. steps: {"rollout": s, "step": s} each, the first one a warm-up."""
     import torch
 
-    from experiment.run import peak_memory_mb
+    from experiment.process import peak_memory_mb
     steps, tokens = steps[1:], args.prompts * args.samples * args.tokens
     assert len(steps) == args.repeats, f"{len(steps)} steps measured, {args.repeats} wanted"
     frozen = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}

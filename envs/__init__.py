@@ -37,7 +37,7 @@ from envs.calls import StepResult, call, schemas, step, tools, valid_actions
 from experiment.config import nearest
 from experiment.data import read_rows, reading
 from experiment.errors import UserError
-from experiment.run import mix
+from experiment.seeds import mix
 
 __all__ = ["StepResult", "call", "schemas", "step", "tools", "valid_actions"]  # of envs/calls.py
 

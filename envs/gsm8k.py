@@ -16,7 +16,7 @@ from decimal import Decimal
 import numpy as np
 
 from envs import call, read_rows
-from experiment.run import UserError
+from experiment.errors import UserError
 
 URL = ("https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
        "/grade_school_math/data")

@@ -14,12 +14,13 @@ from pathlib import Path
 import envs
 from agent import Episode, play, rollout, rollout_options, summarise
 from envs.session import Session, ToolPool
-from experiment.checkpoint import replace_file
+from experiment.files import finite, replace_file
+from experiment.program import main
+from experiment.seeds import mix
 from experiment.config import auto, fill, flag
 from experiment.data import read_rows, read_yaml
 from experiment.episodes import message_lines, transcript
 from experiment.errors import UserError
-from experiment.run import finite, main, mix
 from llm.chat import Chat
 from llm.engine import Row
 from llm.loading import DTYPES, load_model

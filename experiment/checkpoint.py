@@ -1,131 +1,210 @@
-"""Files that are whole or absent, and the checkpoints made of them.
+"""Checkpoints that are whole or absent: checkpoints/step_NNNNNN in an output folder.
 
-checkpoints/step_NNNNNN is written beside its place, flushed to the disk, and renamed: whatever kills the process, what
-stands there is whole. state.json, written last, holds the size and sha256 of all the other files.
+A checkpoint is written beside its place, flushed to the disk, and renamed, so that whatever kills the
+process, what stands in its place is whole. state.json is written last. It holds the size and the
+sha256 of all other files, and a checksum of itself.
 """
 import hashlib
-import json
-import math
-import os
 import shutil
 from pathlib import Path
 
-from experiment.data import read_json, reading, whole
+from experiment.data import read_json, reading
 from experiment.errors import UserError
+from experiment.files import fingerprint, replace_file, sync, to_json
 
-
-def finite(value):
-    """Return the value as strict JSON holds it, so that our own reader takes what we write.
-
-    Non-finite floats become None, tensor and numpy scalars numbers, lone surrogates "?".
-    """
-    if isinstance(value, dict):
-        return {whole(str(key)): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, str):
-        return whole(value)
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def to_json(value, indent=None):
-    return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
-
-
-def replace_file(path, text):
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync(path):
-    """Flush a file or folder to the disk, so that a power cut after the rename finds what was renamed."""
-    if os.name != "nt":
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def fingerprint(path):
-    with open(path, "rb") as file:
-        return {"bytes": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+MAX_COPY = 2**28  # bytes of a copy that lets a step be undone
 
 
 def checkpoints(output_dir):
-    """All checkpoints/step_NNNNNN, the newest last."""
-    found = [path for path in Path(output_dir).glob("checkpoints/step_*") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    """Return the paths of all checkpoints/step_NNNNNN, the newest last."""
+    folders = Path(output_dir).glob("checkpoints/step_*")
+    numbered = [path for path in folders if path.name[5:].isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name[5:]))
 
 
 def newest_checkpoint(output_dir):
-    """The checkpoints/step_NNNNNN of the highest step that has its state.json, or None."""
-    return next((path for path in reversed(checkpoints(output_dir)) if (path / "state.json").exists()), None)
+    """Return the path of the checkpoint with the highest step that has a state.json, or None."""
+    for path in reversed(checkpoints(output_dir)):
+        if (path / "state.json").exists():
+            return path
+    return None
+
+
+# -------------------------------------------------------------------------------- writing and reading
+def write_checkpoint(path, write_files, state):
+    """Write a checkpoint whole or not at all.
+
+    Args:
+        path: checkpoints/step_NNNNNN; a checkpoint that is there is replaced.
+        write_files: writes weights, tokenizer and optimizer into the folder it is given.
+        state: what state.json holds beside the fingerprints of these files.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    replaced = path.with_name(f".was-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        write_files(temporary)
+        _seal(temporary, state, path.parent.parent / "config.yaml")
+        if path.exists():
+            if not (path / "state.json").exists():
+                raise UserError(f"{path}: was not written by a run; move it away")
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
+        temporary.rename(path)
+        sync(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _seal(folder, state, file_with_mode):
+    """Write state.json into a folder of files and flush everything to the disk."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    for file in files:
+        # safetensors creates files that only their owner may read.
+        shutil.copymode(file_with_mode, file)
+        sync(file)
+    names = [file.relative_to(folder).as_posix() for file in files]
+    state = {**state, "files": {name: fingerprint(folder / name) for name in names}}
+    replace_file(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
+    for path in {folder / "state.json", folder, *(file.parent for file in files)}:
+        sync(path)
+
+
+def _checksum(state):
+    return hashlib.sha256(to_json(state).encode()).hexdigest()
 
 
 def read_state(checkpoint):
-    """state.json as a dict, after comparing every file with the size and sha256 in it. UserError names the file."""
+    """Return the content of state.json after verifying it and every file of the checkpoint.
+
+    Raises UserError, which names the file that is damaged or missing.
+    """
     path = Path(checkpoint) / "state.json"
     state = read_json(path)
+    if state.pop("checksum", None) != _checksum(state):
+        raise UserError(f"{path}: damaged (its checksum differs)")
     with reading(path):
         for name, expected in state["files"].items():
-            with reading(Path(checkpoint) / name):
-                found = fingerprint(Path(checkpoint) / name)
-            if found != expected:
-                what = f"{found['bytes']} bytes, state.json says {expected['bytes']}"
-                what = "sha256 differs from state.json" if found["bytes"] == expected["bytes"] else what
-                raise UserError(f"{checkpoint}/{name}: damaged ({what})")
+            _verify(Path(checkpoint) / name, expected)
     return state
 
 
+def _verify(path, expected):
+    with reading(path):
+        actual = fingerprint(path)
+    if actual["bytes"] != expected["bytes"]:
+        sizes = f"{actual['bytes']} bytes, state.json says {expected['bytes']}"
+        raise UserError(f"{path}: damaged ({sizes})")
+    if actual != expected:
+        raise UserError(f"{path}: damaged (sha256 differs from state.json)")
+
+
+# --------------------------------------------------------------------------------------- removing
+def prune(output_dir, keep):
+    """Remove old checkpoints. The last two, the one with the best score and `keep` stay."""
+    scores = {}
+    for path in checkpoints(output_dir):
+        try:
+            scores[path] = read_json(path / "state.json")["score"]
+        except (UserError, KeyError):
+            # What no run of ours wrote is not removed.
+            continue
+    evaluated = [path for path in scores if scores[path] is not None]
+    best = max(evaluated, key=scores.get, default=None)
+    for path in list(scores)[:-2]:
+        if path not in (best, keep):
+            remove(path)
+
+
 def remove(path):
-    """A folder goes at once, so that no half of it is ever taken for a checkpoint."""
-    old = path.with_name(f".old-{path.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    path.rename(old)
-    shutil.rmtree(old)
+    """Remove a folder so that no half of it is ever taken for a checkpoint."""
+    renamed = path.with_name(f".old-{path.name}")
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.rename(renamed)
+    shutil.rmtree(renamed)
 
 
+# -------------------------------------------------------------------------------------- optimizer
 def optimizer_tensors(optimizer, named_parameters):
-    """Every state tensor (exp_avg, exp_avg_sq, step, ...) as {"parameter name|key": CPU tensor}, for `Run.save`.
+    """Return every tensor of the optimizer's state as {"parameter name|key": CPU tensor}.
 
-    A plain number becomes a 0-dim tensor. CPU tensors are the optimizer's own, not copies, but for one that several
-    parameters share (bitsandbytes' qmap), which safetensors refuses. The learning rate is left out: it is a function of
-    the step.
+    A plain number becomes a 0-dim tensor. A tensor that several parameters share is copied, because
+    safetensors refuses it. The learning rate is left out: it is a function of the step.
     """
     import torch
-    names, tensors, held = {p: name for name, p in named_parameters}, {}, set()
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        tensors[f"{names[p]}|"] = torch.empty(0)                            # known, though perhaps without a state yet
+    names = {p: name for name, p in named_parameters}
+    tensors, seen = {}, set()
+    for p in _trained(optimizer):
+        # The empty tensor says that the parameter is known, though perhaps without a state yet.
+        tensors[f"{names[p]}|"] = torch.empty(0)
         for key, value in optimizer.state.get(p, {}).items():
             tensor = torch.as_tensor(value).detach().cpu().contiguous()
-            tensors[f"{names[p]}|{key}"] = tensor.clone() if tensor.data_ptr() in held else tensor
-            held.add(tensor.data_ptr())
+            tensors[f"{names[p]}|{key}"] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
     return tensors
 
 
+def _trained(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def load_optimizer(optimizer, named_parameters, path):
-    """Give each parameter the state saved under its name, in the saved dtype. Raises UserError naming a missing one."""
+    """Give each parameter the state saved under its name, in the saved dtype.
+
+    Raises UserError for a file that is damaged or belongs to other parameters.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not an optimizer file ({error})") from None
-    names, states = {p: name for name, p in named_parameters}, {}
-    here = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+    states = {}
     for key, value in saved.items():
         name, _, key = key.rpartition("|")
-        states.setdefault(name, {}).update({key: value} if key else {})
-    for name in sorted(here.keys() ^ states.keys()):
-        raise UserError(f"{path}: has no state for {name}" if name in here else f"{path}: {name} is not trained here")
-    for name, (p, group) in here.items():
-        for key, value in states[name].items():
-            if "exp_avg" in key and value.shape != p.shape:
-                raise UserError(f"{path}: {name} was {tuple(value.shape)}, here it is {tuple(p.shape)}")
-            on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))       # as torch keeps it
-            optimizer.state[p][key] = value if on_cpu else value.to(p.device)
+        states.setdefault(name, {})
+        if key:
+            states[name][key] = value
+    names = {p: name for name, p in named_parameters}
+    parameters = {names[p]: p for p in _trained(optimizer)}
+    for name in sorted(parameters.keys() ^ states.keys()):
+        problem = f"has no state for {name}" if name in parameters else f"{name} is not trained here"
+        raise UserError(f"{path}: {problem}")
+    for group in optimizer.param_groups:
+        on_device = group.get("capturable") or group.get("fused")
+        for p in group["params"]:
+            for key, value in states[names[p]].items():
+                if "exp_avg" in key and value.shape != p.shape:
+                    shapes = f"was {tuple(value.shape)}, here it is {tuple(p.shape)}"
+                    raise UserError(f"{path}: {names[p]} {shapes}")
+                # torch keeps the step number on the CPU, except for these two kinds of AdamW.
+                stays = key == "step" and not on_device
+                optimizer.state[p][key] = value if stays else value.to(p.device)
+
+
+def copy_of_state(optimizer):
+    """Return a copy of the weights that the optimizer trains and of its state, or None if it is large."""
+    import torch
+    parameters = _trained(optimizer)
+    # AdamW has two moments for each weight.
+    if 3 * sum(p.numel() * p.element_size() for p in parameters) > MAX_COPY:
+        return None
+    copies = []
+    for p in parameters:
+        state = optimizer.state.get(p, {})
+        tensors = {key: torch.as_tensor(value).clone() for key, value in state.items()}
+        copies.append((p, p.detach().clone(), tensors))
+    return copies
+
+
+def put_back(optimizer, copies):
+    """Give the weights and the optimizer's state the values that `copy_of_state` returned."""
+    for p, weights, state in copies:
+        p.data.copy_(weights)
+        for key in list(optimizer.state.get(p, {})):
+            if key not in state:
+                del optimizer.state[p][key]
+            else:
+                optimizer.state[p][key].copy_(state[key])

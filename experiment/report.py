@@ -8,10 +8,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiment.checkpoint import replace_file
 from experiment.comparison import comparison
 from experiment.data import whole
 from experiment.errors import UserError, printable
+from experiment.files import replace_file
 from experiment.page import page
 
 USAGE = """

@@ -5,7 +5,7 @@
 import os
 import sys
 
-from experiment.config import UserError
+from experiment.errors import UserError
 from llm import loading
 from lora import settings
 

@@ -26,7 +26,7 @@ from agent import Limits, Trajectory, collate, evaluate, judged, pass_at_k, roll
 from envs import talk
 from envs.demonstrations import read_trajectories
 from envs.expert import demonstrate
-from experiment import run
+from experiment.program import main
 from experiment.episodes import transcript
 from experiment.errors import EnvironmentFault, UserError
 from llm.chat import Chat, parse_tool_calls
@@ -959,6 +959,6 @@ def test_bad_inputs_are_told_in_one_line(monkeypatch, capsys, words, says):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
     with pytest.raises(SystemExit) as status:
-        run.main(talk.Config, talk.command, talk.__doc__)
+        main(talk.Config, talk.command, talk.__doc__)
     error = capsys.readouterr().err
     assert status.value.code == 2 and error.startswith("agent.py: ") and error.count("\n") == 1 and says in error, error

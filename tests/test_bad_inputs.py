@@ -17,9 +17,10 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from experiment import run
 from experiment.data import read_rows
-from experiment.run import UserError
+from experiment.command_line import parse
+from experiment.errors import UserError
+from experiment.program import main
 from llm.loading import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}
@@ -41,7 +42,7 @@ def told(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
         began = time.process_time()
         with pytest.raises(SystemExit) as status:
-            run.main(module.Config, module.train, module.__doc__)
+            main(module.Config, module.train, module.__doc__)
         program.seconds = time.process_time() - began
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{module.__name__}.py: ")]
         assert status.value.code == 2 and len(lines) == 1, lines
@@ -152,7 +153,7 @@ def test_rows_to_imitate(told, place, tmp_path, row, says):  # noqa: F811
     words = ["--dataset", data, "--model_path", place / "base", "--output_dir", tmp_path / "out", "--eval_tasks", 0]
     assert told(sft, *words) == f"{data}:2: {says}"
     data.write_text(lines(GOOD))
-    sft.train(run.parse(sft.Config, [*map(str, words), "--max_steps", "1"]))  # mended, the same command goes
+    sft.train(parse(sft.Config, [*map(str, words), "--max_steps", "1"]))  # mended, the same command goes
 
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}

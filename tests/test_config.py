@@ -14,19 +14,9 @@ import grpo
 import reward_weighted
 import sft
 from experiment.command_line import SYNONYMS, parse
-from experiment.config import (
-    MemoryFlags,
-    ModelFlags,
-    RolloutFlags,
-    RunFlags,
-    TrainingFlags,
-    UserError,
-    auto,
-    fill,
-    flag,
-    options,
-)
+from experiment.config import MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag, options
 from experiment.run import Run
+from experiment.errors import UserError
 
 
 @dataclasses.dataclass

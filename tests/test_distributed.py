@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
 
 from experiment import run
+from experiment.checkpoint import newest_checkpoint, read_state
 from experiment.distributed import Ranks
 
 ROOT = Path(run.__file__).parent.parent
@@ -43,7 +44,7 @@ grpo.train(grpo.Config(output_dir=str(out / "grpo"), tasks_per_step=6, group_siz
 grpo.rollout = played
 grpo.train(grpo.Config(output_dir=str(out / "plays"), tasks_per_step=3, group_size=2, max_tokens=200, max_new_tokens=6,
                        save_trajectories=6, batch_size=3, save_every=1, success_rate_ub=0.9, **{**common, "max_steps": 2, "eval_tasks": 3}))
-if "RANK" in os.environ:  # as run.main leaves
+if "RANK" in os.environ:  # as main leaves
     sys.stdout.flush()
     os._exit(0)
 '''
@@ -152,9 +153,9 @@ def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(place,
             p.kill()
             p.wait()
     assert time.monotonic() - began < 30 and pair[1 - dead].returncode == 5 and "Traceback" not in errors
-    assert re.search(rf"rank {dead} \(process {pair[dead].pid} on .*\) is gone; stopped after step \d+; go on with: torchrun --nproc_per_node=2 \S*grpo.py "
+    assert re.search(rf"rank {dead} \(process {pair[dead].pid} on .*\) is gone; stopped after step \d+; continue with: torchrun --nproc_per_node=2 \S*grpo.py "
                      r"--config r/config.yaml --resume", errors), errors[-2000:]
-    saved = int(run.newest_checkpoint(tmp_path / "r").name[5:])
+    saved = int(newest_checkpoint(tmp_path / "r").name[5:])
     path = tmp_path / "r" / "config.yaml"
     path.write_text(path.read_text().replace("max_steps: 5000", f"max_steps: {saved + 1}"))
     done = subprocess.run([sys.executable, ROOT / "grpo.py", "--config", "r/config.yaml", "--resume"], cwd=tmp_path, capture_output=True, text=True)
@@ -175,8 +176,8 @@ def test_a_signal_to_all_ranks_saves_and_says_how_to_go_on(place, tmp_path):  # 
             p.kill()
             p.wait()
     assert [p.returncode for p in pair] == [143, 143] and not any("Traceback" in e for e in errors), errors
-    told = re.search(r"stopped by SIGTERM after step (\d+); go on with: torchrun", errors[0])
-    assert run.read_state(run.newest_checkpoint(tmp_path / "r"))["step"] == int(told[1])
+    told = re.search(r"stopped by SIGTERM after step (\d+); continue with: torchrun", errors[0])
+    assert read_state(newest_checkpoint(tmp_path / "r"))["step"] == int(told[1])
 
 
 def test_what_the_user_can_mend_ends_all_ranks_with_exit_status_2(place, tmp_path):  # noqa: F811

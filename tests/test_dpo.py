@@ -21,7 +21,7 @@ from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
 from envs.expert import demonstrate
 from experiment.distributed import join
-from experiment.run import UserError
+from experiment.errors import UserError
 from llm.loading import load_model
 from llm.tiny import make_tiny
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Optional
 import pytest
 
 import envs
-from experiment.run import UserError
+from experiment.errors import UserError
 
 ROOT = Path(envs.__file__).parent.parent
 README_ENV = '''

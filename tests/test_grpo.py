@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import grpo
 import sft
-from experiment.run import UserError
+from experiment.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
 from experiment.data import read_rows
-from experiment.run import UserError
+from experiment.errors import UserError
 
 DATA = "/work/shared/data/gsm8k"
 HELP = "error: use numbers"

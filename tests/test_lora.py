@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
-from experiment.config import UserError
+from experiment.errors import UserError
 from llm import loading
 from llm.facts import facts
 from llm.loading import load_model, newest, save_model

@@ -11,7 +11,8 @@ import grpo
 import reward_weighted
 import sft
 from envs.expert import demonstrate
-from experiment import run
+from experiment.command_line import parse
+from experiment.config import options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,7 +26,7 @@ def test_command_parses(program, rest):
     if "--config" in words:  # the file it names is written by the command before it
         at = words.index("--config")
         del words[at:at + 2]
-    run.parse(PROGRAMS[program].Config, words)
+    parse(PROGRAMS[program].Config, words)
 
 
 def test_there_are_commands():
@@ -36,7 +37,7 @@ def test_there_are_commands():
 def test_flag_exists(name):
     known = {"config", "help"}
     for module in PROGRAMS.values():
-        known |= set(run.options(module.Config))
+        known |= set(options(module.Config))
     assert name[2:].split("/")[0] in known
 
 

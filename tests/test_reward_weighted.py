@@ -17,7 +17,8 @@ import sft
 from agent import collate, rollout
 from envs import tasks
 from envs.demonstrations import read_trajectories
-from experiment.run import UserError, options
+from experiment.config import options
+from experiment.errors import UserError
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 

@@ -9,7 +9,7 @@ import envs
 import sft
 from agent import Trajectory, collate
 from envs.expert import demonstrate
-from experiment.run import UserError
+from experiment.errors import UserError
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 

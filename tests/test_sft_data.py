@@ -14,7 +14,7 @@ import sft
 from agent import Episode, Limits, Trajectory, collate
 from envs.demonstrations import imitates_rows, registered_envs
 from envs.expert import demonstrate
-from experiment.run import UserError
+from experiment.errors import UserError
 from llm.chat import Chat, parse_tool_calls
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny

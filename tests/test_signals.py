@@ -21,7 +21,12 @@ import reward_weighted
 import sft
 from agent import rollout
 from experiment import run
-from experiment.run import Run, Signals, Stop
+from experiment.alarms import alarms
+from experiment.checkpoint import checkpoints, newest_checkpoint, remove
+from experiment.config import options
+from experiment.run import Run
+from experiment.errors import Stop
+from experiment.signals import Signals
 from llm.engine import Engine
 
 ROOT = Path(run.__file__).parent.parent
@@ -80,16 +85,16 @@ def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_afte
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert caught.value.code == 128 + signum and f"stopped by {signum.name} after step" in str(caught.value)
     assert f"{module.__name__}.py --config {tmp_path}/stopped/config.yaml --resume" in str(caught.value)
-    steps = [int(path.name[5:]) for path in run.checkpoints(tmp_path / "stopped")]
+    steps = [int(path.name[5:]) for path in checkpoints(tmp_path / "stopped")]
     assert done is None or steps[-1] == done, steps
     assert target[1] != "step" or calls[0] == call, "decoding went on after the signal"
     again.resume, again.save_every = "newest", 1
     module.train(again)
     a, b = tmp_path / "whole", tmp_path / "stopped"
-    assert run.newest_checkpoint(a).name == run.newest_checkpoint(b).name
+    assert newest_checkpoint(a).name == newest_checkpoint(b).name
     for folder in (a, b):
-        for path in run.checkpoints(folder)[:-1]:
-            run.remove(path)  # at which steps was saved may differ
+        for path in checkpoints(folder)[:-1]:
+            remove(path)  # at which steps was saved may differ
     assert_equal(a, b)
 
 
@@ -102,7 +107,7 @@ def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(pl
 
 
 def test_a_second_signal_leaves_at_once():
-    code = ("import os, signal\nfrom experiment import run\nwith run.Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
+    code = ("import os, signal\nfrom experiment.signals import Signals\nwith Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
             "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "one\n") and "a second signal stops at once" in done.stderr
@@ -130,8 +135,8 @@ def test_the_printed_command_goes_on(place, tmp_path):  # noqa: F811
     first.send_signal(signal.SIGTERM)
     _, errors = first.communicate()
     assert first.returncode == 143 and "Traceback" not in errors
-    command = re.search(r"stopped by SIGTERM after step (\d+); go on with: (python .*)", errors)
-    assert run.newest_checkpoint(tmp_path / "r").name == f"step_{int(command[1]):06d}"
+    command = re.search(r"stopped by SIGTERM after step (\d+); continue with: (python .*)", errors)
+    assert newest_checkpoint(tmp_path / "r").name == f"step_{int(command[1]):06d}"
     config_file = tmp_path / "r" / "config.yaml"
     last = int(command[1]) + 2
     config_file.write_text(config_file.read_text().replace("max_steps: 4000", f"max_steps: {last}"))
@@ -180,7 +185,7 @@ def test_weights_and_optimizer_are_unchanged_and_the_third_in_a_row_stops(place,
     with pytest.raises(Stop, match="gradient norm nan: the third update in a row .*--model_path") as caught:
         module.train(config(module, place, tmp_path, **{**options, "max_steps": 5, "num_epochs": 3}))
     assert caught.value.code == 3
-    first, second = run.checkpoints(tmp_path)[:2]
+    first, second = checkpoints(tmp_path)[:2]
     for file in first.glob("*.safetensors"):
         a, b = load_file(file), load_file(second / file.name)
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and torch.isfinite(a[k]).all() for k in a), file
@@ -225,7 +230,7 @@ def test_rewards_that_are_not_finite_skip_their_step_and_the_third_in_a_row_stop
     assert caught.value.code == 3
     bad = [json.loads(path.read_text()) for path in sorted((tmp_path / "o").glob("bad_step_*.json"))]
     assert len(bad) == (3 if module is grpo else 1) and all("nan" in [t["reward"] for t in step["episodes"]] for step in bad)
-    for path in run.checkpoints(tmp_path / "o"):
+    for path in checkpoints(tmp_path / "o"):
         tensors = load_file(path / "adapter_model.safetensors")
         assert not any(v.any() for k, v in tensors.items() if "lora_B" in k) and all(v.isfinite().all() for v in tensors.values())
     assert not (tmp_path / "o" / "trajectories.jsonl").exists()  # no trainer may read them
@@ -267,26 +272,27 @@ def test_logits_that_are_not_finite_skip_the_step(place, tmp_path, monkeypatch, 
 
 
 # ------------------------------------------------------------------------------------------------------------- alarms
-HEALTHY = {"success": 0.5, "entropy": 0.07, "approx_kl": 0.0, "kl": 0.01, "sampled_tokens": 36.0, "actions": 3.6, "groups_one_reward": 0.1}
+HEALTHY = {"success": 0.5, "entropy": 0.07, "approx_kl": 0.0, "kl": 0.01, "sampled_tokens": 36.0, "actions": 3.6, "groups_without_signal": 0.1, "truncated": 0.0, "structure": 0.9}
 
 
 @pytest.mark.parametrize("late, kinds", [
-    ({}, []), ({"entropy": 0.017, "success": 0.98, "groups_one_reward": 0.85, "actions": 2.8, "sampled_tokens": 29.0}, []),  # a run that learnt
+    ({}, []), ({"entropy": 0.017, "success": 0.98, "groups_without_signal": 0.85, "actions": 2.8, "sampled_tokens": 29.0}, []),  # a run that learnt
     ({"entropy": 0.01}, ["entropy"]), ({"entropy": 3.0}, ["noise"]), ({"approx_kl": 0.3}, ["approx_kl"]), ({"kl": 2.0}, ["kl"]),
     ({"sampled_tokens": 80.0}, ["length"]), ({"sampled_tokens": 9.0}, ["length"]), ({"sampled_tokens": 80.0, "success": 0.9}, []),
-    ({"actions": 0.2}, ["tools"]), ({"groups_one_reward": 0.95}, ["dead"]), ({"groups_one_reward": 1.0, "success": 0.0}, ["dead"]),
+    ({"actions": 0.2}, ["tools"]), ({"groups_without_signal": 0.95}, ["signal"]), ({"groups_without_signal": 1.0, "success": 0.0}, ["signal"]),
+    ({"truncated": 0.88}, ["truncated"]), ({"structure": 0.05}, ["structure"]),
     ({"entropy": None, "kl": float("nan"), "actions": None}, [])], ids=str)
 def test_alarms(late, kinds):
-    found = run.alarms([HEALTHY] * 5, [{**HEALTHY, **late}] * 5)
+    found = alarms([HEALTHY] * 5, [{**HEALTHY, **late}] * 5)
     assert list(found) == kinds
     for line in found.values():
         assert "\n" not in line and "people " in line and len(line) < 250
         flags = set(re.findall(r"--(\w+)", line))
-        assert flags <= set(run.options(grpo.Config)), flags
+        assert flags <= set(options(grpo.Config)), flags
 
 
 def test_alarms_need_no_name_of_a_metric():
-    assert run.alarms([{}] * 5, [{}] * 5) == run.alarms([{"loss": 1.0}] * 5, [{"loss": 1.0}] * 5) == {}
+    assert alarms([{}] * 5, [{}] * 5) == alarms([{"loss": 1.0}] * 5, [{"loss": 1.0}] * 5) == {}
 
 
 def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):

@@ -1,0 +1,356 @@
+"""The output folder of a run: who may write there, what --overwrite removes, what --resume continues.
+
+Nothing is removed that a run of ours did not write, and nothing is written through a symbolic link.
+"""
+import fcntl
+import os
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+from experiment.checkpoint import checkpoints, newest_checkpoint, read_state, remove
+from experiment.config import convert, options
+from experiment.data import read_json, read_text, read_yaml, reading
+from experiment.errors import UserError
+from experiment.files import disk_space, fingerprint, open_to_write, replace_file, sync, to_json
+
+CONFIG = "config.yaml"
+LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # a JSON object with a "step" per line
+RESULTS = ("result.json", "report.html", "preference_pairs.json")
+FOLDERS = ("checkpoints", "base")
+# Permissions for one call, which config.yaml does not repeat.
+ONCE = ("overwrite", "resume")
+# What a resumed run may change without a word, and what it may change with a note.
+FREE = (*ONCE, "output_dir", "save_every", "dry_run")
+HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "memory",
+            "save_trajectories", "eval_every")
+SAME_NUMBERS = ("plain", "checkpoint")  # settings of --memory
+SAMPLE_ABOVE = 2**30  # bytes; of larger files of model weights only samples are hashed
+
+
+class OutputFolder:
+    """The folder of one run. One process holds it at a time.
+
+    Args:
+        path: the folder, which is created if it does not exist.
+        algorithm: the name of the program.
+        command: what continues this run.
+    """
+
+    def __init__(self, path, algorithm, command):
+        self.path = Path(path)
+        self.algorithm = algorithm
+        self.command = command
+
+    # ------------------------------------------------------------------------------------- entering
+    def enter(self, values):
+        """Take the folder: it is writable, free, and either empty, to be emptied or to be continued.
+
+        Args:
+            values: {flag: value} of the run's config. Raises UserError.
+        """
+        if not str(values["output_dir"]).strip():
+            raise UserError("--output_dir is empty; give the name of a folder")
+        if values.get("overwrite") and values.get("resume"):
+            raise UserError("--resume continues a run and --overwrite removes it; give one of them")
+        self._create()
+        self._refuse_links()
+        self._lock()
+        if values.get("overwrite"):
+            self._overwrite(values)
+        elif not values.get("resume"):
+            self.refuse_a_run()
+
+    def _create(self):
+        probe = self.path / ".tmp-probe"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.unlink(missing_ok=True)
+            with open_to_write(probe, "w") as file:
+                file.write("x")
+            probe.unlink()
+        except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+            reason = "is a file" if os.path.isfile(self.path) else getattr(error, "strerror", error)
+            raise UserError(
+                f"{self.path}: cannot write there ({reason}); give another --output_dir") from None
+
+    def _refuse_links(self):
+        names = (CONFIG, *LOGS, *RESULTS, *FOLDERS, ".lock")
+        paths = [*(self.path / name for name in names), *self.path.glob("checkpoints/*"),
+                 *self.path.glob("base/*"), *self.path.glob("bad_step_*.json")]
+        for path in paths:
+            if path.is_symlink():
+                raise UserError(f"{path}: is a symbolic link, which a run does not write through; "
+                                "remove it, or give another --output_dir")
+
+    def _lock(self):
+        """Hold `.lock` until this process ends, however it ends: then the kernel releases it."""
+        self.lock = open_to_write(self.path / ".lock", "a+")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            pid = self.lock.read().strip()
+            # A notebook may still hold the lock of its previous run.
+            if pid != str(os.getpid()):
+                raise UserError(f"{self.path}: process {pid or '?'} is running there; stop it, or give "
+                                "another --output_dir") from None
+        except OSError:
+            # This file system has no locks.
+            return
+        self.lock.truncate(0)
+        print(os.getpid(), file=self.lock, flush=True)
+
+    def written_by(self):
+        """Return the algorithm of the run that the folder holds, or None."""
+        path = self.path / CONFIG
+        match = re.match(r"# (\w+) run;", read_text(path)) if path.exists() else None
+        return match and match[1]
+
+    def _contents(self):
+        names = (CONFIG, *LOGS, *RESULTS, *FOLDERS)
+        return [name for name in names if (self.path / name).exists()]
+
+    def refuse_a_run(self):
+        """Raise UserError if the folder holds a run, or files with the names of a run's files."""
+        contents, algorithm = self._contents(), self.written_by()
+        # A run that stopped before it did anything leaves only its config.
+        if not contents or contents == [CONFIG] and algorithm:
+            return
+        if not algorithm:
+            raise UserError(f"{self.path}: already holds {contents[0]}; give another --output_dir")
+        if (self.path / "result.json").exists():
+            raise UserError(f"{self.path}: already holds a {algorithm} run; give another --output_dir, "
+                            "or --overwrite to replace it")
+        steps = [int(path.name[5:]) for path in checkpoints(self.path)]
+        saved = f"{steps[-1]} steps are saved" if steps else "no step is saved"
+        raise UserError(f"{self.path}: already holds a {algorithm} run, unfinished ({saved}); --resume "
+                        "continues it, --overwrite replaces it, or give another --output_dir")
+
+    def _overwrite(self, values):
+        """Remove what a run of ours wrote, unless this run starts from it."""
+        contents = self._contents()
+        if not contents:
+            return
+        if not self.written_by():
+            raise UserError(f"{self.path}: holds {contents[0]}, which no run has written, and "
+                            "--overwrite removes runs only; give another --output_dir")
+        for name, value in values.items():
+            given = name != "output_dir" and isinstance(value, str) and os.path.exists(value)
+            if given and Path(value).resolve().is_relative_to(self.path.resolve()):
+                raise UserError(f"--{name} {value} lies in the folder to overwrite; "
+                                "give another --output_dir")
+        for path in checkpoints(self.path):
+            _remove_checkpoint(path)
+        self._remove_leftovers()
+        if (self.path / "base" / "made.json").exists():
+            shutil.rmtree(self.path / "base")
+        for folder in ("checkpoints", "base"):
+            _remove_if_empty(self.path / folder)
+        # The config goes last: until then a killed removal can be repeated.
+        for path in self._bad_steps():
+            path.unlink()
+        for name in (*LOGS, *RESULTS, CONFIG):
+            (self.path / name).unlink(missing_ok=True)
+
+    def _bad_steps(self):
+        paths = self.path.glob("bad_step_*.json")
+        return [path for path in paths if path.stem[9:].isdecimal()]
+
+    def _remove_leftovers(self):
+        """Remove what a killed run left behind while it wrote or removed a file."""
+        for pattern in (".tmp-step_*", ".old-step_*", ".was-step_*"):
+            for path in self.path.glob(f"checkpoints/{pattern}"):
+                shutil.rmtree(path)
+        for name in (CONFIG, *LOGS, *RESULTS, "probe"):
+            (self.path / f".tmp-{name}").unlink(missing_ok=True)
+
+    # -------------------------------------------------------------------------------------- writing
+    def write(self, name, text):
+        """Write a file of the folder whole or not at all."""
+        with disk_space(self.path / name, len(text), self.command):
+            replace_file(self.path / name, text)
+
+    def write_config(self, values):
+        """Write config.yaml, which `--config` reads to repeat this run."""
+        import yaml
+        again = f"`python {self.algorithm}.py --config {CONFIG} --output_dir elsewhere` repeats it"
+        kept = {name: value for name, value in values.items() if name not in ONCE}
+        # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
+        self.write(CONFIG, f"# {self.algorithm} run; {again}\n{yaml.safe_dump(kept, sort_keys=False)}")
+
+    def append(self, name, rows):
+        """Append rows to a log, one JSON object per line."""
+        text = "".join(to_json(row) for row in rows)
+        with disk_space(self.path / name, len(text), self.command):
+            with open_to_write(self.path / name, "a") as file:
+                file.write(text)
+
+    def log_sizes(self):
+        """Return {log: bytes}. A checkpoint holds them; what was written later is cut on resume."""
+        return {name: (self.path / name).stat().st_size for name in LOGS if (self.path / name).exists()}
+
+    def sync_logs(self, names):
+        """Flush these logs to the disk."""
+        for name in names:
+            sync(self.path / name)
+
+    def fingerprints(self, files):
+        """Return {path: fingerprint} of what a run is made of: these files and base/, where it exists."""
+        out = {str(path): fingerprint(path, SAMPLE_ABOVE) for path in files}
+        for path in sorted(self.path.glob("base/*")):
+            if path.is_file():
+                out[f"base/{path.name}"] = fingerprint(path, SAMPLE_ABOVE)
+        return out
+
+    # ------------------------------------------------------------------------------------- resuming
+    def continue_run(self, config, values, made_of):
+        """Check that the run here can be continued, and discard what was written after its checkpoint.
+
+        Args:
+            config: the config of this call.
+            values: {flag: value} of it.
+            made_of: `fingerprints` of the files this run would be made of.
+
+        Returns:
+            (result, None, None) of a finished run, else (None, checkpoint, its state), where both
+            are None if no step is saved. Raises UserError.
+        """
+        algorithm = self.written_by()
+        if not algorithm:
+            raise UserError(f"{self.path / CONFIG}: was not written by a run; give another --output_dir")
+        if algorithm != self.algorithm:
+            raise UserError(f"{self.path}: holds a {algorithm} run, not one of {self.algorithm}")
+        longer = self._compare(config, values)
+        if (self.path / "result.json").exists() and not longer:
+            result = read_json(self.path / "result.json")
+            with reading(self.path / "result.json"):
+                steps = result["steps"]
+            print(f"{self.path}: finished after {steps} steps; a larger --max_steps continues it")
+            return result, None, None
+        self._restore_replaced()
+        previous = values["resume"] == "previous"
+        checkpoint, state = self._choose(previous)
+        if state:
+            self._check_ingredients(state, made_of, newest_start(config))
+        # Nothing is removed before the checkpoint is verified.
+        self._remove_leftovers()
+        for newer in checkpoints(self.path)[-1:] if previous else ():
+            remove(newer)
+        self._cut_logs(state)
+        print(f"{self.path}: continues after step {state['step']}" if state else
+              f"{self.path}: no step is saved, begins again")
+        return None, checkpoint, state
+
+    def _compare(self, config, values):
+        """Refuse other flags than the run began with. Returns True if it is to become longer."""
+        flags, path = options(type(config)), self.path / CONFIG
+        began = {name: convert(value, flags[name], f"{path}: {name}")
+                 for _, name, value in read_yaml(path) if name in flags and name not in FREE}
+        changed = {name: old for name, old in began.items() if old != values[name]}
+        steps = changed.get("max_steps"), values.get("max_steps")
+        longer = None not in steps and steps[1] > steps[0]
+        if longer:
+            del changed["max_steps"]
+        differences = [f"--{name} is {values[name]} and was {old}" for name, old in changed.items()]
+        if changed and _harmless(changed, {**values, **began}, values):
+            print(f"note: {', '.join(differences)}: from here on the numbers may differ by rounding")
+        elif changed:
+            raise UserError(f"{self.path}: --resume continues the run as it began (max_steps may grow), "
+                            f"but {', '.join(differences)}; the same command: {self.command}")
+        return longer
+
+    def _restore_replaced(self):
+        """Take back a checkpoint whose replacement was killed between two renames."""
+        for path in self.path.glob("checkpoints/.was-step_*"):
+            original = path.with_name(path.name.removeprefix(".was-"))
+            if not original.exists():
+                path.rename(original)
+
+    def _choose(self, previous):
+        """Return the checkpoint to continue from and its verified state, or (None, None)."""
+        candidates = checkpoints(self.path)
+        if previous and len(candidates) < 2:
+            raise UserError(f"{self.path}: no previous checkpoint to resume; use --resume")
+        if previous:
+            candidates.pop()
+        if not candidates:
+            return None, None
+        try:
+            return candidates[-1], read_state(candidates[-1])
+        except UserError as error:
+            fix = "there is no other one to continue from: --overwrite starts anew"
+            if candidates[1:] and not previous:
+                fix = f"--resume previous continues from {candidates[-2].name}"
+            raise UserError(f"{error}; {fix}") from None
+
+    def _check_ingredients(self, state, made_of, start):
+        """Refuse to continue with another model, other data or another environment."""
+        if state["model"] != start:
+            raise UserError(f"--model_path has a newer checkpoint than the one this run began with, "
+                            f"{state['model']}: it is now {start}; move it away, or begin anew")
+        for path in sorted(state["made_of"].keys() | made_of.keys()):
+            if state["made_of"].get(path) != made_of.get(path):
+                raise UserError(f"{path}: is not the file this run began with; give it back, or begin "
+                                "anew with another --output_dir")
+        for name, recorded in state["versions"].items():
+            if version(name) != recorded:
+                print(f"note: {name} is {version(name)}, the checkpoint was written by {recorded}: "
+                      "numbers may differ a little")
+
+    def _cut_logs(self, state):
+        """Remove the result and the log lines that were written after the checkpoint."""
+        (self.path / "result.json").unlink(missing_ok=True)
+        sizes = state["lines"] if state else {}
+        for name in LOGS:
+            path, size = self.path / name, sizes.get(name, 0)
+            if path.exists() and path.stat().st_size >= size:
+                os.truncate(path, size)
+            elif size:
+                print(f"note: {path} has lost lines that this run had written")
+        for path in self._bad_steps():
+            if not state or int(path.stem[9:]) >= state["step"]:
+                path.unlink()
+
+
+def newest_start(config):
+    """Return what the run starts from: of an output folder its newest checkpoint, else model_path."""
+    path = getattr(config, "model_path", None)
+    if path and os.path.isdir(path):
+        return str(newest_checkpoint(path) or path)
+    return path
+
+
+def _harmless(changed, before, after):
+    """True if only flags changed that leave the equations of a step as they are."""
+    def sequences(values):
+        # Of a step, where these two flags decide it. In grpo they only divide it.
+        if "tasks_per_step" in values:
+            return 0
+        return values["batch_size"] * (values["gradient_accumulation_steps"] or 1)
+
+    settings = {values.get("memory", "plain") for values in (before, after)}
+    return (changed.keys() <= {*HARMLESS} and sequences(before) == sequences(after)
+            and (len(settings) == 1 or settings <= {*SAME_NUMBERS}))
+
+
+def _remove_checkpoint(path):
+    """Remove what a checkpoint's state.json lists. What else is in its folder stays."""
+    if not (path / "state.json").exists():
+        return
+    try:
+        listed = [path / name for name in read_json(path / "state.json")["files"]]
+    except (UserError, KeyError, TypeError):
+        # The list is damaged. Nothing else leaves such files in such a folder.
+        listed = [file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja")]
+    files = [file for file in listed if file.resolve().is_relative_to(path.resolve())]
+    for file in [*files, path / "state.json"]:
+        file.unlink(missing_ok=True)
+    for folder in sorted({path, *(file.parent for file in files)}, reverse=True):
+        _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder):
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

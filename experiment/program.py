@@ -1,0 +1,125 @@
+"""A program: what the command line starts, how it ends, and its standard streams."""
+import os
+import sys
+
+from experiment.command_line import parse
+from experiment.errors import EnvironmentFault, Stop, UserError
+from experiment.files import is_disk_full
+from experiment.process import peak_memory_mb
+from experiment.signals import Signals
+
+
+def main(config_class, train, doc):
+    """Run `train` with the config of the command line, and exit.
+
+    What ends the run is printed in one line, after what the last line of the log was. Exit status:
+
+        0       the run is finished
+        1       out of memory; or an error of ours or of a library, with its traceback
+        2       something the user can fix
+        3       three updates in a row that were not finite
+        4       the disk is full
+        5       another rank is gone
+        6       the environment is broken
+        128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
+    """
+    guard_streams()
+    words, code = "", 0
+    try:
+        with Signals() as signals:
+            train(parse(config_class, sys.argv[1:], doc))
+    except BaseException as error:
+        words, code = _explain(error, signals.run)
+        if words is None:
+            raise
+    rank = os.environ.get("RANK", "0")
+    if words:
+        program = os.path.basename(sys.argv[0]) + ("" if rank == "0" else f": rank {rank}")
+        print(f"{program}: {words}", file=sys.stderr)
+    if "WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        # The threads of gloo may abort an orderly end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
+
+
+def _explain(error, run):
+    """Return (one line, exit status) for what ended a run; the line is None where a traceback says more."""
+    notes = " ".join(["", *getattr(error, "__notes__", ())])
+    reason = " ".join(str(error).split())
+    if isinstance(error, Stop):
+        return reason, error.code
+    if isinstance(error, SystemExit):
+        return None, error.code
+    if isinstance(error, UserError):
+        return reason + notes, 2
+    if isinstance(error, EnvironmentFault):
+        return reason + notes, 6
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted;" + (notes or " the checkpoints that were written are whole"), 130
+    if is_disk_full(error):
+        return f"the disk is full ({reason}); earlier checkpoints are whole;{notes}", 4
+    memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    # On a CPU torch says it in a RuntimeError.
+    if memory or "can't allocate memory" in reason:
+        step = f", step {run.step}" if run else ""
+        first_line = str(error).strip().split("\n")[0][:200]
+        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line} A smaller --batch_size "
+                "(outside grpo with more --gradient_accumulation_steps) gives the same result with less "
+                f"memory{notes}"), 1
+    return None, 1
+
+
+# ---------------------------------------------------------------------------- standard streams
+def guard_streams():
+    """Make stdin, stdout and stderr safe to use, however the process was started.
+
+    A descriptor that is closed is opened on the null device, or the next file that is opened would get
+    its number and with it all that is printed. What the terminal cannot show is written in escapes.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number is taken, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or open(os.devnull)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, Guarded(stream))
+
+
+class Guarded:
+    """A text stream that writes to the null device once its reader is gone."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        try:
+            return self.stream.write(text)
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            self._discard()
+            return len(text)
+
+    def flush(self):
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            self._discard()
+
+    def _discard(self):
+        """Point the descriptor at the null device, so that Python can flush what it still holds."""
+        try:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())
+            os.close(null)
+        except (OSError, ValueError):
+            self.stream = open(os.devnull, "w")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
