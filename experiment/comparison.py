@@ -3,6 +3,7 @@ import json
 import re
 from collections import Counter
 from itertools import pairwise
+from operator import itemgetter
 from statistics import fmean
 
 from experiment.episodes import transcript
@@ -22,19 +23,18 @@ YES_NO = {"YES": True, "NO": False}
 
 def comparison(names):
     """Return the Markdown text of the report, and the notes in it. Raises UserError."""
-    records = [measure(name) for name in names]
-    rows = [summary(record) for record in records]
+    records = list(map(measure, names))
+    rows = list(map(summary, records))
     played = [record for record in records if record.episodes]
-    text = ["# Evaluation report\n", table(rows[0], [row.values() for row in rows]), EXPLANATION]
-    text += [repeated_task(record) for record in played]
+    text = ["# Evaluation report\n", table(rows[0], map(dict.values, rows)), EXPLANATION]
+    text += map(repeated_task, played)
     text += [changes(records), tool_use(played), calibration(played)]
-    text += [examples(record) for record in played]
+    text += map(examples, played)
     notes = []
     for record in records:
         notes += record.notes
     if notes:
-        lines = [f"* {cell(note)}\n" for note in dict.fromkeys(notes)]
-        text += ["## Notes\n", *lines]
+        text += ["## Notes\n", *map("* {}\n".format, map(cell, dict.fromkeys(notes)))]
     return "\n".join(filter(None, text)), notes
 
 
@@ -103,9 +103,8 @@ def side_by_side(corner, columns, absent):
         labels.update(column)
     rows = []
     for label in labels:
-        texts = [column.get(label, absent) for _, column in columns]
-        rows.append([label, *texts])
-    return table([corner, *(name for name, _ in columns)], rows)
+        rows.append([label, *(column.get(label, absent) for _, column in columns)])
+    return table([corner, *dict(columns)], rows)
 
 
 def tool_use(records):
@@ -132,7 +131,7 @@ def tool_use(records):
 
 # -------------------------------------------------------------------------------- calibration
 def forecast(episode):
-    """Return (stated probability, outcome 0 or 1, true probability or None) of an episode.
+    """Return (stated probability, outcome 0 or 1, true probability or what stands there).
 
     The last assistant message holds {"probability": ..., "recommendation": "YES" or "NO"}.
     Outcome and true probability are in the episode's info. Where they are not, a correct YES or a
@@ -150,8 +149,7 @@ def forecast(episode):
         outcome = recommended == info["success"]
     if outcome is None or not 0 <= stated <= 1:
         return None
-    truth = info.get("probability")
-    return stated, int(outcome in (True, "YES")), truth if is_number(truth) else None
+    return stated, int(outcome in (True, "YES")), info.get("probability")
 
 
 def calibration(records):
@@ -161,9 +159,9 @@ def calibration(records):
         forecasts = list(filter(None, map(forecast, record.episodes)))
         if forecasts:
             scores.append(calibration_scores(record, forecasts))
-            groups = bins([(stated, outcome) for stated, outcome, _ in forecasts])
-            column = {f"{i / 10:.1f} to {i / 10 + 0.1:.1f}": bin_text(group)
-                      for i, group in enumerate(groups)}
+            column = {}
+            for i, group in enumerate(bins(forecasts)):
+                column[f"{i / 10:.1f} to {i / 10 + 0.1:.1f}"] = bin_text(group)
             columns.append((record.name, column))
     if not scores:
         return ""
@@ -177,14 +175,17 @@ def calibration(records):
 
 def calibration_scores(record, forecasts):
     """Return the row of a run in the table of scores."""
-    pairs = [(stated, outcome) for stated, outcome, _ in forecasts]
-    truths = [(truth, outcome) for _, outcome, truth in forecasts if truth is not None]
-    true_brier = brier(truths) if len(truths) == len(pairs) else None
-    accuracy = best = relative = None
+    pairs, truths = [], []
+    for stated, outcome, truth in forecasts:
+        pairs.append((stated, outcome))
+        truths.append((truth, outcome))
+    true_brier = accuracy = best = relative = None
+    if all(is_number(truth) for truth, _ in truths):
+        true_brier = brier(truths)
     if record.after:
-        accuracy = record.after[0] / record.after[1]
-        best = ceiling(record)
-        relative = accuracy / best if best else None
+        accuracy, best = record.after[0] / record.after[1], ceiling(record)
+    if accuracy is not None and best:
+        relative = accuracy / best
     row = [record.name, f"{len(pairs)} of {len(record.episodes)}"]
     for score in (brier(pairs), calibration_error(pairs), true_brier, accuracy, best, relative):
         row.append(number(score, ".3f"))
@@ -194,22 +195,20 @@ def calibration_scores(record, forecasts):
 def bin_text(pairs):
     if not pairs:
         return "-"
-    stated, outcomes = zip(*pairs)
+    stated, outcomes, _ = zip(*pairs)
     return f"{len(pairs)}: {fmean(stated):.2f} -> {fmean(outcomes):.2f}"
 
 
 # ----------------------------------------------------------------------------------- examples
 def examples(record):
     """Show the two best solved episodes and the two worst unsolved ones, of different tasks."""
-    ranked = sorted(record.episodes, key=lambda e: e["reward"])
-    solved = [e for e in reversed(ranked) if e["info"].get("success")]
-    unsolved = [e for e in ranked if not e["info"].get("success")]
     text = [f"## Examples: {cell(record.name)}\n"]
-    for word, candidates in (("Good", solved), ("Bad", unsolved)):
-        text.append(f"{word}:\n" if candidates else f"{word}: none.\n")
+    for word, success in (("Good", True), ("Bad", False)):
         shown = {}
-        for episode in candidates:
-            shown.setdefault(episode.get("group_id") or id(episode), episode)
+        for episode in sorted(record.episodes, key=itemgetter("reward"), reverse=success):
+            if bool(episode["info"].get("success")) == success:
+                shown.setdefault(episode.get("group_id") or id(episode), episode)
+        text.append(f"{word}:\n" if shown else f"{word}: none.\n")
         for episode in list(shown.values())[:2]:
             text.append(fenced(transcript(episode)[:MAX_EXAMPLE]))
     return "\n".join(text)

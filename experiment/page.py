@@ -2,6 +2,7 @@
 import math
 import textwrap
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
@@ -15,7 +16,8 @@ MAX_EPISODES = 24       # on a page
 MAX_TOKENIZER = 2**28   # bytes
 SHOWN = ("success_before", "success_after", "seconds", "peak_memory_mb")    # in the summary
 SURPRISE = (0.9, 0.5, 0.1, 0.01)    # probabilities between the classes s0 .. s4
-LEGEND = ("over 0.9", "over 0.5", "over 0.1", "over 0.01", "below")
+LEGEND = """<i class=s0> over 0.9 </i> <i class=s1> over 0.5 </i> <i class=s2> over 0.1 </i>
+<i class=s3> over 0.01 </i> <i class=s4> below </i>"""
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #626b76; --line: #d9dee4; --page: #fff;
   --card: #f6f7f9; --raw: #9db8dc; --smooth: #1f5fb4; --heat: 251, 146, 60; --good: #15703a;
@@ -40,7 +42,7 @@ figcaption > b { white-space: nowrap } svg { display: block; width: 100%; height
 svg text { font-size: 10px; fill: var(--soft) } .grid { stroke: var(--line) }
 .raw, .smooth { fill: none; stroke: var(--raw); stroke-width: 1 }
 .smooth { stroke: var(--smooth); stroke-width: 2 } circle { fill: var(--raw) }
-rect { fill: transparent } details { border-top: 1px solid var(--line); padding: .45rem 0 }
+details { border-top: 1px solid var(--line); padding: .45rem 0 }
 summary { cursor: pointer; overflow-wrap: anywhere }
 pre { font: 13px/1.75 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
   margin: .5rem 0 }
@@ -73,19 +75,17 @@ def page(name, tokenizer=None):
     algorithm = kind if record.algorithm == "-" else record.algorithm
     title = escape(f"{algorithm} · {record.name}")
     text = [PAGE.format(title=title, style=STYLE), f"<h1>{title}</h1>", facts(record)]
-    text += [f"<p>{escape(note)}</p>" for note in dict.fromkeys(record.notes)]
+    text += map("<p>{}</p>".format, map(escape, dict.fromkeys(record.notes)))
     text.append(curves(record.logs))
     if shown:
-        classes = [f"<i class=s{i}> {words} </i> " for i, words in enumerate(LEGEND)]
         text.append(
             "<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. "
-            f"Coloured: sampled, with probability {''.join(classes)}. Framed: the turn's reward. "
+            f"Coloured: sampled, with probability {LEGEND}. Framed: the turn's reward. "
             "Point at a token for its id.</p>")
     for index, (step, episode) in enumerate(shown):
         text.append(episode_html(episode, step, decoder, is_open=index == 0))
     if record.config:
-        lines = [f"{key}: {value}" for key, value in record.config.items()]
-        config = escape("\n".join(lines))
+        config = escape("\n".join(map("{0[0]}: {0[1]}".format, record.config.items())))
         text.append("<h2>Config</h2><details><summary>config.yaml</summary>"
                     f"<pre>{config}</pre></details>")
     return "".join(text) + "</body></html>\n", record.notes
@@ -111,7 +111,7 @@ def chosen_episodes(record):
     chosen = []
     steps = spread(sorted(record.lines_of_step), MAX_EPISODES // 3)
     for step in reversed(steps):
-        ranked = sorted(record.episodes_of([step]), key=lambda e: e["reward"], reverse=True)
+        ranked = sorted(record.episodes_of([step]), key=itemgetter("reward"), reverse=True)
         for episode in spread(ranked, MAX_EPISODES // len(steps)):
             chosen.append((step, episode))
     return chosen
@@ -166,13 +166,12 @@ def episode_html(episode, step, tokenizer, is_open):
 
 
 def headline(episode, step):
-    words = [f"step {step}"] if step >= 0 else []
-    terms = [f"{name} {number(x)}" for name, x in episode["reward_parts"].items()]
-    reward = f"reward {number(episode['reward'])}"
-    words.append(f"{reward} ({', '.join(terms)})" if terms else reward)
-    words.append(f"{episode['info']['tool_calls']} calls")
-    words += [str(episode.get("stop_reason")), f"{len(episode['token_ids'])} tokens"]
-    return " · ".join(words)
+    words = [f"step {step}", f"reward {number(episode['reward'])}"]
+    for name, reward in episode["reward_parts"].items():
+        words.append(f"{name} {number(reward)}")
+    words += [f"{episode['info']['tool_calls']} calls", str(episode.get("stop_reason")),
+              f"{len(episode['token_ids'])} tokens"]
+    return " · ".join(words[step < 0:])
 
 
 def tokens_html(episode, tokenizer):

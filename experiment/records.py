@@ -15,7 +15,7 @@ from experiment.data import (
     read_yaml,
     reading,
 )
-from experiment.episodes import transcript
+from experiment.episodes import problem, transcript
 from experiment.errors import UserError
 from experiment.statistics import wilson
 
@@ -112,22 +112,17 @@ def objects(path, notes, wanted=None):
 
 
 def complete(row):
-    """Return an episode with its optional fields, or raise some exception if it is none.
-
-    Trajectory.from_json checks more, but needs torch.
-    """
+    """Return an episode with its optional fields, or raise some exception if it is none."""
     info = {"tool_calls": 0, "tool_errors": 0, **row["info"]}
     row = {**OPTIONAL, **row, "info": info}
     transcript(row)
     for message in row["messages"]:
         for call in message.get("tool_calls", []):
             call["name"].strip()
-    ids = row["token_ids"]
-    aligned = len(ids) == len(row["loss_mask"]) == len(row["logprobs"])
-    if not aligned or not all(type(i) is int and 0 <= i < 2**32 for i in ids):
+    # A file of episodes may hold texts only.
+    if row["token_ids"] and (problem(row) or max(row["token_ids"]) >= 2**32):
         raise ValueError
-    math.fsum([row["reward"], *row["rewards"], *row["reward_parts"].values(), *row["logprobs"],
-               info["tool_calls"], info["tool_errors"]])
+    math.fsum([info["tool_calls"], info["tool_errors"]])
     return row
 
 
@@ -167,7 +162,7 @@ def held_out(record, key):
     It does not if the share is no multiple of 1 / played: fewer tasks were played than asked for.
     """
     share = record.result.get(key)
-    played = str(record.result.get("held_out_tasks", record.config.get("eval_tasks")))
+    played = str(record.result.get("held_out_tasks") or record.config.get("eval_tasks"))
     if not is_number(share) or not played.isdecimal() or played == "0":
         return None
     solved = share * int(played)

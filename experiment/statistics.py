@@ -43,10 +43,10 @@ def brier(pairs):
 
 
 def bins(pairs, count=10):
-    """Sort (probability, outcome) pairs into bins of equal width; 1.0 is in the last."""
+    """Sort (probability, ...) tuples into bins of equal width; 1.0 is in the last."""
     result = [[] for _ in range(count)]
-    for p, y in pairs:
-        result[min(int(p * count), count - 1)].append((p, y))
+    for pair in pairs:
+        result[min(int(pair[0] * count), count - 1)].append(pair)
     return result
 
 
