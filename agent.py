@@ -20,8 +20,8 @@ import torch
 from tqdm import tqdm
 
 import envs
-from envs.session import Session, ToolPool
-from experiment.episodes import problem
+from envs.session import Session, Watch
+from experiment.episodes import pass_at_k, problem, summarise
 from experiment.errors import EnvironmentFault, UserError
 from experiment.seeds import mix
 from llm.chat import Chat, parse_tool_calls
@@ -31,7 +31,6 @@ from llm.static_engine import make_engine
 from lora import merged
 
 TOOL_STEPS = 4  # an episode that called a tool continues at the next multiple of this many steps
-TOOL_THREADS = 32  # tool calls that run at the same time
 
 
 @dataclass
@@ -281,18 +280,17 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    pool = ToolPool(classes.values(), TOOL_THREADS, limits.tool_timeout)
-    with closing(pool), merged(model):
+    with closing(Watch(classes.values(), limits.tool_timeout)) as watch, merged(model):
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
-            session = Session(pool, name, classes[name], tasks[i])
+            session = Session(watch, name, classes[name], tasks[i])
             episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
             # Rows of one prompt share its forward pass. One task may have several: reset may draw.
             prompt = episode.trajectory.token_ids
             row_seed = mix(seed, step, first_task + i, sample)
             row = Row(prompt, group=tuple(prompt), seed=row_seed, limit=episode.room)
             episodes[row] = episode
-            pool.check_abandoned()
+            watch.check_abandoned()
         started = {row: episode for row, episode in episodes.items() if episode.can_start}
         if started:
             stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
@@ -300,7 +298,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             engine = make_engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                             temperature=temperature, top_k=top_k, top_p=top_p)
             decode(engine, started, run)
-        pool.check()
+        watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
         trajectories = [t for played in run.ranks.gather(trajectories) for t in played]
@@ -360,7 +358,7 @@ def play(engine, episodes: dict, run=None):
 
 def next_turn(engine, row, episode):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
-    episode.session.pool.check_abandoned()
+    episode.session.watch.check_abandoned()
     if episode.trajectory.stop_reason:
         engine.release(row)
     else:
@@ -417,49 +415,6 @@ def collate(trajectories: list[Trajectory], device="cpu"):
     token_ids = pad([t.token_ids for t in trajectories], torch.long)
     loss_mask = pad([t.loss_mask for t in trajectories], torch.long)
     return token_ids, loss_mask, pad([t.logprobs for t in trajectories], torch.float32)
-
-
-def summarise(trajectories: list[Trajectory]) -> dict:
-    """Return shares from 0 to 1, and rewards and counts as means per episode."""
-    def mean(values):
-        return sum(values) / len(trajectories)
-
-    def total(name):
-        return sum(t.info.get(name, 0) for t in trajectories)
-
-    turns = sum(len(t.rewards) for t in trajectories)
-    tried = total("tool_calls") + total("unreadable_calls")
-    parts = sorted({name for t in trajectories for name in t.reward_parts})
-    rewards = {f"reward/{name}": mean(t.reward_parts.get(name, 0.0) for t in trajectories)
-               for name in parts}
-    return {
-        "episodes": len(trajectories),
-        "success": mean(t.info["success"] for t in trajectories),
-        "reward": mean(t.reward for t in trajectories),
-        **rewards,
-        "turns": turns / len(trajectories),
-        "actions": total("tool_calls") / len(trajectories),
-        "structure": total("parsed_turns") / max(turns, 1),
-        "completion": mean(t.stop_reason == "done" for t in trajectories),
-        "tool_errors": total("tool_errors") / max(tried, 1),
-        "tool_timeouts": total("timeouts"),
-        "tokens": mean(len(t.token_ids) for t in trajectories),
-        "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
-        "truncated": mean(t.truncated for t in trajectories),
-        "errors": mean(t.stop_reason == "error" for t in trajectories),
-    }
-
-
-def pass_at_k(successes: list[list[bool]]) -> dict:
-    """Return the mean over tasks of the unbiased pass@k (arXiv 2107.03374, eq. 1).
-
-    If c of the G episodes of a task succeeded, it is 1 - C(G - c, k) / C(G, k).
-    """
-    out = {}
-    for k in range(1, min(map(len, successes)) + 1):
-        solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]
-        out[f"pass@{k}"] = sum(solved) / len(solved)
-    return out
 
 
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import torch
 
 import envs
-from agent import collate, evaluate, judged, rollout, rollout_options, scale_rewards, summarise
+from agent import collate, evaluate, judged, rollout, rollout_options, scale_rewards
 from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
                                check_accumulation, fill, flag)
+from experiment.episodes import summarise
 from experiment.errors import UserError
 from experiment.groups import group_shares
 from experiment.program import main

@@ -28,10 +28,11 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-from agent import Limits, Trajectory, collate, evaluate, judged, rollout, summarise
+from agent import Limits, Trajectory, collate, evaluate, judged, rollout
 from envs.demonstrations import read_trajectories
 from experiment.checkpoint import optimizer_tensors
 from experiment.config import flag
+from experiment.episodes import summarise
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
 from experiment.process import peak_memory_mb

@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 import envs
 from agent import Episode, Limits, Trajectory, judged, load_environments, without_too_long
-from envs.session import Session, ToolPool
+from envs.session import Session, Watch
 from experiment.errors import EnvironmentFault
 
 
@@ -17,16 +17,16 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     classes, chats = load_environments(tokenizer, tasks, env_name)
     warn_of_letters(tokenizer, classes)
     trajectories = []
-    with closing(ToolPool(classes.values(), 1, limits.tool_timeout)) as pool:
+    with closing(Watch(classes.values(), limits.tool_timeout)) as watch:
         for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
             name = task.get("env", env_name)
-            session = Session(pool, name, classes[name], task)
+            session = Session(watch, name, classes[name], task)
             episode = Episode(session, chats[name], limits, str(i))
             while episode.can_start:
                 expert_turn(episode)
             trajectories.append(episode.trajectory)
-            pool.check_abandoned()
-        pool.check()
+            watch.check_abandoned()
+        watch.check()
     return judged(without_too_long(trajectories, limits.max_tokens))
 
 

@@ -12,14 +12,14 @@ from itertools import count
 from pathlib import Path
 
 import envs
-from agent import Episode, play, rollout, rollout_options, summarise
-from envs.session import Session, ToolPool
+from agent import Episode, play, rollout, rollout_options
+from envs.session import Session, Watch
 from experiment.files import finite, replace_file
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import auto, fill, flag
 from experiment.data import read_rows, read_yaml
-from experiment.episodes import message_lines, transcript
+from experiment.episodes import message_lines, summarise, transcript
 from experiment.errors import UserError
 from llm.chat import Chat
 from llm.engine import Row
@@ -132,11 +132,11 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
           "Every question is an episode of its own: the environment starts anew, and the agent "
           "remembers nothing.\nAn empty line asks the task that is shown. Other text is asked in "
           "its place, and the tools still work on the task. Ctrl-D ends.")
-    with merged(model), closing(ToolPool([cls], 1, limits.tool_timeout)) as pool:
+    with merged(model), closing(Watch([cls], limits.tool_timeout)) as watch:
         engine = make_engine(model, slots=1, stop_ids=chat.stop_ids | chat.start_ids,
                         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         for number in count():
-            session = Session(pool, config.env, cls, tasks[number % len(tasks)])
+            session = Session(watch, config.env, cls, tasks[number % len(tasks)])
             episode = Episode(session, chat, limits, str(number))
             if not ask(episode):
                 return

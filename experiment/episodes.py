@@ -1,4 +1,6 @@
-"""Rows of trajectories.jsonl: what is wrong with one, and one as text to read."""
+"""Episodes: what is wrong with one, one as text to read, and many of them in numbers."""
+import math
+
 from experiment.errors import printable
 
 UNREADABLE = {"name": "unreadable call", "arguments": {}}
@@ -54,3 +56,46 @@ def problem(episode: dict) -> str | None:
 def is_finite(number) -> bool:
     """True for a number that arithmetic does not overflow; False for NaN, for infinity and for what is no number."""
     return type(number) in (int, float) and -1e300 < number < 1e300
+
+
+def summarise(trajectories: list) -> dict:
+    """Return shares from 0 to 1, and rewards and counts as means per episode."""
+    def mean(values):
+        return sum(values) / len(trajectories)
+
+    def total(name):
+        return sum(t.info.get(name, 0) for t in trajectories)
+
+    turns = sum(len(t.rewards) for t in trajectories)
+    tried = total("tool_calls") + total("unreadable_calls")
+    parts = sorted({name for t in trajectories for name in t.reward_parts})
+    rewards = {f"reward/{name}": mean(t.reward_parts.get(name, 0.0) for t in trajectories)
+               for name in parts}
+    return {
+        "episodes": len(trajectories),
+        "success": mean(t.info["success"] for t in trajectories),
+        "reward": mean(t.reward for t in trajectories),
+        **rewards,
+        "turns": turns / len(trajectories),
+        "actions": total("tool_calls") / len(trajectories),
+        "structure": total("parsed_turns") / max(turns, 1),
+        "completion": mean(t.stop_reason == "done" for t in trajectories),
+        "tool_errors": total("tool_errors") / max(tried, 1),
+        "tool_timeouts": total("timeouts"),
+        "tokens": mean(len(t.token_ids) for t in trajectories),
+        "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
+        "truncated": mean(t.truncated for t in trajectories),
+        "errors": mean(t.stop_reason == "error" for t in trajectories),
+    }
+
+
+def pass_at_k(successes: list[list[bool]]) -> dict:
+    """Return the mean over tasks of the unbiased pass@k (arXiv 2107.03374, eq. 1).
+
+    If c of the G episodes of a task succeeded, it is 1 - C(G - c, k) / C(G, k).
+    """
+    out = {}
+    for k in range(1, min(map(len, successes)) + 1):
+        solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]
+        out[f"pass@{k}"] = sum(solved) / len(solved)
+    return out

@@ -22,12 +22,12 @@ import torch
 
 import agent
 import envs
-from agent import Limits, Trajectory, collate, evaluate, judged, pass_at_k, rollout, summarise
+from agent import Limits, Trajectory, collate, evaluate, judged, rollout
 from envs import talk
 from envs.demonstrations import read_trajectories
 from envs.expert import demonstrate
 from experiment.program import main
-from experiment.episodes import transcript
+from experiment.episodes import pass_at_k, summarise, transcript
 from experiment.errors import EnvironmentFault, UserError
 from llm.chat import Chat, parse_tool_calls
 from llm.engine import Engine, Row

@@ -19,7 +19,7 @@ from grpo import (
     token_advantages,
     token_mean,
 )
-from agent import turn_index
+from llm.batches import turn_index
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 # Default arguments of the surrogates, and what the tests take in their place.
