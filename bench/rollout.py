@@ -37,7 +37,7 @@ def main():
     import torch
     from transformers import AutoModelForCausalLM
 
-    from llm.engine import generate
+    from bench.completions import generate
     from llm.facts import facts
     from llm.loading import fast_float32, load_model
     from llm.static_engine import make_engine

@@ -145,8 +145,8 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
 
     from agent import Trajectory, collate
     from grpo import LOSSES, Counts, group_advantages
+    from bench.completions import generate
     from llm.batches import cheapest_order
-    from llm.engine import generate
     from llm.logprobs import token_logprobs
     from llm.static_engine import make_engine
     from lora import merged

@@ -108,13 +108,12 @@ class Engine:
         self.ended: list[Row] = []  # rows whose turn ended in this step
         self.prompts = {}  # group -> its prompt's keys and values, logits and length
         self.clock = 0  # steps taken
-        self.forwarded = 0  # tokens that went through the model
 
     @property
     def busy(self) -> bool:
         """True while a row can be decoded. Rows that wait for `extend` do not count."""
-        return bool(self.rows("prefill") or self.rows("decode")
-                    or self.waiting and None in self.owner)
+        can_enter = self.waiting and None in self.owner
+        return bool(can_enter or self.rows("prefill") or self.rows("decode"))
 
     def rows(self, state: str) -> list[Row]:
         """Return the rows in this state that have a slot, in the order of their slots."""
@@ -200,26 +199,29 @@ class Engine:
 
     def run(self, rows: list[Row]):
         """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""
-        lengths = [len(row.pending) for row in rows]
-        width = max(lengths)
+        width = max(len(row.pending) for row in rows)
         half = len(rows) // 2
         if half and len(rows) * width > LONG:
             return torch.cat([self.run(rows[:half]), self.run(rows[half:])])
-        self.cache.prepare([row.slot for row in rows], [row.length for row in rows], lengths)
-        ids = [row.pending + [0] * (width - len(row.pending)) for row in rows]
+        slots, starts, lengths, ids = [], [], [], []
+        for row in rows:
+            slots.append(row.slot)
+            starts.append(row.length)
+            lengths.append(len(row.pending))
+            ids.append(row.pending + [0] * (width - len(row.pending)))
+            row.length += len(row.pending)
+        self.cache.prepare(slots, starts, lengths)
         hidden = self.forward(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
-        last = torch.tensor(lengths, device=self.device) - 1
-        index = torch.arange(len(rows), device=self.device)
-        for row, length in zip(rows, lengths):
-            row.length += length
-        self.forwarded += sum(lengths)
-        return self.forward.head(hidden[index, last])
+        last = torch.tensor(lengths) - 1
+        return self.forward.head(hidden[range(len(rows)), last])
 
     def sample(self, rows: list[Row], logits):
         """Draw a token for every row from its logits (R, V)."""
-        uniforms = [row.uniforms(1)[0] for row in rows]
+        uniforms, forced = [], []
+        for row in rows:
+            uniforms += row.uniforms(1)
+            forced += row.forced[:1] or [-1]
         uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
-        forced = [row.forced[0] if row.forced else -1 for row in rows]
         forced = torch.tensor(forced, device=self.device)
         ids, logprobs, finite = self.draw(logits, uniforms, forced)
         if not finite.all():
@@ -231,22 +233,20 @@ class Engine:
     def pack(self):
         """Swap rows of the cache so that those that decode fill the first slots."""
         running = self.rows("decode")
-        outside = [row for row in running if row.slot >= len(running)]
-        inside = {row.slot for row in running}
-        holes = [slot for slot in range(len(running)) if slot not in inside]
-        source, target, span = [], [], 1
+        slots = {row.slot for row in running}
+        holes = [slot for slot in range(len(running)) if slot not in slots]
+        if not holes:
+            return
+        outside = running[-len(holes):]  # they are in the order of their slots
+        span = max(row.length for row in self.owner if row)
+        self.cache.swap(holes, [row.slot for row in outside], span)
         for row, hole in zip(outside, holes):
             other = self.owner[hole]
-            source += [row.slot, hole]
-            target += [hole, row.slot]
-            span = max(span, row.length, other.length if other else 0)
-            self.owner[row.slot] = other
-            self.owner[hole] = row
             if other:
                 other.slot = row.slot
+            self.owner[row.slot] = other
+            self.owner[hole] = row
             row.slot = hole
-        if source:
-            self.cache.move(source, target, span)
 
 
 class StockForward:
@@ -257,6 +257,7 @@ class StockForward:
         AttentionInterface.register("row_attention", row_attention)
         self.model = model
         self.config = model.config.get_text_config()
+        self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):
         """Return the last hidden states (R, C, D) of ids (R, C), each at its cache.position."""
@@ -268,9 +269,6 @@ class StockForward:
                 row_cache=cache).last_hidden_state
         finally:
             self.config._attn_implementation = before
-
-    def head(self, hidden):
-        return head_logits(self.model, hidden)
 
 
 def check_attention(model):
@@ -289,23 +287,3 @@ def check_attention(model):
             f"{name}: the engine cannot hold its cache ({', '.join(sorted(problems)) or name}); "
             "models with full or sliding-window attention work "
             "(Llama, Qwen2, Qwen3, Gemma 3, SmolLM)")
-
-
-def generate(engine: Engine, prompts, *, group_size: int = 1, max_new_tokens: int = 128,
-             seed: int = 0, forced=None) -> list[tuple[list[int], list[float]]]:
-    """Return (ids, logprobs) of `group_size` completions per prompt, a prompt's together.
-
-    Args:
-        prompts: lists of ids.
-        forced: one list of ids per completion, taken in place of sampled tokens.
-    """
-    rows = []
-    for i, prompt in enumerate(prompts):
-        for n in range(i * group_size, (i + 1) * group_size):
-            rows.append(Row(prompt, group=i, seed=(seed << 40) + n, limit=max_new_tokens,
-                            forced=forced[n] if forced else ()))
-    engine.add(rows)
-    while engine.busy:
-        for row in engine.step():
-            engine.release(row)
-    return [(row.turn, row.logprobs) for row in rows]

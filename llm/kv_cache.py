@@ -50,8 +50,8 @@ class RowCache:
         real = column < torch.tensor(lengths, device=self.device)[:, None]  # (R, C)
         self.take = real.flatten().nonzero()[:, 0]  # (n,) the tokens that are no padding, of R * C
         index = torch.tensor(slots, device=self.device)
-        packed = slots == list(range(len(slots)))
-        self.read = slice(0, len(slots)) if packed else index
+        first_slots = slots == list(range(len(slots)))
+        self.read = slice(0, len(slots)) if first_slots else index
         self.write_slot = index.repeat_interleave(width)[self.take]
         self.write_position = position.flatten()[self.take]
         self._see(position, self.capacity)
@@ -124,10 +124,10 @@ class RowCache:
         """Return views (H_kv, length, D) of a slot's first keys and values, for all layers."""
         return [tensor[slot, :, :length] for tensor in (*self.keys, *self.values)]
 
-    def move(self, source: list[int], target: list[int], span: int):
-        """Copy the first `span` positions of slots `source` to slots `target`, all at once."""
+    def swap(self, slots: list[int], others: list[int], span: int):
+        """Exchange the first `span` positions of slots with those of others."""
         for tensor in (*self.keys, *self.values):
-            tensor[target, :, :span] = tensor[source, :, :span]
+            tensor[slots + others, :, :span] = tensor[others + slots, :, :span]
 
     def get_seq_length(self, *_):
         return 0  # positions are passed explicitly, nobody may derive them from the cache

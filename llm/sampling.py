@@ -6,8 +6,7 @@ PIECE = 2**19  # logits that are float32 at the same time on a CPU, so that they
 BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
 
 
-def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-           block: int = BLOCK):
+def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
     """Draw one token per row. Nothing here waits for the device.
 
     Args:
@@ -22,31 +21,31 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
     rows = max(1, PIECE // logits.shape[1])
     if logits.is_cpu and len(logits) > rows:
         pieces = zip(logits.split(rows), uniforms.split(rows), forced.split(rows))
-        drawn = [sample(*piece, temperature, top_k, top_p, block) for piece in pieces]
+        drawn = [sample(*piece, temperature, top_k, top_p) for piece in pieces]
         return [torch.cat(column) for column in zip(*drawn)]
     z = logits.float()
     if temperature not in (0, 1):
         z = z / temperature
     z = cut(z, top_k, top_p)  # (R, V)
     peak = z.amax(-1, keepdim=True)  # (R, 1)
-    ids, total = inverse_cdf((z - peak).exp_(), uniforms, block)
+    ids, total = inverse_cdf((z - peak).exp_(), uniforms)
     if temperature == 0:
         ids = z.argmax(-1)
     ids = torch.where(forced >= 0, forced, ids)
     ids = ids.clamp(max=z.shape[1] - 1)  # where the logits are not finite, no search ends inside
-    logprobs = (z.gather(1, ids[:, None]) - peak)[:, 0] - total.log().float()
-    return ids, logprobs, total.isfinite()
+    logits_drawn = z.gather(1, ids[:, None]) - peak  # (R, 1)
+    return ids, logits_drawn[:, 0] - total.log().float(), total.isfinite()
 
 
-def inverse_cdf(weight, uniforms, block: int):
+def inverse_cdf(weight, uniforms):
     """Return the ids (R,) at which the cumulative weights (R, V) reach the uniforms (R,).
 
     It finds the block of the vocabulary first and then the token in it. It also returns the sums
     of the weights (R,), in float64.
     """
-    if weight.shape[1] % block:
-        weight = F.pad(weight, (0, -weight.shape[1] % block))
-    weight = weight.unflatten(1, (-1, block))  # (R, blocks, block)
+    if weight.shape[1] % BLOCK:
+        weight = F.pad(weight, (0, -weight.shape[1] % BLOCK))
+    weight = weight.unflatten(1, (-1, BLOCK))  # (R, blocks, block)
     sums = weight.sum(-1)  # (R, blocks)
     # In float64, because a uniform near 1 must stay below the total.
     cumulative = sums.double().cumsum(-1)
@@ -54,12 +53,12 @@ def inverse_cdf(weight, uniforms, block: int):
     target = uniforms[:, None] * total
     chosen = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     rest = target - cumulative.gather(1, chosen) + sums.gather(1, chosen)  # (R, 1)
-    rows = torch.arange(len(weight), device=weight.device)
-    inside = weight[rows, chosen[:, 0]].double().cumsum(-1)  # (R, block)
+    inside = torch.take_along_dim(weight, chosen[..., None], 1)[:, 0]  # (R, block)
+    inside = inside.double().cumsum(-1)
     # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
     rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-40))
     offset = torch.searchsorted(inside, rest, right=True)
-    return (chosen * block + offset)[:, 0], total[:, 0]
+    return (chosen * BLOCK + offset)[:, 0], total[:, 0]
 
 
 def cut(z, top_k: int, top_p: float):

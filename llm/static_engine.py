@@ -85,8 +85,7 @@ class StaticEngine(Engine):
         super().__init__(model, **options)
         self.window = Window(self.slots, self.stop_ids, self.device)
         self.cache.reserve(tokens + WINDOW)
-        self.graphs = {}  # (rows, span) -> a graph, or None while there is none
-        self.captured = 0  # capacity of the cache that the graphs hold
+        self.graphs = {}  # (rows, span, capacity) -> a graph, or None while there is none
         self.graphable = not facts(model).refuses_graphs and not any(
             map(resists_capture, model.base_model.modules()))
 
@@ -106,7 +105,6 @@ class StaticEngine(Engine):
         for row in running:
             for step in range(steps):
                 row.length += 1
-                self.forwarded += 1
                 token, logprob = drawn[step][row.slot], drawn[WINDOW + step][row.slot]
                 if row.append(int(token), logprob, self.stop_ids):
                     self.ended.append(row)
@@ -123,9 +121,6 @@ class StaticEngine(Engine):
         frozen = [row.length + 1 for row in self.owner if row]
         longest = max(row.length for row in running) + steps
         self.cache.reserve(max(longest, *frozen))
-        if self.cache.capacity > self.captured:  # grown now or by a prompt
-            self.graphs.clear()  # they hold the addresses of the old cache
-            self.captured = self.cache.capacity
         span = SHORTEST_SPAN
         while span < longest:
             span *= 2
@@ -133,11 +128,12 @@ class StaticEngine(Engine):
 
     def replay(self, rows: int, span: int, steps: int):
         """Run static steps. A bucket's first window runs without a graph, which warms it up."""
-        if (rows, span) not in self.graphs:
-            self.graphs[rows, span] = None
-        elif self.graphs[rows, span] is None and self.graphable:
-            self.graphs[rows, span] = self.capture(rows, span)
-        graph = self.graphs[rows, span]
+        key = rows, span, self.cache.capacity  # a cache that has grown has other addresses
+        if key not in self.graphs:
+            self.graphs[key] = None
+        elif not self.graphs[key] and self.graphable:
+            self.graphs[key] = self.capture(rows, span)
+        graph = self.graphs[key]
         for _ in range(steps):
             graph.replay() if graph else self.static_step(rows, span)
 

