@@ -303,7 +303,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     importance_correction: float | None = flag(
         None, "cap C: old log-probs are the trainer's, weighted by min(old / sampled, C)", above=0)
     updates_per_step: int | None = auto(1, "optimizer updates on a step's episodes", low=1)
-    num_epochs: int | None = flag(None, f"passes over the tasks; default: {DEFAULT_STEPS} steps")
+    num_epochs: int | None = flag(None, f"passes over the tasks; default: {DEFAULT_STEPS} steps",
+                                   low=1)
 
 
 def settle(config):
