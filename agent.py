@@ -11,6 +11,7 @@ and encoded again.
 """
 import math
 import runpy
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import wraps
@@ -277,6 +278,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     Episodes whose prompt has max_tokens or more are dropped and counted. If an environment fails,
     the stop_reason is "error" (see `judged`); EnvironmentFault is raised if it fails too often.
     """
+    began = time.monotonic()
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
@@ -302,6 +304,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
         trajectories = [t for played in run.ranks.gather(trajectories) for t in played]
+        run.rollout_seconds += time.monotonic() - began
     return without_too_long(trajectories, limits.max_tokens)
 
 

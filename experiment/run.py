@@ -80,6 +80,7 @@ class Run:
         self.saved = self.score = self.unlogged = self.marks = None
         self.training = self.undo = None
         self.schedule = None  # steps over which the learning rate decays
+        self.rollout_seconds = 0.0  # of the present step; `agent.rollout` adds to it
         self.looping = self.updated = False
         self.saved_at = time.monotonic()
         self.signals = active_signals()
