@@ -11,8 +11,9 @@ for instance, in tests/test_dora.py) is one subclass of `Adapter`.
 import math
 import re
 import sys
+import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -28,7 +29,8 @@ class Settings:
     """What `add_lora` gave a model, in the names of PEFT's adapter_config.json. It stands at `model.lora_settings`.
 
     `fresh` is True while the adapter is the one that was drawn, so that the model without it is the starting policy.
-    `apart` is True where the weights cannot hold a merged adapter, because they have 4 bits or are streamed.
+    `apart` is True where the weights cannot hold a merged adapter, because they have 4 bits or are streamed. `kind` is
+    the class of the adapters.
     """
     r: int
     lora_alpha: float
@@ -37,10 +39,12 @@ class Settings:
     use_rslora: bool
     fresh: bool = True
     apart: bool = False
+    kind: type = None
 
     def peft(self) -> dict:
         """Return the entries of PEFT's adapter_config.json."""
-        return {key: value for key, value in asdict(self).items() if key not in ("fresh", "apart")}
+        names = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
+        return {name: getattr(self, name) for name in names} | self.kind.peft_entries
 
 
 class Adapter(nn.Module):
@@ -53,7 +57,9 @@ class Adapter(nn.Module):
         base: the frozen weight while the Linear holds the merged one, else None.
         packed: a decoder's copy of the merged weights in another layout, or None. See `keep_packed`.
         cast: A and B in the dtype of the model, kept while decoding beside weights that cannot be merged.
+        peft_entries: what PEFT's adapter_config.json says of this kind of adapter besides the settings.
     """
+    peft_entries = {}
 
     def __init__(self, linear, r: int, scale: float, dropout: float, generator):
         super().__init__()
@@ -74,14 +80,14 @@ class Adapter(nn.Module):
         A, B = self.A.to(weight.device), self.B.to(weight.device)
         return (B @ A).float().mul_(self.scale).add_(weight)
 
-    def forward(self, x, output):
-        """Return y for the Linear's input x (..., in) and its own output W x (..., out)."""
+    def forward(self, linear, x, output):
+        """Return y for the Linear's input x (..., in) and its output without adapter (..., out)."""
         A, B = self.factors(x)
         x = F.dropout(x, self.dropout, training=self.training)
         update = F.linear(F.linear(x, A), B) * self.scale
         return output + update if output.dtype == torch.float32 else _DitheredSum.apply(output, update)
 
-    def give_gradients(self, x, output):
+    def give_gradients(self, linear, x, output):
         """Return `output`, which a merged weight computed from x, such that A and B get their gradients from it."""
         return _MergedLoRA.apply(output, x, *self.factors(x), self.scale, getattr(x, "again", None))
 
@@ -113,8 +119,8 @@ def adapted_forward(linear, x):
         adapter.merge(linear)
     output = type(linear).forward(linear, x)
     if adapter.base is None:
-        return adapter(x, output) if adapter.active else output
-    return adapter.give_gradients(x, output) if torch.is_grad_enabled() else output
+        return adapter(linear, x, output) if adapter.active else output
+    return adapter.give_gradients(linear, x, output) if torch.is_grad_enabled() else output
 
 
 class _MergedLoRA(torch.autograd.Function):
@@ -168,8 +174,8 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         r: the rank.
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: applied to the adapter's input, only while training.
-        targets: "all-linear" (all but the output head), names separated by commas, or PEFT's list or regular
-            expression of module names.
+        targets: "all-linear" (every Linear of the text layers, so neither vision towers nor routers nor the output
+            head), names separated by commas, or PEFT's list or regular expression of module names.
         seed: of the draws for A.
         apart: True if the weights cannot hold a merged adapter.
         kind: the class of the adapters.
@@ -182,32 +188,67 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         linear.lora = kind(linear, r, scale, dropout, generator)
         linear.forward = partial(adapted_forward, linear)
     if targets == "all-linear":
-        targets = sorted({name.rsplit(".", 1)[-1] for name in linears})
-    model.lora_settings = Settings(r, alpha, dropout, targets, use_rslora, apart=apart)
+        targets = _names_for_peft(model, linears)
+    model.lora_settings = Settings(r, alpha, dropout, targets, use_rslora, apart=apart, kind=kind)
+
+
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by the last part of their names
+MATCHING_SECONDS = 5  # for a regular expression over all module names: some take hours
 
 
 def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets themselves as a list or a regular expression."""
     if isinstance(targets, str) and re.fullmatch(r"[\w,. -]+", targets) and targets != "all-linear":
         targets = [t.strip() for t in targets.split(",")]
-
-    def wanted(name):
-        if targets == "all-linear":
-            return True
-        if isinstance(targets, str):
-            return re.fullmatch(targets, name)
-        return any(name == t or name.endswith("." + t) for t in targets)
-
-    head = model.get_output_embeddings()
     every = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    linears = {name: module for name, module in every.items() if module is not head and wanted(name)}
-    listed = targets if isinstance(targets, (list, tuple, set)) else []
-    unknown = [t for t in listed if not any(name == t or name.endswith("." + t) for name in linears)]
+    if targets == "all-linear":
+        names = _text_layers(model, every)
+    elif isinstance(targets, str):
+        names = _matching(targets, every)
+    else:
+        names = [name for name in every if any(_is_called(name, t) for t in targets)]
+    linears = {name: every[name] for name in names if every[name] is not model.get_output_embeddings()}
+    listed = [] if isinstance(targets, str) else targets
+    unknown = [t for t in listed if not any(_is_called(name, t) for name in linears)]
     if not linears or unknown:
-        names = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in every}))
+        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in every}))
         raise UserError(f"--lora_target_modules: no Linear called {', '.join(unknown) or targets}; "
-                        f"the model has: {names}")
+                        f"the model has: {known}")
     return linears, targets
+
+
+def _is_called(name: str, target: str) -> bool:
+    """True if a module's dotted name is this target, or ends in it."""
+    return name == target or name.endswith("." + target)
+
+
+def _text_layers(model, names) -> list:
+    """Return the names of Linears in the text decoder that are no routers."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    text = set(decoder.modules())
+    return [name for name in names if model.get_submodule(name) in text and name.rsplit(".", 1)[-1] not in ROUTERS]
+
+
+def _matching(pattern: str, names) -> list:
+    """Return the names that a regular expression matches as a whole."""
+    import regex  # transformers needs it too; unlike re it knows a time limit
+    deadline = time.monotonic() + MATCHING_SECONDS
+    try:
+        pattern = regex.compile(pattern)
+        return [name for name in names if pattern.fullmatch(name, timeout=max(1e-3, deadline - time.monotonic()))]
+    except (regex.error, TimeoutError, RecursionError) as error:
+        reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else str(error)[:100]
+        raise UserError(f"--lora_target_modules {pattern!s:.60}: as a regular expression it {reason}; "
+                        "list the names, separated by commas") from None
+
+
+def _names_for_peft(model, linears) -> list:
+    """Return names by which PEFT finds exactly these Linears: the last parts of their names, or all of them in full."""
+    short = sorted({name.rsplit(".", 1)[-1] for name in linears})
+    head = model.get_output_embeddings()
+    others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+              and name not in linears and name.rsplit(".", 1)[-1] in short]
+    return sorted(linears) if others else short
 
 
 def settings(model) -> Settings | None:

@@ -1,8 +1,8 @@
 """What adapter folders in PEFT's format say: the base model, the settings, how the base was stored."""
+import math
 import os
 
-from experiment.data import read_json
-from experiment.errors import UserError
+from experiment.data import read_json, reading
 
 # The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that are set are refused.
 UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
@@ -11,15 +11,19 @@ UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_mo
               "qalora_group_size", "runtime_config", "ensure_weight_tying"}
 
 
+MAX_PATTERN = 500  # characters of target_modules as a regular expression
+
+
 def adapter_base(folder: str) -> str:
     """Return the base model that an adapter folder points to.
 
     If that place has moved, it is `base/` in the adapter's folder or in its output folder.
     """
-    base = _adapter_config(folder).get("base_model_name_or_path")
-    if not base:
-        raise UserError(f"{folder}/adapter_config.json: no base_model_name_or_path; "
-                        "write the base model's folder or hub id there")
+    path = _config_path(folder)
+    base = read_json(path).get("base_model_name_or_path")
+    with reading(path):
+        if not base or not isinstance(base, str) or "\0" in base:
+            raise ValueError("no base_model_name_or_path; write the base model's folder or hub id there")
     if not os.path.exists(base):
         for beside in (os.path.join(folder, "base"), os.path.join(folder, "..", "..", "base")):
             if os.path.isdir(beside):
@@ -27,8 +31,78 @@ def adapter_base(folder: str) -> str:
     return base
 
 
-def _adapter_config(folder: str) -> dict:
-    return read_json(os.path.join(folder, "adapter_config.json"))
+def read_settings(folder: str) -> dict:
+    """Return adapter_config.json. UserError names what is wrong, or what of PEFT is not understood here."""
+    path = _config_path(folder)
+    config = read_json(path)
+    with reading(path):
+        _check_kind(config)
+        _check_values(config)
+    return config
+
+
+def _config_path(folder: str) -> str:
+    return os.path.join(folder, "adapter_config.json")
+
+
+def _check_kind(config):
+    """Raise ValueError if this is anything but plain LoRA."""
+    odd = [key for key, value in config.items() if value and key not in UNDERSTOOD]
+    # PiSSA, OLoRA, LoftQ and CorDA change the base too.
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        odd.append(f"init_lora_weights {str(config['init_lora_weights'])[:60]}")
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
+        raise ValueError("only plain LoRA adapters are read here; "
+                         f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
+
+
+def _check_values(config):
+    """Raise ValueError if a value of the adapter has another type, or is out of range."""
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"r must be a whole number of at least 1, not {rank!r:.60}")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise ValueError(f"lora_alpha must be a number above 0, not {alpha!r:.60}")
+    dropout = config.get("lora_dropout", 0)
+    if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
+        raise ValueError(f"lora_dropout must be a number from 0 to 1, not {dropout!r:.60}")
+    for name in ("use_rslora", "fan_in_fan_out", "inference_mode"):
+        if config.get(name) not in (None, True, False) or type(config.get(name)) in (int, float):
+            raise ValueError(f"{name} must be true or false, not {config[name]!r:.60}")
+    targets = config.get("target_modules")
+    names = [targets] if isinstance(targets, str) else targets
+    if not isinstance(names, list) or not names or not all(type(name) is str and name for name in names):
+        raise ValueError("target_modules must be a name, a list of names, or a regular expression, "
+                         f"not {targets!r:.60}")
+    if isinstance(targets, str) and len(targets) > MAX_PATTERN:
+        raise ValueError(f"target_modules has {len(targets)} characters; a regular expression may have {MAX_PATTERN}")
+
+
+def refuse_other_settings(folder: str, adapter: dict, alpha, targets, use_rslora):
+    """Refuse settings of a fresh adapter that differ from those of the adapter whose training continues.
+
+    Args:
+        folder, adapter: the adapter's folder, and its adapter_config.json.
+        alpha: None if the user said nothing.
+        targets: "all-linear" if the user said nothing.
+        use_rslora: False if the user said nothing.
+    """
+    said = {}
+    if alpha is not None:
+        said["lora_alpha"] = alpha, adapter["lora_alpha"]
+    if use_rslora:
+        said["use_rslora"] = use_rslora, bool(adapter.get("use_rslora"))
+    if targets != "all-linear":
+        listed = sorted(t.strip() for t in targets.split(",")) if isinstance(targets, str) else sorted(targets)
+        stored = adapter["target_modules"]
+        same = targets == stored or isinstance(stored, list) and listed == sorted(stored)
+        said["lora_target_modules"] = targets, targets if same else stored
+    for name, (value, stored) in said.items():
+        if value != stored:
+            stored = ",".join(stored) if isinstance(stored, list) else stored
+            with reading(folder):
+                raise ValueError(f"is an adapter with {name} {stored}, which --{name} {value} cannot change; "
+                                 "leave that flag out, or merge the adapter first (python lora.py merge)")
 
 
 def quantization_of(folder: str) -> str:
@@ -37,18 +111,21 @@ def quantization_of(folder: str) -> str:
     try:
         with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:
             return (file.metadata() or {}).get("base", "")
-    except Exception:  # load_weights says what is wrong with the file
+    except Exception:  # read_tensors says what is wrong with the file
         return ""
 
 
-def read_settings(folder: str) -> dict:
-    """Return adapter_config.json. UserError names what of PEFT is not understood here."""
-    config = _adapter_config(folder)
-    odd = [key for key, value in config.items() if value and key not in UNDERSTOOD]
-    # PiSSA, OLoRA, LoftQ and CorDA change the base too.
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
-        odd.append(f"init_lora_weights {config['init_lora_weights']}")
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
-        raise UserError(f"{folder}: only plain LoRA adapters are read here; "
-                        f"this one has {', '.join(odd) or 'another peft_type or bias'}")
-    return config
+def read_tensors(folder: str) -> dict:
+    """Return the tensors of adapter_model.safetensors, all of them finite."""
+    import torch
+    from safetensors.torch import load_file
+    path = os.path.join(folder, "adapter_model.safetensors")
+    with reading(path):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point():
+                raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
+            bad = int((~torch.isfinite(tensor.float())).sum())
+            if bad:
+                raise ValueError(f"{name}: {bad} values are not finite; the file is damaged")
+    return tensors

@@ -11,10 +11,17 @@ import sys
 
 import torch
 
+from experiment.checkpoint import read_state
 from experiment.data import read_json
 from experiment.errors import UserError
 from llm import pointwise
-from llm.adapter_files import adapter_base, quantization_of, read_settings
+from llm.adapter_files import (
+    adapter_base,
+    quantization_of,
+    read_settings,
+    read_tensors,
+    refuse_other_settings,
+)
 from llm.attention import causal_attention
 from llm.checkpointing import checkpoint_layers, tile_mlps
 from llm.facts import facts
@@ -61,6 +68,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
         UserError: in one line, with the fix.
     """
     path = newest(path)
+    if os.path.exists(os.path.join(path, "state.json")):
+        read_state(path)  # a checkpoint of ours: every file is compared with its size and sha256
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         # Where cuDNN's attention is chosen, it compiles again for every new shape.
@@ -70,7 +79,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
         fast_float32()
     if train:
         _check_trainable(chosen, memory, dtype, lora_r)
-    adapter = read_settings(path) if is_adapter(path) else None
+    adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules, use_rslora) if is_adapter(path) else None
     trained_on = quantization_of(path) if adapter else ""
     chosen = chosen._replace(load_in_4bit=chosen.load_in_4bit or "nf4" in trained_on,
                              int8_head=chosen.int8_head or "int8" in trained_on)
@@ -93,7 +102,6 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None, l
     apart = chosen.load_in_4bit or chosen.stream_layers
     if adapter:
         load_adapter(model, path, adapter, lora_dropout, apart)
-        _note_rank(path, adapter, lora_r)
     elif lora_r:
         alpha = 2 * lora_r if lora_alpha is None else lora_alpha
         add_lora(model, lora_r, alpha, lora_dropout, lora_target_modules, use_rslora, seed, apart)
@@ -121,10 +129,14 @@ def _check_trainable(chosen, memory, dtype, lora_r):
         raise ValueError("streaming and offloading need gradient_checkpointing: backward runs each layer again")
 
 
-def _note_rank(path, adapter, lora_r):
+def _adapter_settings(path, lora_r, alpha, targets, use_rslora) -> dict:
+    """Return the settings of the adapter at `path`, after comparing them with what was asked for."""
+    adapter = read_settings(path)
+    refuse_other_settings(path, adapter, alpha, targets, use_rslora)
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, lora_r {lora_r} is for fresh ones",
               file=sys.stderr)
+    return adapter
 
 
 def merge(model):
@@ -219,8 +231,8 @@ def _check_source(source, device):
 def _read_sparingly(source, dtype, device, chosen, **where):
     """Read the model a tensor at a time, each in the form in which it will stay."""
     from huggingface_hub import snapshot_download
-    from transformers import AutoConfig, GenerationConfig
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
+    from transformers import GenerationConfig
+    config = _read_config(source, **where)
     stored = _real_dtype(config.dtype or torch.float32, device)
     model = skeleton(config, stored if dtype == "auto" else dtype)
     if device.type == "meta":
@@ -241,13 +253,29 @@ def _read_sparingly(source, dtype, device, chosen, **where):
 def _read_whole(source, dtype, device, chosen, **where):
     """Read the model as transformers does."""
     from transformers import AutoModelForCausalLM
+    config = _read_config(source, **where)
     model, report = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-        adapter_kwargs=where, **where)
+        source, config=config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=False,
+        use_safetensors=True, output_loading_info=True, adapter_kwargs=where, **where)
     if report["missing_keys"]:  # transformers would continue with random numbers there
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UserError(f"{source}: no weights for {missing}: the model is incomplete")
     return model, _read_tokenizer(source, **where)
+
+
+def _read_config(source, **where):
+    """Return the model's config, with the attention that the stock modules run with until ours is put there.
+
+    What a folder's own config.json says of attention is not used: it may name a kernel to be downloaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{source}: is a quantized model; give the original one, and --load_in_4bit for 4 bits")
+    classes = AutoModelForCausalLM._model_mapping
+    model_class = classes[type(config)] if type(config) in classes else None
+    config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+    return config
 
 
 def _read_tokenizer(source: str, **where):
@@ -277,7 +305,7 @@ def _check_tokenizer(model, tokenizer, path):
                         "use an instruct model, or put chat_template.jinja beside it")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}")
+        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}: they belong to different models")
 
 
 def _use_causal_attention(model):
@@ -363,6 +391,10 @@ def _quantization(chosen: Techniques) -> str:
 
 def load_adapter(model, folder: str, adapter: dict, dropout: float = 0.0, apart: bool = False):
     """Put the adapter of a folder on a plain model. `adapter` is what `read_settings` returned for the folder."""
+    ranks = {tensor.shape[0] for name, tensor in read_tensors(folder).items() if "lora_A" in name and tensor.dim()}
+    if ranks - {adapter["r"]}:  # before memory is taken for a rank that nobody trained
+        raise UserError(f"{folder}: adapter_config.json says r {adapter['r']}, adapter_model.safetensors has rank "
+                        f"{', '.join(map(str, sorted(ranks)))}")
     add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, adapter["target_modules"],
              adapter.get("use_rslora", False), apart=apart)
     load_weights(model, folder)
@@ -373,17 +405,13 @@ def load_adapter(model, folder: str, adapter: dict, dropout: float = 0.0, apart:
 
 def load_weights(model, folder: str):
     """Load what trains in `model`, as `save_model` wrote it from a model of the same making, bit for bit."""
-    from safetensors.torch import load_file
     if not settings(model):
         saved, _ = _read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN)
         saved = dict(saved.named_parameters())
         for name, p in model.named_parameters():
             p.data.copy_(saved[name])
         return
-    try:
-        saved = load_file(os.path.join(folder, "adapter_model.safetensors"))
-    except Exception as error:
-        raise UserError(f"{folder}/adapter_model.safetensors: {first_line(error)}") from None
+    saved = read_tensors(folder)
     for name, p in adapter_tensors(model).items():
         tensor = saved.pop(name, None)
         if tensor is None or tensor.shape != p.shape:

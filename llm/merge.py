@@ -3,6 +3,7 @@
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
 import os
+import shlex
 import sys
 
 from experiment.errors import UserError
@@ -34,6 +35,7 @@ def main(words: list[str]) -> int:
         if names:  # it may be the adapter's base: the adapter would then be applied twice
             raise UserError(f"{folder}: is not empty; give a new folder")
         merge(*words[1:])
+        print(f"merged into a plain model folder. Talk to it:\n  python agent.py --model_path {shlex.quote(folder)}")
     except UserError as error:
         print(f"lora.py: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,26 @@
-"""llm/loading.py: what a path means."""
-from llm.loading import is_tiny, load_model, save_model
+"""llm/loading.py and llm/merge.py: what a path means, saving, merging, and what is refused."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lora_helpers import load, logits_of, peft_base, randomise, train_steps
+from safetensors.torch import load_file, save_file
+
+import lora
+from experiment.errors import UserError
+from llm import loading
+from llm.facts import facts
+from llm.loading import is_tiny, load_model, newest, save_model
 from llm.merge import merge
 from llm.tiny import make_tiny
+from lora import adapters
 
 
 def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):
@@ -32,3 +51,374 @@ def test_what_is_not_the_tiny_model_is_never_read_and_never_raises(tmp_path):
     for name in ("broken", "list", "empty", "adapter", "file", "missing"):
         assert not is_tiny(str(tmp_path / name)), name
     assert not any(map(is_tiny, ("Qwen/Qwen2.5-0.5B-Instruct", "", "/no/such/folder", "a\0b")))
+
+
+# ---------------------------------------------------------------------------------------------------- saving and merging
+def test_merge_writes_a_plain_folder(tiny, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = randomise(load(tiny, lora_r=4))
+    save_model(model, tmp_path / "adapter")
+    merge(str(tmp_path / "adapter"), str(tmp_path / "plain"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert (logits_of(plain) - logits_of(model)).abs().max() < 1e-5
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template
+    assert not (tmp_path / "plain" / "adapter_config.json").exists()
+    assert not any("lora" in key for key in load_file(tmp_path / "plain" / "model.safetensors"))
+    assert plain.config.use_cache  # what we set for training is not written into other people's models
+    assert torch.equal(logits_of(load(tmp_path / "plain")), logits_of(plain))
+
+
+def test_full_model_round_trip(tiny, tmp_path):
+    model, tokenizer = load_model(tiny, device="cpu")
+    train_steps(model, 1)
+    save_model(model, tmp_path), tokenizer.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert torch.equal(logits_of(again), logits_of(model))
+
+
+def test_weights_that_train_are_not_rounded_on_the_way_in(tiny):
+    exact, model = load(tiny), load(tiny, dtype="auto")  # lora_r = 0: nothing is frozen
+    assert all(torch.equal(p, q) for p, q in zip(exact.parameters(), model.parameters(), strict=True))
+    with pytest.raises(UserError, match="--dtype is for weights that stay as they are; give --lora_r"):
+        load(tiny, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("source", ["tiny", "folder"])
+def test_bf16_leaves_the_rope_frequencies_in_float32(tiny, source):
+    model = load(tiny if source == "folder" else "tiny", lora_r=2, dtype="bfloat16")
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, load(tiny).model.rotary_emb.inv_freq)
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def output_folder(tiny, folder):
+    """An output folder as a run leaves it: base/ and two checkpoints."""
+    shutil.copytree(tiny, folder / "base")
+    model = load(folder / "base", lora_r=4)
+    for step in (5, 10):
+        randomise(model, scale=step / 20)
+        save_model(model, folder / "checkpoints" / f"step_{step:06d}")
+    return model
+
+
+def test_an_output_folder_is_its_newest_checkpoint_and_can_be_moved(tiny, tmp_path):
+    model = output_folder(tiny, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    assert newest(str(tmp_path / "run")).endswith("step_000010")
+    assert torch.equal(logits_of(load(tmp_path / "run", lora_r=4)), logits_of(model))
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    moved = load(tmp_path / "elsewhere", lora_r=4)
+    assert torch.equal(logits_of(moved), logits_of(model)) and "elsewhere" in facts(moved).source
+    assert not torch.equal(logits_of(load(tmp_path / "elsewhere" / "checkpoints" / "step_000005", lora_r=4)), logits_of(model))
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def adapter_of(tiny, folder):
+    save_model(randomise(load(tiny, lora_r=4)), folder)
+    return folder
+
+
+def missing(tiny, folder):
+    return folder / "nowhere"
+
+
+def empty(tiny, folder):
+    return folder
+
+
+def pickle_only(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    (folder / "m" / "model.safetensors").unlink()
+    (folder / "m" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    return folder / "m"
+
+
+def no_weights(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    (folder / "m" / "model.safetensors").unlink()
+    return folder / "m"
+
+
+def no_template(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    (folder / "m" / "chat_template.jinja").unlink()
+    return folder / "m"
+
+
+def no_tokenizer(tiny, folder):
+    peft_base(tiny).save_pretrained(folder / "m")
+    return folder / "m"
+
+
+def long_tokenizer(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    tokenizer = make_tiny()[1]
+    tokenizer.add_tokens([f"<extra_{i}>" for i in range(300)])
+    tokenizer.save_pretrained(folder / "m")
+    return folder / "m"
+
+
+def corrupt(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    data = (folder / "m" / "model.safetensors").read_bytes()
+    (folder / "m" / "model.safetensors").write_bytes(data[:len(data) // 2])
+    return folder / "m"
+
+
+def incomplete(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    tensors = load_file(folder / "m" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "m" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "m"
+
+
+def not_finite(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    tensors = load_file(folder / "m" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = math.nan
+    save_file(tensors, folder / "m" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "m"
+
+
+def unknown_head(tiny, folder):
+    """HyperCLOVAX multiplies by what Granite divides by, under the same name."""
+    from transformers import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
+    shutil.copytree(tiny, folder / "m")
+    HyperCLOVAXForCausalLM(HyperCLOVAXConfig(vocab_size=2000, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                             num_key_value_heads=2, logits_scaling=3.0)).save_pretrained(folder / "m")
+    return folder / "m"
+
+
+def broken_config(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    (folder / "m" / "config.json").write_text("{")
+    return folder / "m"
+
+
+def unknown_model(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    edit_json(folder / "m" / "config.json", model_type="no_such_model")
+    return folder / "m"
+
+
+def peft_adapter(**options):
+    def make(tiny, folder):
+        from peft import LoraConfig, get_peft_model
+        get_peft_model(peft_base(tiny), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **options)).save_pretrained(folder)
+        return folder
+    return make
+
+
+def wrong_shape(tiny, folder):
+    edit_json(adapter_of(tiny, folder) / "adapter_config.json", r=8)
+    return folder
+
+
+def missing_tensor(tiny, folder):
+    edit_json(peft_adapter()(tiny, folder) / "adapter_config.json", target_modules=["q_proj", "v_proj"])
+    return folder
+
+
+def spare_tensor(tiny, folder):
+    edit_json(adapter_of(tiny, folder) / "adapter_config.json", target_modules=["q_proj"])
+    return folder
+
+
+def broken_adapter_config(tiny, folder):
+    (adapter_of(tiny, folder) / "adapter_config.json").write_text('{"r": 4,')
+    return folder
+
+
+def corrupt_adapter(tiny, folder):
+    (adapter_of(tiny, folder) / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    return folder
+
+
+def base_gone(tiny, folder):
+    edit_json(adapter_of(tiny, folder) / "adapter_config.json", base_model_name_or_path="/gone/model")
+    return folder
+
+
+def prompt_tuning(tiny, folder):
+    edit_json(adapter_of(tiny, folder) / "adapter_config.json", peft_type="PROMPT_TUNING")
+    return folder
+
+
+@pytest.mark.parametrize("make, says", [
+    (missing, "no such folder"), (empty, "no config.json"), (pickle_only, "pytorch_model.bin is pickle; convert to safetensors"),
+    (no_weights, "no .safetensors"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
+    (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM scales its logits"),
+    (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"),
+    (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
+    (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "says r 8, adapter_model.safetensors has rank 4"), (missing_tensor, "v_proj.lora_A is missing"),
+    (spare_tensor, "no place"), (broken_adapter_config, "adapter_config.json"), (corrupt_adapter, "adapter_model.safetensors"),
+    (base_gone, "/gone/model: no such folder"), (prompt_tuning, "only plain LoRA")])
+def test_refusals_are_one_line_that_names_the_place(tiny, tmp_path, make, says):
+    path = make(tiny, tmp_path)
+    vocab, tokens = (len(make_tiny()[1]) + extra for extra in (0, 300))
+    with pytest.raises(UserError) as error:
+        load(path, lora_r=4)
+    message = str(error.value)
+    assert says.replace("1078", str(tokens)).replace("778", str(vocab)) in message and "\n" not in message
+    assert str(tmp_path) in message or make is base_gone
+
+
+def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch):
+    import huggingface_hub
+    calls = []
+
+    def no_network(*_, **__):
+        calls.append(1)
+        raise ConnectionError("[Errno -2] Name or service not known")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "model_info", no_network)
+    began = time.time()
+    with pytest.raises(UserError, match="nobody/no-such-model: cannot be loaded") as error:
+        load("nobody/no-such-model")
+    assert calls and time.time() - began < 10 and "\n" not in str(error.value)
+
+
+def test_a_hub_id_whose_tokenizer_is_not_cached_yet_goes_to_the_hub(tiny, monkeypatch):
+    import huggingface_hub
+    from transformers import AutoConfig, AutoModelForCausalLM
+    asked, real, real_config = [], AutoModelForCausalLM.from_pretrained, AutoConfig.from_pretrained
+    tokenizer = make_tiny()[1]
+
+    def read_tokenizer(source, **where):
+        if where:
+            raise UserError("no tokenizer in the cache")
+        return tokenizer
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda source, **options: real(tiny, **options))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda source, **options: real_config(tiny, **options))
+    monkeypatch.setattr(loading, "_read_tokenizer", read_tokenizer)
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: asked.append(1))
+    assert load_model("some/model", device="cpu")[1] is tokenizer and asked
+
+
+def test_the_command_line_says_what_is_wrong(tmp_path):
+    import subprocess
+    import sys
+    out = subprocess.run([sys.executable, lora.__file__, "merge", str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True)
+    assert out.returncode == 2 and out.stderr.startswith("lora.py: ") and len(out.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("target, says", [("base", "is not empty; give a new folder"), ("a_file/x", "cannot write there")])
+def test_merge_overwrites_nothing(tmp_path, target, says):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    (tmp_path / "a_file").touch()
+    done = subprocess.run([sys.executable, lora.__file__, "merge", "nowhere", str(tmp_path / target)], capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_dropout_is_the_flag_s_whatever_the_adapter_was_trained_with(tiny, tmp_path, dropout):
+    save_model(load(tiny, lora_r=4, lora_dropout=0.3), tmp_path)
+    model = load(str(tmp_path), lora_r=4, lora_dropout=dropout)
+    assert {linear.lora.dropout for linear in adapters(model).values()} == {dropout}
+
+
+# ------------------------------------------------------------------------------------------- an adapter's own settings
+@pytest.mark.parametrize("options, says", [
+    ({"lora_alpha": 9}, "is an adapter with lora_alpha 8, which --lora_alpha 9 cannot change; leave that flag out"),
+    ({"use_rslora": True}, "is an adapter with use_rslora False, which --use_rslora True cannot change"),
+    ({"lora_target_modules": "q_proj"}, "is an adapter with lora_target_modules q_proj,v_proj, which --lora_target_modules q_proj cannot change"),
+])
+def test_settings_that_an_adapter_has_already_are_not_ignored(tiny, tmp_path, options, says):
+    save_model(load(tiny, lora_r=4, lora_alpha=8, lora_target_modules="q_proj,v_proj"), tmp_path)
+    for rank in (0, 4):
+        with pytest.raises(UserError) as error:
+            load(tmp_path, lora_r=rank, **options)
+        assert str(error.value).startswith(f"{tmp_path}: {says}") and "\n" not in str(error.value)
+    assert load(tmp_path, lora_r=4, lora_alpha=8, lora_target_modules="v_proj, q_proj").lora_settings.lora_alpha == 8
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({"r": 0}, "r must be a whole number of at least 1, not 0"), ({"r": True}, "r must be"), ({"r": "4"}, "r must be"), ({"r": None}, "r must be"), ({"r": 4.0}, "r must be"),
+    ({"r": 10**9}, "adapter_config.json says r 1000000000, adapter_model.safetensors has rank 4"), ({"r": [None]}, "r must be"),
+    ({"lora_alpha": 0}, "lora_alpha must be a number above 0, not 0"), ({"lora_alpha": -1}, "lora_alpha"), ({"lora_alpha": {}}, "lora_alpha"), ({"lora_alpha": "8"}, "lora_alpha"),
+    ({"lora_dropout": 2}, "lora_dropout must be a number from 0 to 1, not 2"), ({"use_rslora": "yes"}, "use_rslora must be true or false, not 'yes'"), ({"use_rslora": 1}, "use_rslora"),
+    ({"target_modules": 7}, "target_modules must be a name, a list of names, or a regular expression, not 7"), ({"target_modules": []}, "target_modules"),
+    ({"target_modules": [True, "q_proj"]}, "target_modules"), ({"target_modules": "a" * 501}, "target_modules has 501 characters"),
+    ({"target_modules": "(q_proj"}, "as a regular expression it missing )"), ({"base_model_name_or_path": ["x"]}, "no base_model_name_or_path"),
+    ({"base_model_name_or_path": "a\0b"}, "no base_model_name_or_path"), ({"init_lora_weights": ["x"]}, "init_lora_weights"),
+], ids=str)
+def test_the_values_of_an_adapter_config_are_checked(tiny, tmp_path, changes, says):
+    save_model(load(tiny, lora_r=4), tmp_path)
+    edit_json(tmp_path / "adapter_config.json", **changes)
+    with pytest.raises(UserError) as error:
+        load(tmp_path, lora_r=4)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value) or "lora_target_modules" in str(error.value)
+
+
+def test_a_regular_expression_cannot_hang_the_program(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(lora, "MATCHING_SECONDS", 0.5)
+    save_model(load(tiny, lora_r=4), tmp_path)
+    edit_json(tmp_path / "adapter_config.json", target_modules=r"(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)\1\2\3\4\5\6\7\8_proj\1m")
+    began = time.time()
+    with pytest.raises(UserError, match="as a regular expression it takes over 0.5 s; list the names"):
+        load(tmp_path, lora_r=4)
+    assert time.time() - began < 10
+
+
+@pytest.mark.parametrize("value, says", [(float("nan"), "1 values are not finite"), (float("inf"), "1 values are not finite")])
+def test_an_adapter_with_numbers_that_are_not_finite_is_refused_wherever_it_is_loaded(tiny, tmp_path, value, says):
+    save_model(load(tiny, lora_r=4), tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    tensors[sorted(tensors)[3]][1, 1] = value
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    for go in (lambda: load(tmp_path / "a", lora_r=4), lambda: load(tmp_path / "a", train=False), lambda: merge(str(tmp_path / "a"), str(tmp_path / "m"))):
+        with pytest.raises(UserError, match=says) as error:
+            go()
+        assert f"{tmp_path}/a/adapter_model.safetensors: " in str(error.value) and ".lora_" in str(error.value)
+
+
+def test_a_quantized_model_is_refused(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "q")
+    edit_json(tmp_path / "q" / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    for options in ({}, {"lora_r": 4, "load_in_4bit": True}):
+        with pytest.raises(UserError, match=f"{tmp_path}/q: is a quantized model; give the original one, and --load_in_4bit for 4 bits"):
+            load(tmp_path / "q", **options)
+
+
+@pytest.mark.parametrize("named", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn", "paged|sdpa", "eager", "nonsense"])
+def test_the_attention_that_a_config_names_is_not_used(tiny, tmp_path, named):
+    shutil.copytree(tiny, tmp_path / "m")
+    edit_json(tmp_path / "m" / "config.json", _attn_implementation=named, attn_implementation=named)
+    model = load(tmp_path / "m")
+    assert model.config._attn_implementation == "causal_attention" and torch.equal(logits_of(model), logits_of(load(tiny)))
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "state.json"])
+def test_a_checkpoint_of_a_run_is_verified_when_it_is_loaded(place, tmp_path, name):
+    """One flipped bit is refused by --model_path as by --resume."""
+    shutil.copytree(place / "run", tmp_path / "run")
+    checkpoint = newest(str(tmp_path / "run"))
+    load_model(str(tmp_path / "run"), device="cpu")
+    path = Path(checkpoint) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    for given in (tmp_path / "run", checkpoint):
+        with pytest.raises(UserError) as error:
+            load_model(str(given), device="cpu")
+        assert checkpoint in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with `run`, the output folder of one step of SFT."""
+    import sft
+    folder = tmp_path_factory.mktemp("place")
+    sft.train(sft.Config(model_path="tiny", output_dir=str(folder / "run"), lora_r=2, max_steps=1, max_samples=8, eval_tasks=0, dtype="float32"))
+    return folder

@@ -1,0 +1,41 @@
+"""Every algorithm takes a step on a CPU in every dtype, with an adapter and with all weights."""
+import json
+import math
+
+import pytest
+from test_resume import config, place, rewarded  # noqa: F401
+
+import dpo
+import grpo
+import reward_weighted
+import sft
+from agent import rollout
+from experiment.errors import UserError
+
+ALGORITHMS = {
+    "sft": (sft, dict(max_samples=8, batch_size=2)),
+    "grpo": (grpo, dict(tasks_per_step=2, kl_coef=0.1, updates_per_step=1)),
+    "dpo": (dpo, dict(num_tasks=6, batch_size=4)),
+    "reward_weighted": (reward_weighted, dict(num_iterations=1, tasks_per_iteration=2, batch_size=4, num_epochs=1)),
+}
+
+
+@pytest.mark.parametrize("lora_r", [2, 0], ids=["LoRA", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_one_step(place, tmp_path, monkeypatch, name, dtype, lora_r):  # noqa: F811
+    module, options = ALGORITHMS[name]
+    if hasattr(module, "rollout"):
+        monkeypatch.setattr(module, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
+    options = {**options, "max_steps": 1} if name != "reward_weighted" else options
+    settings = config(module, place, tmp_path / "out", dtype=dtype, lora_r=lora_r, learning_rate=1e-4, **options)
+    if dtype != "float32" and not lora_r:  # what trains is float32
+        with pytest.raises(UserError, match="--dtype is for weights that stay as they are; give --lora_r, e.g. 16, or --dtype float32"):
+            module.train(settings)
+        return
+    module.train(settings)
+    step = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
+    if name == "grpo":
+        assert step["kl"] == 0  # policy and reference are the same weights, in every dtype
+        assert abs(step["first_ratio"] - 1) < (1e-3 if dtype == "float32" else 0.02)
