@@ -280,6 +280,8 @@ def run_sections(names, every=1):
             tried, failed, began = 0, [], time.time()
             work = place / "work"
             work.mkdir()
+            # Odd values of --output_dir are folders of the current one.
+            os.chdir(work)
             for number, (name, path, data, run) in enumerate(SECTIONS[section](work, base)):
                 if number % every:
                     continue
@@ -290,6 +292,7 @@ def run_sections(names, every=1):
                 if problem:
                     failed.append(f"{name}: {problem}")
                     print(f"  {section}: {failed[-1]}", flush=True)
+            os.chdir(ROOT)
             shutil.rmtree(work)
             results[section] = {"tried": tried, "failed": len(failed), "examples": failed[:5],
                                 "seconds": round(time.time() - began)}

@@ -3,6 +3,9 @@ import math
 
 from experiment.errors import printable
 
+FIELDS = {"token_ids": list, "loss_mask": list, "logprobs": list, "rewards": list, "messages": list,
+          "reward_parts": dict, "info": dict, "group_id": str, "stop_reason": str}
+KINDS = {list: "a list", dict: "an object", str: "text"}
 UNREADABLE = {"name": "unreadable call", "arguments": {}}
 
 
@@ -36,6 +39,9 @@ def transcript(episode: dict) -> str:
 
 def problem(episode: dict) -> str | None:
     """Return why no algorithm may learn from this episode, or None. The fields are those of agent.Trajectory."""
+    for name, kind in FIELDS.items():
+        if not isinstance(episode.get(name, kind()), kind):
+            return f"{name} must be {KINDS[kind]}"
     token_ids, loss_mask, logprobs = (episode[name] for name in ("token_ids", "loss_mask", "logprobs"))
     lengths = len(token_ids), len(loss_mask), len(logprobs)
     if not token_ids or len(set(lengths)) > 1:
