@@ -1,4 +1,4 @@
-"""Bad inputs, row by row of the table (its numbers are in the comments): exit status 2 and one line, `FILE:LINE: what is wrong; mend`.
+"""Bad inputs, row by row of the table (its numbers are in the comments): exit status 2 and one line, `FILE:LINE: what is wrong; how to fix it`.
 
 What json and csv readers refuse is in test_envs.py, conversations in test_sft_data.py, flags and YAML in test_run.py, model folders in
 test_lora.py, checkpoints in test_resume.py: here it is the programs, the exact line, and that nothing is left that hinders the next try.
@@ -153,7 +153,7 @@ def test_rows_to_imitate(told, place, tmp_path, row, says):  # noqa: F811
     words = ["--dataset", data, "--model_path", place / "base", "--output_dir", tmp_path / "out", "--eval_tasks", 0]
     assert told(sft, *words) == f"{data}:2: {says}"
     data.write_text(lines(GOOD))
-    sft.train(parse(sft.Config, [*map(str, words), "--max_steps", "1"]))  # mended, the same command goes
+    sft.train(parse(sft.Config, [*map(str, words), "--max_steps", "1"]))  # fixed, the same command runs
 
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -189,7 +189,7 @@ def test_probabilities(told, place, tmp_path):  # noqa: F811
     (grpo, ["--seed", "-1"], "--seed -1: must be at least 0"),
     (sft, ["--resume", "latest"], "--resume latest: must be one of newest, previous"),
     (grpo, "--tasks_per_step 4 --group_size 4 --batch_size 3 --gradient_accumulation_steps 2".split(),  # 42
-     "tasks_per_step 4 x group_size 4 = 16 episodes, but batch_size 3 x gradient_accumulation_steps 2 = 6"),
+     "a step has 16 sequences, but batch_size 3 x gradient_accumulation_steps 2 = 6"),
 ])
 def test_options(told, tmp_path, monkeypatch, module, words, line):
     monkeypatch.chdir(tmp_path)
