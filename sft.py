@@ -18,32 +18,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import envs
 from agent import Limits, Trajectory, collate, evaluate
-from envs.demonstrations import (
-    EXPECTED,
-    Encoder,
-    Row,
-    describe,
-    imitates_rows,
-    read_demonstrations,
-    read_trajectories,
-    registered_envs,
-    split,
-)
+from envs.demonstrations import (EXPECTED, Encoder, Row, describe, imitates_rows,
+                                 read_demonstrations, read_trajectories, registered_envs, split)
 from envs.expert import demonstrate
+from experiment.config import (MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
+                               imitation_learning_rate)
+from experiment.data import read_rows
+from experiment.errors import UserError
 from experiment.files import replace_file, to_json
 from experiment.program import main
 from experiment.run import Run
 from experiment.seeds import mix
-from experiment.config import MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag
-from experiment.data import read_rows
-from experiment.errors import UserError
+from llm.batches import batches_of_like_length
 from llm.dry_run import dry_run
-from llm.loading import fast_float32, is_tiny, load_model, model_options
+from llm.loading import is_tiny, load_model, model_options
 from llm.logprobs import token_logprobs
 from llm.merge import merge
 from llm.optimizer import adamw
@@ -64,16 +56,11 @@ TINY_SFT = {
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
-def usual_learning_rate(config):
-    """1e-4 with LoRA, 1e-5 where all weights train"""
-    return 1e-4 if config.lora_r else 1e-5
-
-
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
-    learning_rate: float | None = auto(usual_learning_rate)
+    learning_rate: float | None = auto(imitation_learning_rate)
     warmup_steps: int = 20
     batch_size: int = 32
     num_epochs: int = 4
@@ -155,14 +142,7 @@ def written(config, tokenizer):
     learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
     describe(learned, tokenizer)
     encode = Encoder(tokenizer, config.env)
-    return [as_episode(row, encode) for row in learned], [as_episode(row, encode) for row in held_out]
-
-
-def as_episode(row, encode) -> Trajectory:
-    """Return the conversation of a row as an episode, token for token as a rollout would write it down."""
-    token_ids, loss_mask, messages = row.tokens(encode)
-    return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), group_id=f"{row.path}:{row.line}",
-                      messages=messages, info={"env": row.conversation.env, "task": row.row}, stop_reason="done")
+    return [row.episode(encode) for row in learned], [row.episode(encode) for row in held_out]
 
 
 def played(config, tokenizer, split_name, n):
@@ -195,20 +175,6 @@ def held_out_tasks(config, env, learned) -> list[dict]:
     return envs.drop_seen(tasks, [t.info["task"] for t in learned if t.info.get("task")])
 
 
-def epoch_batches(data: list[Trajectory], per_step: int, seed: int, epoch: int, pool=16) -> list[list[Trajectory]]:
-    """Return one pass over the data as batches of at most `per_step` episodes; every episode is in one of them.
-
-    Episodes are shuffled; within every `pool` batches those of similar length share a batch, which saves padding.
-    Batches are as even as possible, so that none is left with a few long episodes.
-    """
-    rng = np.random.default_rng([seed, epoch])
-    batches = []
-    for chosen in np.array_split(rng.permutation(len(data)), math.ceil(len(data) / (pool * per_step))):
-        alike = sorted(chosen, key=lambda i: len(data[i].token_ids))
-        batches += np.array_split(alike, math.ceil(len(alike) / per_step))
-    return [[data[i] for i in batches[place]] for place in rng.permutation(len(batches))]
-
-
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> dict:
     """Return the loss of the held-out demonstrations in nats per token, and what `evaluate` says of held-out tasks."""
@@ -218,7 +184,7 @@ def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> di
         total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
         tokens += loss_mask.sum().item()
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens)
-    played = evaluate(model, tokenizer, env, tasks, limits=limits, seed=config.seed, step=-1, run=run) if tasks else {}
+    played = evaluate(model, tokenizer, env, tasks, limits=limits, seed=config.seed, step=-1, run=run)
     return {"loss": total / tokens, **played} if tokens else played
 
 
@@ -239,23 +205,22 @@ def train(config: Config) -> dict:
     run = Run(config, "sft")  # the output folder: log, checkpoints, resume, signals, torchrun
     if run.finished:
         return run.finished
-    fast_float32()
     model, tokenizer = load_model(config.model_path, **model_options(config))
     learned, held_out = demonstrations(config, tokenizer, model.get_input_embeddings().num_embeddings)
     env = config.env or registered_envs(t.info for t in learned)
     tasks = held_out_tasks(config, env, learned)
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(model, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     per_step = config.batch_size * (config.gradient_accumulation_steps or 1)
-    steps_per_epoch = len(epoch_batches(learned, per_step, config.seed, 0))
-    total = config.num_epochs * steps_per_epoch if config.max_steps is None else config.max_steps
+    steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
     evaluation = partial(evaluate_held_out, model, tokenizer, held_out, env, tasks, config, run)
     with run:
         state = TrainingState(model, tokenizer, optimizer)
+        total = run.total_steps(steps_per_epoch)
         for step in run.steps(total, state, evaluation, evaluate_before=config.model_path != "tiny"):
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
-            batch = epoch_batches(learned, per_step, config.seed, epoch)[place]
+            batch = batches_of_like_length(learned, per_step, config.seed, epoch)[place]
             token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
 
             # 2. Targets: every token that the demonstrator wrote counts the same.

@@ -1,7 +1,6 @@
-"""Rows of a file become conversations to learn from: chats, completions, solutions and preferences.
+"""Rows of a file become conversations to learn from: chats, completions and written solutions.
 
-    demonstration(row)  the conversation of a row to imitate (sft.py)
-    preference(row)     the chosen and the rejected conversation of a row (dpo.py)
+    demonstration(row)  the conversation of a row
     Encoder             their token ids and loss mask, put together as a rollout puts them together
     split               which rows are learned from, and which are held out
 """
@@ -18,7 +17,7 @@ import envs
 from agent import Trajectory, judged
 from envs import gsm8k, meetings
 from experiment.data import read_rows, reading
-from experiment.errors import UserError
+from experiment.errors import UserError, printable
 from llm.chat import Chat
 
 
@@ -93,44 +92,6 @@ def demonstration(row: dict) -> Conversation:
     return KINDS[kind][1](row)
 
 
-# ------------------------------------------------------------------------------------- rows to compare
-def preference(row: dict) -> tuple[Conversation, Conversation]:
-    """Return the chosen and the rejected conversation of a row {"prompt", "chosen", "rejected"}.
-
-    Each field is text or a list of messages. Without a prompt, the messages with which both sides begin are the
-    prompt. Only what follows the prompt is learned. Raises ValueError in one line.
-    """
-    for name in ("chosen", "rejected"):
-        if name not in row:
-            raise ValueError(f'no "{name}" field; has: {", ".join(row)}')
-    chosen, rejected = row["chosen"], row["rejected"]
-    if chosen == rejected:
-        raise ValueError("chosen and rejected are the same: nothing to prefer")
-    prompt = row.get("prompt")
-    if prompt is None:
-        prompt = shared_messages(chosen, rejected)
-    prompt = checked(as_messages(prompt, "user"), "prompt")
-    # Both sides may be whole conversations, which begin with the prompt.
-    if all(isinstance(side, list) and side[:len(prompt)] == prompt for side in (chosen, rejected)):
-        chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
-    chosen = checked(as_messages(chosen, "assistant"), "chosen")
-    rejected = checked(as_messages(rejected, "assistant"), "rejected")
-    return (Conversation(without_loss(prompt) + chosen, row.get("tools"), row.get("system")),
-            Conversation(without_loss(prompt) + rejected, row.get("tools"), row.get("system")))
-
-
-def shared_messages(chosen, rejected) -> list[dict]:
-    """Return the messages with which both conversations begin. Raises ValueError if there are none."""
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise ValueError('no "prompt" field; only lists of messages can do without')
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    if not shared:
-        raise ValueError('no "prompt" field, and chosen and rejected do not begin with the same message')
-    return chosen[:shared]
-
-
 # -------------------------------------------------------------------------------------------- messages
 def is_messages(value) -> bool:
     """True if the value is a list of at least one object."""
@@ -140,13 +101,6 @@ def is_messages(value) -> bool:
 def as_messages(value, role):
     """Return text as one message of this role, and anything else as it is."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def checked(value, name):
-    """Return the value if it is a list of messages, else raise ValueError."""
-    if not is_messages(value):
-        raise ValueError(f'"{name}" must be text or a list of messages')
-    return value
 
 
 def without_loss(messages):
@@ -169,8 +123,8 @@ class Encoder:
         # Preparing a chat costs many renderings of the template; most files have one list of tools.
         self.chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
 
-    def __call__(self, conversation: Conversation) -> tuple[list[int], list[int], list[dict]]:
-        """Return (token ids, loss mask, messages) of a conversation. Raises ValueError in one line."""
+    def __call__(self, conversation: Conversation) -> Trajectory:
+        """Return a conversation as an episode. Raises ValueError in one line."""
         messages = conversation.messages
         system = conversation.system or self.system
         if system is not None and not isinstance(system, str):
@@ -179,7 +133,8 @@ class Encoder:
             messages = [{"role": "system", "content": system, "loss": 0}, *messages]
         tools = self.tools if conversation.tools is None else read_tools(conversation.tools)
         token_ids, loss_mask = self.chat(json.dumps(tools)).conversation(messages)
-        return token_ids, loss_mask, messages
+        return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
+                          messages=messages)
 
 
 def read_tools(tools) -> list[dict]:
@@ -245,10 +200,13 @@ class Row(NamedTuple):
         """Return what makes this row the same as another."""
         return self.row
 
-    def tokens(self, encode: Encoder):
-        """Return (token ids, loss mask, messages). UserError: `FILE:LINE: what is wrong`."""
+    def episode(self, encode: Encoder) -> Trajectory:
+        """Return the row as an episode. UserError: `FILE:LINE: what is wrong`."""
         with reading(self.path, self.line):
-            return encode(self.conversation)
+            episode = encode(self.conversation)
+        episode.group_id = f"{self.path}:{self.line}"
+        episode.info = {"env": self.conversation.env, "task": self.row}
+        return episode
 
 
 def read_demonstrations(path: str) -> list[Row]:
@@ -287,7 +245,7 @@ def describe(rows: list[Row], tokenizer):
     for token in tokenizer.all_special_tokens:
         count = sum(token in text for text in texts)
         if count:
-            print(f"{count} rows contain {token} as text")  # it ends no turn
+            print(f"{count} rows contain {printable(token)} as text")  # it ends no turn
 
 
 def split(rows, apart, content, seed: int) -> tuple[list, list]:

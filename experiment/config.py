@@ -146,6 +146,11 @@ def usual_learning_rate(config):
     return 2e-5 if config.lora_r else 1e-6
 
 
+def imitation_learning_rate(config):
+    """1e-4 with LoRA, 1e-5 where all weights train"""
+    return 1e-4 if config.lora_r else 1e-5
+
+
 @dataclass(kw_only=True)
 class ModelFlags:
     """Which model is trained, and which of its weights."""

@@ -210,7 +210,8 @@ class Run:
             self.step, self.updated = step + 1, False
             self.unlogged, self.marks = self.line, self.files.log_sizes()
             self._close_step(evaluate, timing)
-            shown = [name for name in ("success", "loss") if self.line.get(name) is not None]
+            shown = [name for name, value in self.line.items() if value is not None
+                     and (name in ("success", "loss") or name.startswith("loss/"))]
             bar.set_postfix({name: f"{self.line[name]:.3f}" for name in shown})
         self.training_seconds = time.time() - self.began
         self.last(total)

@@ -1,8 +1,31 @@
-"""Which episodes share a forward pass of the update, and which of their tokens are one turn."""
+"""Which episodes share a step and a forward pass, and which of their tokens are one turn."""
+import math
 import os
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+
+def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
+    """Return one pass over the items in random order, in batches of at most `size`.
+
+    Every item is in one batch. Batches are as even as possible, so that none is left with a few.
+    """
+    order = np.random.default_rng(seed).permutation(len(items))
+    batches = np.array_split(order, math.ceil(len(items) / size))
+    return [[items[i] for i in batch] for batch in batches]
+
+
+def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
+    """Return `shuffled_batches`, but similar lengths share a batch, which saves padding."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(episodes))
+    batches = []
+    for pool in np.array_split(order, math.ceil(len(order) / (16 * size))):
+        by_length = sorted(pool, key=lambda i: len(episodes[i].token_ids))
+        batches += np.array_split(by_length, math.ceil(len(pool) / size))
+    return [[episodes[i] for i in batches[place]] for place in rng.permutation(len(batches))]
 
 
 def cheapest_order(trajectories: list, batch_size: int) -> list:

@@ -1,5 +1,4 @@
 """dpo.py: losses by hand, against TRL's DPOTrainer, by the paper's gradient; pairs, invariants, and it learns."""
-import inspect
 import json
 import math
 import re
@@ -15,11 +14,10 @@ from safetensors.torch import load_file
 
 import dpo
 import envs
-import grpo
-import sft
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
 from envs.expert import demonstrate
+from llm.batches import prompt_of
 from experiment.distributed import join
 from experiment.errors import UserError
 from llm.loading import load_model
@@ -202,13 +200,32 @@ def test_the_environment_that_a_data_file_names_is_never_imported(start, recorde
     assert result["success_before"] is None and not (tmp_path / "ran").exists()
 
 
+def test_held_out_tasks_are_none_that_the_pairs_are_of(start, tiny, tmp_path, monkeypatch):
+    """Episodes recorded on the test split are documented as data: what they show is not evaluated."""
+    tasks = envs.tasks("equations", "test", 12, seed=0)
+    sides = [demonstrate(tiny[1], "equations", [{**task, "noise": noise} for task in tasks[:8]]) for noise in (0, 1)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(t.to_json()) + "\n" for side in sides for t in side))
+    played = []
+    monkeypatch.setattr(dpo, "evaluate", lambda *args, **options: played.extend(args[3]) or {})
+    run(start, tmp_path / "o", (str(path),), eval_tasks=12)
+    learned = {t.info["task"]["equation"] for t in sides[0]}
+    assert played and not learned & {task["equation"] for task in played}
+
+
+def test_a_bad_row_is_refused_before_the_tiny_model_is_taught(tmp_path, monkeypatch):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"chosen": "b"}\n')
+    monkeypatch.setattr(dpo, "teach_tiny", lambda *_: pytest.fail("taught before the file was read"))
+    with pytest.raises(UserError, match="pairs.jsonl:2: "):
+        dpo.train(dpo.Config(dataset=str(tmp_path / "pairs.jsonl"), output_dir=str(tmp_path / "o")))
+
+
 def test_the_terms_of_the_loss_are_shown_apart(float64):
     batch, options = hand_batch(), {**HYPER, "beta": 0.5}
     _, metrics = pair_loss(*batch, Counts(1, 2), [("hinge", 2.0), ("sft", 0.5)], sft_coef=0.1, **options)
     terms = {"hinge": 0.6, "sft": 0.35, "sft_coef": 0.07}
     assert {name: float(metrics[f"loss/{name}"]) for name in terms} == pytest.approx(terms)
     assert float(metrics["loss"]) == pytest.approx(sum(terms.values()))
-    assert dpo.loss_in_words(metrics) == "1.020 = hinge 0.600 + sft 0.350 + sft_coef 0.070"
 
 
 def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
@@ -267,37 +284,51 @@ def episode(reward, group="0-0", prompt=(1, 2), said=(3,)):
     return Trajectory(ids, mask, [0.0] * len(ids), [reward], reward, group_id=group)
 
 
+def paired(files, pairs="all", **options):
+    return dpo.make_pairs(files, dpo.Config(pairs=pairs, **options))
+
+
+def read_pairs(path, rows, tokenizer, env=None):
+    """What dpo.py makes of a file with these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return dpo.read_pairs(str(path), tokenizer, env)
+
+
 def rewards(pairs):
     return [(chosen.reward, rejected.reward) for chosen, rejected in pairs]
 
 
 def test_pairs_are_the_best_and_the_worst_or_all_that_differ_enough():
-    episodes = [(("f", 0, i), episode(r)) for i, r in enumerate((0.5, 2.0, 1.0, 2.0, 1.4))]
-    assert rewards(dpo.make_pairs(episodes, "best_worst", 0.5)) == [(2.0, 0.5)]
-    assert sorted(rewards(dpo.make_pairs(episodes, "all", 0.5))) == [
+    episodes = [[episode(r) for r in (0.5, 2.0, 1.0, 2.0, 1.4)]]
+    assert rewards(paired(episodes, "best_worst")) == [(2.0, 0.5)]
+    assert sorted(rewards(paired(episodes))) == [
         (1.0, 0.5), (1.4, 0.5), (2.0, 0.5), (2.0, 0.5), (2.0, 1.0), (2.0, 1.0), (2.0, 1.4), (2.0, 1.4)]
-    assert rewards(dpo.make_pairs(episodes, "all", 1.5)) == [(2.0, 0.5)] * 2
+    assert rewards(paired(episodes, min_gap=1.5)) == [(2.0, 0.5)] * 2
 
 
-def test_a_group_id_names_a_task_within_one_step_of_one_file_and_one_prompt():
-    alone = [(("a", 0, 1), episode(1.0)), (("b", 0, 1), episode(0.0)), (("a", 1, 2), episode(0.0)),
-             (("a", 0, 3), episode(0.0, prompt=(1, 9))), (("a", 0, 4), episode(0.0, group="0-1"))]
+def test_reward_bias_and_scaling_come_before_the_gap():
+    assert rewards(paired([[episode(0.0), episode(0.1)]], reward_scaling=10.0, reward_bias=1.0)) == [(-9.0, -10.0)]
+    assert rewards(paired([[episode(0.0), episode(1.0)]], reward_scaling=-1.0)) == [(0.0, -1.0)]
+
+
+def test_a_group_id_names_a_task_within_one_file_and_one_prompt():
+    first, second = [episode(1.0), episode(0.0, prompt=(1, 9)), episode(0.0, group="0-1")], [episode(0.0)]
     with pytest.raises(UserError, match="no two episodes of one task"):
-        dpo.make_pairs(alone, "all", 0.5)
-    assert rewards(dpo.make_pairs([*alone, (("a", 0, 5), episode(-1.0))], "all", 0.5)) == [(1.0, -1.0)]
+        paired([first, second])
+    assert rewards(paired([[*first, episode(-1.0)], second])) == [(1.0, -1.0)]
 
 
 def test_no_gap_says_how_large_the_largest_is():
-    episodes = [(("f", 0, i), episode(r)) for i, r in enumerate((0.0, 0.25, 0.375))]
+    episodes = [[episode(r) for r in (0.0, 0.25, 0.375)]]
     with pytest.raises(UserError, match=r"--min_gap 0\.5 .*largest gap is 0\.375"):
-        dpo.make_pairs(episodes, "best_worst", 0.5)
+        paired(episodes, "best_worst")
 
 
 def test_equal_episodes_of_unequal_luck_are_no_pair():
     lucky, unlucky = episode(1.0), episode(0.0)
     unlucky.token_ids = lucky.token_ids
     with pytest.raises(UserError, match="no pair"):
-        dpo.make_pairs([(("f", 0, 1), lucky), (("f", 0, 2), unlucky)], "all", 0.5)
+        paired([[lucky, unlucky]])
 
 
 def test_a_pair_file_of_recorded_messages_gives_the_episodes_own_tokens(tiny, recorded, tmp_path, start):
@@ -307,8 +338,7 @@ def test_a_pair_file_of_recorded_messages_gives_the_episodes_own_tokens(tiny, re
     assert len(made) == 24 and sum(row["held_out"] for row in made) == 6
     assert all(row["gap"] == row["chosen_reward"] - row["rejected_reward"] >= 0.5 for row in made)
     assert all(row["prompt"][-1]["role"] == "user" and row["chosen"][0]["role"] == "assistant" for row in made)
-    chat_of = dpo.chats(tiny[1], "equations", None)
-    pairs = dpo.read_pairs("f", [{**row, "_line": i} for i, row in enumerate(made)], chat_of)
+    pairs = read_pairs(tmp_path / "pairs.jsonl", made, tiny[1], "equations")
     ids = {tuple((tuple(t.token_ids), tuple(t.loss_mask)) for t in pair) for pair in recorded[1]}
     assert {tuple((tuple(t.token_ids), tuple(t.loss_mask)) for t in pair) for pair in pairs} == ids
 
@@ -322,22 +352,22 @@ USER, GOOD, BAD = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "c
     {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {"prompt": [USER], "chosen": "4", "rejected": [BAD], "tools": "[]"},
     {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD], "tools": None}], ids=str)
-def test_every_form_of_a_row_is_the_same_pair(tiny, row):
-    (pair,) = dpo.read_pairs("f", [{"_line": 1, **row}], dpo.chats(tiny[1], None, None))
+def test_every_form_of_a_row_is_the_same_pair(tiny, tmp_path, row):
+    (pair,) = read_pairs(tmp_path / "f.jsonl", [row], tiny[1])
     for t, answer in zip(pair, "45"):
         assert tiny[1].decode(t.token_ids) == f"<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
         assert tiny[1].decode([i for i, m in zip(t.token_ids, t.loss_mask) if m]) == f"{answer}<|im_end|>"
-    assert dpo.prompt_of(pair[0]) == dpo.prompt_of(pair[1])
+    assert prompt_of(pair[0]) == prompt_of(pair[1])
 
 
-def test_turns_of_the_prompt_are_not_trained_and_tool_results_neither(tiny):
+def test_turns_of_the_prompt_are_not_trained_and_tool_results_neither(tiny, tmp_path):
     def call(n):
         return {"role": "assistant", "content": "", "tool_calls": [
             {"type": "function", "function": {"name": "add_terms", "arguments": {"terms": n}}}]}
     told = [USER, GOOD, {"role": "user", "content": "Solve for x: x - 7 = 2"}]
     row = {"prompt": told, "chosen": [call("7"), {"role": "tool", "name": "add_terms", "content": "x = 9"}, GOOD],
-           "rejected": [call("2"), {"role": "tool", "name": "add_terms", "content": "x - 5 = 4"}, BAD], "_line": 1}
-    (chosen, rejected), = dpo.read_pairs("f", [row], dpo.chats(tiny[1], "equations", None))
+           "rejected": [call("2"), {"role": "tool", "name": "add_terms", "content": "x - 5 = 4"}, BAD]}
+    (chosen, rejected), = read_pairs(tmp_path / "f.jsonl", [row], tiny[1], "equations")
     trained = tiny[1].decode([i for i, m in zip(chosen.token_ids, chosen.loss_mask) if m])
     assert trained.count("<|im_end|>") == 2 and '"terms": "7"' in trained and "x = 9" not in trained and trained[-11:-10] == "4"
     assert "x - 5 = 4" in tiny[1].decode(rejected.token_ids) and rejected.loss_mask.count(1) == chosen.loss_mask.count(1)
@@ -345,12 +375,12 @@ def test_turns_of_the_prompt_are_not_trained_and_tool_results_neither(tiny):
 
 @pytest.mark.parametrize("row", [
     {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}], ids=str)
-def test_a_system_text_beside_the_pair_opens_it(tiny, row):
-    (pair,) = dpo.read_pairs("f", [{"_line": 1, "system": "Count.", **row}], dpo.chats(tiny[1], None, None))
+def test_a_system_text_beside_the_pair_opens_it(tiny, tmp_path, row):
+    (pair,) = read_pairs(tmp_path / "f.jsonl", [{"system": "Count.", **row}], tiny[1])
     for t in pair:
         assert tiny[1].decode(t.token_ids).startswith("<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>")
-    (own,) = dpo.read_pairs("f", [{"_line": 1, "system": "Count.", "prompt": [{"role": "system", "content": "Add."}, USER],
-                                   "chosen": "4", "rejected": "5"}], dpo.chats(tiny[1], None, None))
+    (own,) = read_pairs(tmp_path / "f.jsonl", [{"system": "Count.", "prompt": [{"role": "system", "content": "Add."}, USER],
+                                               "chosen": "4", "rejected": "5"}], tiny[1])
     assert "Count" not in tiny[1].decode(own[0].token_ids) and "Add." in tiny[1].decode(own[0].token_ids)
 
 
@@ -364,7 +394,7 @@ def test_a_system_text_beside_the_pair_opens_it(tiny, row):
     ({"chosen": [USER], "rejected": [USER, BAD]}, 'pairs.jsonl:2: "chosen" must be text or a list of messages'),
     ({"prompt": 3, "chosen": "b", "rejected": "c"}, 'pairs.jsonl:2: "prompt" must be text'),
     ({"prompt": "a", "chosen": [USER], "rejected": "c"}, "pairs.jsonl:2: "),
-    ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [1]}, "pairs.jsonl:2: tools must be a list"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [1]}, 'pairs.jsonl:2: "tools" must be a list'),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}, "pairs.jsonl:2: "),
 ], ids=str)
 def test_a_bad_row_is_told_by_file_and_line(start, tmp_path, monkeypatch, row, words):
@@ -405,7 +435,7 @@ def test_it_learns_and_held_out_pairs_are_of_other_tasks(start, recorded, tmp_pa
 
 
 @pytest.mark.parametrize("options", [
-    {"loss": ",".join(LOSSES), "label_smoothing": 0.1, "discopop_tau": 1.0},
+    {"loss": ",".join(LOSSES), "label_smoothing": 0.1},
     {"loss": "sigmoid, sft", "loss_weights": "1.0, 0.2"}, {"length_norm": True}, {"sft_coef": 0.1},
     {"gradient_checkpointing": True, "lora_dropout": 0.1}, {"num_epochs": 2, "max_steps": None, "save_every": 1},
     {"batch_size": 64}, {"temperature": 0.7}, {"max_samples": 5}, {"eval_share": 0.0}], ids=str)
@@ -425,7 +455,8 @@ def test_from_a_world_alone_it_plays_pairs_trains_and_tells(start, tmp_path, cap
     result, lines = run(start, tmp_path / "o", env="w.py:Luck", num_tasks=6, group_size=4, eval_tasks=4, max_new_tokens=4, eval_every=1, eval_share=0.4)
     out = capsys.readouterr().out
     assert result["success_before"] is not None and result["success_after"] is not None and len(lines) == 1
-    assert "eval/success" in lines[0] and "eval/pairs/loss" in lines[0] and "after DPO (1 steps" in out and "next:    python agent.py --model_path" in out and "--env w.py:Luck" in out
+    assert "eval/success" in lines[0] and "eval/pairs/loss" in lines[0]
+    assert "played: 6 tasks, 4 episodes each" in out
     assert len((tmp_path / "o" / "trajectories.jsonl").read_text().splitlines()) == 24
 
 
@@ -465,7 +496,7 @@ def test_token_ids_of_another_tokenizer_are_told_by_file_and_line(start, tmp_pat
     rows[1].token_ids[-1] = 99_999
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(t.to_json()) + "\n" for t in rows))
-    with pytest.raises(UserError, match=r"t\.jsonl:2: token id 99999, but the model knows \d+ tokens"):
+    with pytest.raises(UserError, match=r"t\.jsonl:2: token id 99999 is not in this model's vocabulary of \d+"):
         run(start, tmp_path / "o", (str(path),))
 
 
@@ -475,8 +506,3 @@ def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_2(tmp_path):
                           text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith('dpo.py: p.jsonl:1: no "chosen" field; has: prompt, chosn')
-
-
-def test_what_is_repeated_on_purpose_is_repeated_exactly():
-    for ours, theirs in ((dpo.print_table, grpo.print_table), (dpo.learning_rate, sft.learning_rate)):
-        assert inspect.getsource(ours) == inspect.getsource(theirs)

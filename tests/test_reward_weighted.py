@@ -1,5 +1,4 @@
 """reward_weighted.py: weights by hand and by slow loops, its limits (SFT, RAFT), what must not change a step, and that it learns."""
-import inspect
 import json
 import math
 import re
@@ -19,6 +18,7 @@ from envs import tasks
 from envs.demonstrations import read_trajectories
 from experiment.config import options
 from experiment.errors import UserError
+from llm.batches import turn_index
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 
@@ -124,9 +124,8 @@ def test_equal_rewards_give_exactly_zero_and_not_rounding():
     assert (rw.advantages(values, ["a"] * 7, [0] * 7, "group", "batch") == 0).all()
 
 
-def test_a_group_of_one_episode_is_refused():
-    with pytest.raises(ValueError, match="one episode"):
-        rw.advantages(double(1, 2, 3), ["a", "a", "b"], [0, 0, 0], "group")
+def test_a_group_of_one_episode_has_nothing_to_be_compared_with():
+    assert rw.advantages(double(1, 2, 3), ["a", "a", "b"], [0, 0, 0], "group").tolist() == [-0.5, 0.5, 0.0]
 
 
 def test_exp_weights_by_hand_clip_above_and_beta_is_the_papers():
@@ -200,7 +199,7 @@ def test_loss_equals_a_slow_loop(kind, baseline):
     weights = (rw.exp_weights(a, 0.7, 3.0) if kind == "exp" else rw.linear_weights(a, 3.0)).split([len(own) for own in values])
     tokens = torch.zeros(mask.shape, dtype=torch.float64)
     for row, own in enumerate(weights):  # token_weights is float32: its positions, these numbers
-        where = rw.turn_index(mask[row:row + 1])[0]
+        where = turn_index(mask[row:row + 1])[0]
         tokens[row] = torch.where(where >= 0, own[where], 0.0)
         assert torch.allclose(rw.token_weights([own.tolist()], mask[row:row + 1])[0].double(), tokens[row], rtol=1e-6)
     ours = rw.reward_weighted_loss(logprobs, tokens, tokens.sum()).item()
@@ -214,11 +213,6 @@ def test_the_scale_of_weights_cancels_and_micro_batches_sum():
     assert torch.isclose(whole, rw.reward_weighted_loss(logprobs, 7 * weights, 7 * weights.sum()), rtol=1e-12)
     parts = sum(rw.reward_weighted_loss(logprobs[i:i + 1], weights[i:i + 1], weights.sum()) for i in range(4))
     assert abs(whole - parts) < 1e-12
-
-
-def test_what_is_repeated_on_purpose_is_the_same_text_as_in_grpo():
-    for name in ("turn_index", "print_table"):
-        assert inspect.getsource(getattr(rw, name)) == inspect.getsource(getattr(grpo, name))
 
 
 # ------------------------------------------------------------------------------------------------- its limits: SFT, RAFT
@@ -254,7 +248,7 @@ def test_sft_on_ones_own_best_episodes_is_raft(place, tmp_path):
     best = [t for group in groups for t in group if t.reward == max(other.reward for other in group)]
     assert 10 <= len(best) < 40
     sft.train(sft.Config(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", trajectories=write(tmp_path / "best.jsonl", best),
-                         eval_dataset=str(place / "episodes.jsonl"),
+                         eval_dataset=other(tmp_path),
                          output_dir=str(tmp_path / "sft"), lora_r=8, batch_size=64, max_steps=1, eval_tasks=0, max_grad_norm=1e9))
     rw.train(config(place, tmp_path / "raft", trajectories=str(place / "episodes.jsonl"), weighting="filter", top_share=0.25,
                     weight_per="episode", lora_r=8, batch_size=64, max_steps=1))
@@ -263,7 +257,7 @@ def test_sft_on_ones_own_best_episodes_is_raft(place, tmp_path):
 
 def test_a_reward_threshold_is_sfts_min_reward(place, tmp_path):
     path = str(place / "episodes.jsonl")
-    sft.train(sft.Config(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", trajectories=path, eval_dataset=path, min_reward=1.0,
+    sft.train(sft.Config(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", trajectories=path, eval_dataset=other(tmp_path), min_reward=1.0,
                          output_dir=str(tmp_path / "sft"), lora_r=8, batch_size=64, max_steps=1, eval_tasks=0, max_grad_norm=1e9))
     rw.train(config(place, tmp_path / "rw", trajectories=path, weighting="filter", min_reward=1.0, weight_per="episode", lora_r=8,
                     batch_size=64, max_steps=1))
@@ -289,54 +283,56 @@ def test_per_turn_weights_are_each_turns_own(place):
     assert shares == [[0, 0], [0, 0.5], [0, 0], [1, 0.5]] and metrics["kept"] == 3 / 8 and metrics["ess"] == pytest.approx(4 / 1.5)
 
 
-def test_reward_bias_and_scale_reach_turns_and_episodes_alike(place):
+def test_reward_bias_and_scale_reach_turns_and_episodes_alike(place, tmp_path):
     episodes = read_trajectories(str(place / "episodes.jsonl"))[:2]
     for t in episodes:
         t.rewards = [1.0, 3.0]
-    options = dict(weighting="linear", baseline="none", reward_bias=2.0, reward_scaling=3.0, max_weight=None)
-    shares, metrics = rw.weigh(episodes, config(place, "", **options))
-    assert metrics["weight_max"] == 6 and shares == [[1.0, 1.0]] * 2  # to go: (4 - 2) x 3, (3 - 1) x 3
     episodes[0].reward, episodes[1].reward = 4.0, 3.0
-    shares, metrics = rw.weigh(episodes, config(place, "", weight_per="episode", **options))
+    path = write(tmp_path / "two.jsonl", episodes)
+    options = dict(trajectories=path, weighting="linear", baseline="none", reward_bias=2.0, reward_scaling=3.0, max_weight=None)
+    tokenizer = load_model(str(place / "base"))[1]
+    by_turn, whole = (rw.settle(config(place, "", weight_per=per, **options)) for per in ("turn", "episode"))
+    shares, metrics = rw.weigh(rw.recorded(by_turn, tokenizer, 10**5), by_turn)
+    assert metrics["weight_max"] == 6 and shares == [[1.0, 1.0]] * 2  # to go: (4 - 2) x 3, (3 - 1) x 3
+    shares, metrics = rw.weigh(rw.recorded(whole, tokenizer, 10**5), whole)
     assert metrics["weight_max"] == 6 and shares == [[1.0], [0.5]]
 
 
-def test_shuffled_batches_leave_nothing_out_and_are_even():
-    batches = rw.shuffled_batches(list(range(37)), 16, 0, 1)
-    assert sorted(x for b in batches for x in b) == list(range(37)) and sorted(map(len, batches)) == [12, 12, 13]
-    assert batches == rw.shuffled_batches(list(range(37)), 16, 0, 1) != rw.shuffled_batches(list(range(37)), 16, 0, 2)
-
-
-def test_learning_rate_is_a_function_of_the_place_alone(place):
-    c = config(place, "", learning_rate=1.0, warmup_steps=4)
-    assert [rw.learning_rate(s, s / 8, c) for s in (0, 3, 4)] == [0.25, 0.625, 0.5]
+def test_every_episode_is_in_every_pass_and_batches_are_even(place):
+    episodes = read_trajectories(str(place / "episodes.jsonl"))[:37]
+    def batches(step, **options):
+        return [[id(t) for t in batch] for batch in rw.minibatches(episodes, config(place, "", batch_size=16, gradient_accumulation_steps=1, **options), step)]
+    first = batches(1, num_epochs=1)
+    assert sorted(t for batch in first for t in batch) == sorted(map(id, episodes)) and sorted(map(len, first)) == [12, 12, 13]
+    assert first == batches(1, num_epochs=1) != batches(2, num_epochs=1)
+    assert len(batches(1, num_epochs=3)) == 9 and len(batches(1, num_epochs=3, trajectories="x")) == 3
 
 
 def test_it_learns_from_its_own_episodes_and_writes_the_folder(place, tmp_path):
     """From a choice at random to the right one in both turns."""
-    result = rw.train(config(place, tmp_path, num_iterations=4, tasks_per_iteration=8, group_size=4, eval_tasks=32, learning_rate=5e-3,
+    result = rw.train(config(place, tmp_path, max_steps=6, tasks_per_step=8, group_size=4, eval_tasks=32, learning_rate=5e-3,
                              max_grad_norm=1.0, save_every=4, num_epochs=4))
     assert result["success_before"] < 0.3 and result["success_after"] > 0.8, result
     assert json.loads((tmp_path / "result.json").read_text()) == result
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(result["steps"])) and all(math.isfinite(v) for line in lines for v in line.values())
-    assert [line["iteration"] for line in lines if "ess" in line] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == list(range(6)) and all(math.isfinite(v) for line in lines for v in line.values())
+    assert all("ess" in line and line["updates"] == 4 for line in lines)
     assert (tmp_path / "checkpoints" / f"step_{result['steps']:06d}" / "adapter_model.safetensors").exists()
 
 
 def test_the_same_command_twice_gives_the_same_bytes(place, tmp_path):
     for name in "ab":
-        rw.train(config(place, tmp_path / name, num_iterations=2, tasks_per_iteration=4, num_epochs=1, lora_dropout=0.1))
+        rw.train(config(place, tmp_path / name, max_steps=2, tasks_per_step=4, num_epochs=1, lora_dropout=0.1))
     for file in ("metrics.jsonl", "trajectories.jsonl", "checkpoints/step_000002/adapter_model.safetensors"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
 def test_without_model_or_data_it_makes_both(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 1})
-    result = rw.train(rw.Config(output_dir=str(tmp_path), num_iterations=1, tasks_per_iteration=2, group_size=2, max_tokens=160, eval_tasks=2))
+    result = rw.train(rw.Config(output_dir=str(tmp_path), max_steps=1, tasks_per_step=2, group_size=2, max_tokens=160, eval_tasks=2))
     out = capfd.readouterr().out
-    assert result["steps"] == 2 and "\nbefore " in out and "after (2 updates" in out and f"agent.py --model_path {tmp_path} --env equations" in out
-    adapter = json.loads((tmp_path / "checkpoints" / "step_000002" / "adapter_config.json").read_text())
+    assert result["steps"] == 1 and "tiny model: made here" in out
+    adapter = json.loads((tmp_path / "checkpoints" / "step_000001" / "adapter_config.json").read_text())
     assert Path(adapter["base_model_name_or_path"]).resolve() == (tmp_path / "base").resolve()
 
 
@@ -349,9 +345,9 @@ def test_it_learns_from_recorded_episodes(place, tmp_path):
 @pytest.mark.parametrize("options", [
     {"weighting": "linear"}, {"weighting": "filter", "top_share": 0.5}, {"weighting": "filter", "min_reward": 1.0, "weight_per": "episode"},
     {"baseline": "none", "beta": 0.1}, {"scale_rewards": "batch", "baseline": "batch", "max_weight": None}, {"lora_r": 0, "learning_rate": 1e-5},
-    {"gradient_checkpointing": True, "lora_dropout": 0.1, "merge_lora": False}, {"max_steps": 1}], ids=str)
+    {"gradient_checkpointing": True, "lora_dropout": 0.1}], ids=str)
 def test_every_option_runs_and_logs_finite_numbers(place, tmp_path, options):
-    result = rw.train(config(place, tmp_path, num_iterations=2, tasks_per_iteration=4, group_size=4, num_epochs=1, **options))
+    result = rw.train(config(place, tmp_path, max_steps=2, tasks_per_step=4, group_size=4, num_epochs=1, **options))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert result["steps"] == len(lines) >= 1 and all(math.isfinite(v) for line in lines for v in line.values())
 
@@ -363,9 +359,22 @@ def test_the_world_of_recorded_episodes_is_played_if_it_is_one_we_know(place, tm
         assert (result["success_after"] is not None) == success
 
 
-def test_max_steps_offline_beats_epochs(place, tmp_path):
-    result = rw.train(config(place, tmp_path, trajectories=str(place / "episodes.jsonl"), max_steps=5, num_epochs=1, batch_size=32))
-    assert result["steps"] == 5
+def test_offline_a_step_is_a_pass_and_max_steps_beats_epochs(place, tmp_path):
+    data = dict(trajectories=str(place / "episodes.jsonl"), batch_size=8)
+    assert rw.train(config(place, tmp_path / "a", num_epochs=3, **data))["steps"] == 3
+    assert rw.train(config(place, tmp_path / "b", num_epochs=3, max_steps=2, **data))["steps"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["updates"] for line in lines] == [3, 3]  # 40 episodes, 16 an update
+
+
+def test_held_out_tasks_are_none_that_the_episodes_are_of(place, tmp_path, monkeypatch):
+    env = f"{place}/bandit.py:Bandit"
+    held_out = tasks(env, "test", 6, 0)
+    path = edited(place, tmp_path, lambda episodes: [t.info.update(task={"number": held_out[0]["number"]}) or setattr(t, "group_id", "g") for t in episodes])
+    played = []
+    monkeypatch.setattr(rw, "evaluate", lambda *args, **options: played.extend(args[3]) or {})
+    rw.train(config(place, tmp_path / "o", trajectories=path, max_steps=1, eval_tasks=6))
+    assert played and held_out[0]["number"] not in {task["number"] for task in played}
 
 
 # ---------------------------------------------------------------------------------------------------- notes and refusals
@@ -377,9 +386,14 @@ def test_equal_weights_are_said_to_carry_no_signal(place, tmp_path, capfd):
 def test_no_episode_of_positive_weight_is_refused(place, tmp_path, capfd):
     with pytest.raises(UserError, match="no episode of positive weight; try"):
         rw.train(config(place, tmp_path, trajectories=str(place / "episodes.jsonl"), weighting="filter", min_reward=3.0))
-    with pytest.raises(UserError, match="no episode of positive weight in 2 iterations"):
-        rw.train(config(place, tmp_path, num_iterations=2, tasks_per_iteration=2, weighting="linear", reward_scaling=0.0))
+    rw.train(config(place, tmp_path, max_steps=2, tasks_per_step=2, weighting="linear", reward_scaling=0.0))
     assert capfd.readouterr().out.count("nothing to learn from") == 2
+
+
+def other(tmp_path):
+    """A file of one episode, to hold out."""
+    from agent import Trajectory
+    return write(tmp_path / "other.jsonl", [Trajectory([1, 2], [0, 1], [0.0, 0.0], reward=1.0)])
 
 
 def edited(place, tmp_path, edit):
@@ -393,7 +407,7 @@ def edited(place, tmp_path, edit):
     (lambda e: e.__delitem__(slice(1, 4)), {"weight_per": "episode"}, "has one episode"),
     (lambda e: e[0].rewards.append(0.0), {}, "has 3 rewards, but 2 turns"),
     (lambda e: e[4].__setattr__("group_id", e[0].group_id), {}, "names two tasks"),
-    (lambda e: [t.token_ids.extend([0] * 600) or t.loss_mask.extend([0] * 600) or t.logprobs.extend([0.0] * 600) for t in e], {}, "no episodes left"),
+    (lambda e: [t.token_ids.extend([0] * 600) or t.loss_mask.extend([0] * 600) or t.logprobs.extend([0.0] * 600) for t in e], {"max_tokens": 512}, "no episodes left"),
     (lambda e: e[0].__setattr__("reward", 900.0), {"max_weight": None, "weight_per": "episode", "baseline": "none"}, "overflows"),
 ])
 def test_recorded_episodes_that_cannot_be_learnt_from_are_refused(place, tmp_path, edit, options, words):
@@ -403,7 +417,7 @@ def test_recorded_episodes_that_cannot_be_learnt_from_are_refused(place, tmp_pat
 
 @pytest.mark.parametrize("options, words", [
     ({"weighting": "filter"}, "given: neither"), ({"weighting": "filter", "top_share": 0.5, "min_reward": 1.0}, "given: --top_share and --min_reward"),
-    ({"top_share": 0.5}, "--top_share is for --weighting filter, not exp"), ({"trajectories": "x.jsonl", "num_iterations": 3}, "--num_iterations 3"),
+    ({"top_share": 0.5}, "--top_share is for --weighting filter, not exp"),
     ({"group_size": 1}, "--group_size 1 plays one")])
 def test_clashes_are_refused_before_anything_is_loaded(tmp_path, options, words):
     with pytest.raises(UserError, match=re.escape(words)):
@@ -418,5 +432,6 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
 
 
 def test_flags_that_grpo_has_too_take_the_same():
-    ours, theirs = ({name: option[:2] for name, option in options(module.Config).items()} for module in (rw, grpo))
-    assert all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys() - {"gradient_accumulation_steps", "env"})
+    ours, theirs = ({name: (option.kind, option.optional) for name, option in options(module.Config).items()} for module in (rw, grpo))
+    different = {"gradient_accumulation_steps", "env", "num_epochs", "scale_rewards"}
+    assert all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys() - different)

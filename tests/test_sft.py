@@ -10,6 +10,7 @@ import sft
 from agent import Trajectory, collate
 from envs.expert import demonstrate
 from experiment.errors import UserError
+from llm.batches import batches_of_like_length
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 
@@ -50,9 +51,9 @@ def test_what_is_trained_is_the_call_and_its_end_of_turn(tiny, demos):
 
 
 def test_an_epoch_holds_every_episode_once_and_neighbours_in_length(demos):
-    batches = sft.epoch_batches(demos, 4, seed=0, epoch=0)
+    batches = batches_of_like_length(demos, 4, 0, 0)
     assert sorted(id(t) for b in batches for t in b) == sorted(map(id, demos))
-    assert batches != sft.epoch_batches(demos, 4, seed=0, epoch=1)
+    assert batches != batches_of_like_length(demos, 4, 0, 1)
     width = sum(max(len(t.token_ids) for t in b) * len(b) for b in batches)
     assert width < 1.15 * sum(len(t.token_ids) for t in demos)
 
@@ -62,13 +63,13 @@ def test_every_row_is_trained_in_every_epoch_the_longest_too(n, per_step):
     """Once the remainder was dropped after sorting by length: 31 of 63 rows, always the longest, were never trained."""
     rows = [Trajectory(token_ids=[0] * (i + 2)) for i in range(n)]
     for epoch in range(3):
-        batches = sft.epoch_batches(rows, per_step, seed=0, epoch=epoch)
+        batches = batches_of_like_length(rows, per_step, 0, epoch)
         assert sorted(len(t.token_ids) for batch in batches for t in batch) == list(range(2, n + 2))
         assert max(map(len, batches)) <= per_step and max(map(len, batches)) - min(map(len, batches)) <= 1
 
 
 def test_fewer_episodes_than_a_batch_are_one_batch(demos):
-    batch, = sft.epoch_batches(demos[:3], 8, seed=0, epoch=0)
+    batch, = batches_of_like_length(demos[:3], 8, 0, 0)
     assert sorted(map(id, batch)) == sorted(map(id, demos[:3]))
 
 

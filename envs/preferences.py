@@ -1,0 +1,200 @@
+"""Pairs of episodes: read from a file, made by comparing rewards, split by prompt, written to be read.
+
+    read_pairs   rows {"prompt", "chosen", "rejected"} of a file
+    make_pairs   the better and the worse of the episodes of a task
+    split_pairs  which pairs are learned from, and which are held out
+"""
+import math
+from itertools import permutations
+
+import numpy as np
+from tqdm import tqdm
+
+import envs
+from envs.demonstrations import Conversation, Encoder, as_messages, is_messages, without_loss
+from experiment.files import replace_file, to_json
+from experiment.data import read_rows, reading
+from experiment.errors import UserError
+from llm.batches import prompt_of
+
+
+# ----------------------------------------------------------------------------------------- reading
+def compares_rows(config) -> bool:
+    """True if --dataset is a file of pairs; False if it holds tasks, or is not a file."""
+    path = config.dataset
+    if not path or not path.endswith((".jsonl", ".csv", ".parquet")):
+        return False
+    row = read_rows(path)[0]
+    line = row.pop("_line")
+    if row.keys() & {"chosen", "rejected"}:
+        if config.trajectories:
+            raise UserError(f"--trajectories {config.trajectories} and pairs in --dataset {path}: "
+                            "give one")
+        return True
+    if not config.env and not config.trajectories:
+        raise UserError(f'{path}:{line}: no "chosen" field; has: {", ".join(row)} '
+                        "(tasks to play are given with --env)")
+    return False
+
+
+def choose_tasks(config) -> tuple[list[dict], list[dict]]:
+    """Return the tasks to play pairs of and the held-out tasks; [] where there are none to play."""
+    compares = compares_rows(config)
+    dataset = None if compares else config.dataset
+    tasks, held_out = [], []
+    if not compares and not config.trajectories:
+        tasks = envs.tasks(config.env, "train", config.num_tasks, config.seed, dataset,
+                           config.eval_dataset, config.env_options)
+    if config.env and config.eval_tasks:
+        held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed,
+                              dataset or config.eval_dataset, config.eval_dataset,
+                              config.env_options)
+    return tasks, held_out
+
+
+def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
+    """Return the pairs (chosen, rejected) of a file as episodes.
+
+    The loss falls on what follows the prompt. Conversations without tools or system message get
+    those of the environment. UserError: `FILE:LINE: what is wrong`.
+    """
+    encode = Encoder(tokenizer, env)
+    pairs = []
+    for row in tqdm(read_rows(path), "pairs", leave=False, delay=2):
+        with reading(path, row.pop("_line")):
+            chosen, rejected = preference(row)
+            pairs.append((encode(chosen), encode(rejected)))
+    return pairs
+
+
+def preference(row: dict) -> tuple[Conversation, Conversation]:
+    """Return the chosen and the rejected conversation of a row {"prompt", "chosen", "rejected"}.
+
+    Each field is text or a list of messages. Without a prompt, the messages with which both sides
+    begin are the prompt. Only what follows the prompt is learned. Raises ValueError in one line.
+    """
+    for name in ("chosen", "rejected"):
+        if name not in row:
+            raise ValueError(f'no "{name}" field; has: {", ".join(row)}')
+    chosen, rejected = row["chosen"], row["rejected"]
+    if chosen == rejected:
+        raise ValueError("chosen and rejected are the same: nothing to prefer")
+    prompt = row.get("prompt")
+    if prompt is None:
+        prompt = shared_messages(chosen, rejected)
+    prompt = checked(as_messages(prompt, "user"), "prompt")
+    # Both sides may be whole conversations, which begin with the prompt.
+    if all(isinstance(side, list) and side[:len(prompt)] == prompt for side in (chosen, rejected)):
+        chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+    chosen = checked(as_messages(chosen, "assistant"), "chosen")
+    rejected = checked(as_messages(rejected, "assistant"), "rejected")
+    prompt = without_loss(prompt)
+    return (Conversation(prompt + chosen, row.get("tools"), row.get("system")),
+            Conversation(prompt + rejected, row.get("tools"), row.get("system")))
+
+
+def shared_messages(chosen, rejected) -> list[dict]:
+    """Return the messages with which both conversations begin. Raises ValueError without any."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise ValueError('no "prompt" field; only lists of messages can do without')
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if not shared:
+        raise ValueError('no "prompt" field, and chosen and rejected do not begin with the same '
+                         "message")
+    return chosen[:shared]
+
+
+def checked(value, name):
+    """Return the value if it is a list of messages, else raise ValueError."""
+    if not is_messages(value):
+        raise ValueError(f'"{name}" must be text or a list of messages')
+    return value
+
+
+# ---------------------------------------------------------------------------------------- episodes
+def longer(pair):
+    """Return the longer episode of a pair."""
+    return max(pair, key=lambda t: len(t.token_ids))
+
+
+def make_pairs(files, config) -> list[tuple]:
+    """Return [(chosen, rejected)] of the episodes of every task.
+
+    A task is a group_id within one file, and a prompt: DPO compares episodes of one prompt.
+
+    Args:
+        files: the episodes of each file.
+        config: `pairs`, "best_worst" (of each task) or "all"; `min_gap`, by which the rewards of a
+            pair differ at least; reward_bias and reward_scaling.
+
+    Raises UserError, with the largest gap there is, if no two episodes differ enough.
+    """
+    groups = {}
+    for number, episodes in enumerate(files):
+        for t in episodes:
+            t.reward = (t.reward - config.reward_bias) * config.reward_scaling
+            if 1 in t.loss_mask:
+                groups.setdefault((number, t.group_id, tuple(prompt_of(t))), []).append(t)
+    if all(len(group) < 2 for group in groups.values()):
+        raise UserError(f"{len(groups)} tasks, but no two episodes of one task: nothing to compare; "
+                        "record some with agent.py --group_size 8")
+    pairs, largest_gap = [], -math.inf
+    for group in groups.values():
+        group.sort(key=lambda t: -t.reward)
+        best_worst = [(group[0], group[-1])]
+        for chosen, rejected in permutations(group, 2) if config.pairs == "all" else best_worst:
+            gap = chosen.reward - rejected.reward
+            largest_gap = max(largest_gap, gap)
+            if gap >= config.min_gap - 1e-9 and chosen.token_ids != rejected.token_ids:
+                pairs.append((chosen, rejected))
+    if not pairs:
+        raise UserError(f"no pair: of {len(groups)} tasks' episodes no two differ by --min_gap "
+                        f"{config.min_gap:g} in reward; the largest gap is {largest_gap:g}")
+    return pairs
+
+
+def split_pairs(pairs, config):
+    """Return the pairs in random order, and which are held out: (N,) bool, by prompt.
+
+    Pairs with an episode of more than max_tokens are dropped and counted. Raises UserError if none
+    is left.
+    """
+    lengths = [len(longer(pair).token_ids) for pair in pairs]
+    if min(lengths) > config.max_tokens:
+        raise UserError(f"no pair within --max_tokens {config.max_tokens}: the shortest has "
+                        f"{min(lengths)} tokens")
+    if max(lengths) > config.max_tokens:
+        too_long = sum(length > config.max_tokens for length in lengths)
+        print(f"{too_long} of {len(pairs)} pairs exceed {config.max_tokens} tokens: dropped")
+    rng = np.random.default_rng([config.seed])
+    order = [i for i in rng.permutation(len(pairs)) if lengths[i] <= config.max_tokens]
+    pairs = [pairs[i] for i in order[:config.max_samples]]
+    prompts = list(dict.fromkeys(tuple(prompt_of(chosen)) for chosen, _ in pairs))
+    n = round(config.eval_share * (len(prompts) - 1))
+    apart = {prompts[i] for i in rng.permutation(len(prompts))[:n]}
+    is_held_out = np.array([tuple(prompt_of(chosen)) in apart for chosen, _ in pairs])
+    print(f"pairs: {(~is_held_out).sum()} to train on, {is_held_out.sum()} held out, "
+          f"of {len(prompts)} prompts")
+    return pairs, is_held_out
+
+
+def write_pairs(run, pairs, is_held_out):
+    """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
+    rows = []
+    for (chosen, rejected), held_out in zip(pairs, is_held_out.tolist()):
+        roles = [message["role"] for message in chosen.messages]
+        first = roles.index("assistant") if "assistant" in roles else 0
+        rows.append({
+            "prompt": chosen.messages[:first],
+            "chosen": chosen.messages[first:],
+            "rejected": rejected.messages[first:],
+            "chosen_reward": chosen.reward,
+            "rejected_reward": rejected.reward,
+            "gap": chosen.reward - rejected.reward,
+            "group_id": chosen.group_id,
+            "held_out": held_out,
+        })
+    run.ranks.first(lambda: replace_file(run.folder / "preference_pairs.json",
+                                         to_json(rows, indent=1)))
