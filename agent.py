@@ -25,7 +25,8 @@ from envs.session import Session, Watch
 from experiment.episodes import pass_at_k, problem, summarise
 from experiment.errors import EnvironmentFault, UserError
 from experiment.seeds import mix
-from llm.chat import Chat, parse_tool_calls
+from llm.chat import Chat
+from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
 from llm.memory import techniques_of
 from llm.static_engine import make_engine

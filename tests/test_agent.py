@@ -29,7 +29,8 @@ from envs.expert import demonstrate
 from experiment.program import main
 from experiment.episodes import pass_at_k, summarise, transcript
 from experiment.errors import EnvironmentFault, UserError
-from llm.chat import Chat, parse_tool_calls
+from llm.chat import Chat
+from llm.tool_calls import parse_tool_calls
 from llm.engine import Engine, Row
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny

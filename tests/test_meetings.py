@@ -30,7 +30,8 @@ from envs.meetings import (
     simulate,
 )
 from experiment.data import read_rows
-from llm.chat import Chat, parse_tool_calls
+from llm.chat import Chat
+from llm.tool_calls import parse_tool_calls
 
 ROOT = Path(envs.__file__).parent.parent
 PROMPT = re.compile(r"Meeting (\d{6}), day (one|two|three) at (\w+): (junior|senior) (\w+) met (\w+), (junior|senior) (\w+) met (\w+)\.")

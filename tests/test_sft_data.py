@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_template import real, small
+from families import real, small
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import envs
@@ -16,7 +16,8 @@ from envs.demonstrations import imitates_rows, registered_envs
 from envs.expert import demonstrate
 from envs.session import Session, Watch
 from experiment.errors import UserError
-from llm.chat import Chat, parse_tool_calls
+from llm.chat import Chat
+from llm.tool_calls import parse_tool_calls
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
 

@@ -2,16 +2,13 @@
 
 import json
 import random
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from llm.chat import MAX_CALLS, parse_tool_calls  # noqa: E402
+from llm.tool_calls import MAX_CALLS, parse_tool_calls
 
 CALL = {"name": "f", "arguments": {"a": 1, "b": "x"}}
 GOOD = json.dumps(CALL)

@@ -5,7 +5,7 @@ those of `demonstrate` (the SFT path), token for token, and the log-probs those 
 """
 import pytest
 import torch
-from test_template import NAMES, real, small
+from families import NAMES, real, small
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent

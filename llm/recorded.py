@@ -1,0 +1,162 @@
+"""Turn a recorded conversation into token ids and a loss mask.
+
+The ids are put together turn by turn, exactly as in an episode that is played. So imitation trains
+on the tokens that the model will see, whatever the chat template does to earlier turns.
+"""
+
+from llm.tool_calls import check_call, parse_tool_calls
+
+
+def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
+    """Return the ids and the loss mask of a recorded conversation.
+
+    The mask is 1 on an assistant message and its stop token unless the message says "loss": 0, and
+    0 elsewhere. What follows the last assistant message is cut.
+
+    Args:
+        chat: a `Chat` of the model's tokenizer and the conversation's tools.
+        messages: the content is text or a list of text parts. Calls stand in `tool_calls`, in
+            OpenAI's form or ours, or in the text. A tool message follows for each.
+
+    Raises:
+        ValueError: in one line, for what no rollout could have made.
+    """
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("messages must be a list of objects")
+    assistants = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    ids, mask = [], []
+    calls, call_ids = [], []  # of the last assistant message
+    since = []  # the messages since then
+    for i, message in enumerate(messages[: max(assistants, default=-1) + 1]):
+        try:
+            _check_role(message.get("role"), since, calls, bool(ids))
+            text, new_calls = _read_message(message)
+            loss = _loss(message)
+            if message["role"] != "assistant":
+                _check_result_id(message, call_ids[len(since) : len(since) + 1])
+                since.append({"role": message["role"], "content": text})
+                continue
+            before = _ids_before_turn(chat, since, calls, ids)
+            turn = _turn_ids(chat, text, new_calls, loss)
+        except ValueError as error:
+            raise ValueError(f"message {i}: {error}") from None
+        ids += before + turn
+        mask += [0] * len(before) + [loss] * len(turn)
+        since, calls = [], new_calls
+        call_ids = [call.get("id") for call in message.get("tool_calls") or []]
+    if not any(mask):
+        without = ' without "loss": 0' if assistants else ""
+        raise ValueError(f"nothing to train: no assistant message{without}")
+    return ids, mask
+
+
+def _check_role(role, since, calls, begun):
+    """Raise ValueError unless a message of this role may come next.
+
+    Args:
+        role: of the message.
+        since: the messages since the last assistant message.
+        calls: of the last assistant message.
+        begun: True if there was an assistant message.
+    """
+    if since and since[-1]["role"] == "system":
+        roles, when = ["user"], "after the system message"
+    elif since and since[-1]["role"] == "user":
+        roles, when = ["assistant"], "after the user"
+    elif since and len(since) == len(calls):
+        roles, when = ["assistant"], "after the last result"
+    elif calls:
+        roles, when = ["tool"], "after a tool call"
+    elif begun:
+        roles, when = ["user"], "after an answer"
+    else:
+        roles, when = ["system", "user"], "at the start"
+    if role not in roles:
+        raise ValueError(f"need {' or '.join(roles)} {when}, got {role}")
+
+
+def _check_result_id(message, call_ids):
+    """Raise ValueError if a result names another call than the one in whose place it stands."""
+    ids = {str(call_id) for call_id in (*call_ids, message.get("tool_call_id")) if call_id}
+    if message["role"] == "tool" and len(ids) > 1:
+        raise ValueError("results must stand in the order of their calls, by their tool_call_id")
+
+
+def _loss(message):
+    """Return 1 if a message is trained, else 0. OpenAI calls the field "weight"."""
+    is_assistant = message["role"] == "assistant"
+    loss = message.get("loss", message.get("weight"))
+    if loss is None and "loss" not in message:
+        return int(is_assistant)
+    if type(loss) is not int or loss not in (0, 1) or (loss and not is_assistant):
+        raise ValueError(f'"loss": {loss!r}: need 0 or 1, and 1 only on assistant messages')
+    return loss
+
+
+def _read_message(message):
+    """Return the text and the calls of a message, calls written in the text included."""
+    is_assistant = message["role"] == "assistant"
+    calls = message.get("tool_calls") or []
+    text = _text_of(message.get("content"), "" if calls else None)
+    thought = str(message.get("reasoning_content") or message.get("thinking") or "").strip()
+    if thought:
+        text = f"<think>\n{thought}\n</think>\n\n{text}"
+    if not isinstance(calls, list) or (calls and not is_assistant):
+        raise ValueError("tool_calls must be a list, in an assistant message")
+    if calls or not is_assistant:
+        return text, [check_call(call) for call in calls]
+    content, calls, errors = parse_tool_calls(text)
+    if errors:
+        problem = errors[0].removeprefix("error: ")
+        raise ValueError(f"{problem}; a text that opens a tool call must hold a whole one")
+    return (content, calls) if calls else (text, [])
+
+
+def _text_of(content, default):
+    """Return the content of a message as text. It may be a list of text parts."""
+    if content is None and default is not None:
+        return default
+    if isinstance(content, list):
+        texts = [item.get("text") if isinstance(item, dict) else None for item in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    if not isinstance(content, str):
+        kind = type(content).__name__
+        raise ValueError(f"content must be text or text parts, got {kind}")
+    return content
+
+
+def _ids_before_turn(chat, since, calls, ids):
+    """Return the ids between two assistant turns, or the prompt before the first one."""
+    if not ids:
+        return chat.prompt(since)
+    if calls:
+        return chat.results(calls, [message["content"] for message in since], ids[-1])
+    return chat.reply(since[0]["content"], ids[-1])
+
+
+def _turn_ids(chat, text, calls, loss):
+    """Return the ids of an assistant message."""
+    for call in calls:
+        if chat.tool_names and call["name"] not in chat.tool_names:
+            raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tool_names)}")
+    if loss and not calls and not text.strip():
+        raise ValueError("is empty: nothing to train on")
+    return _thoughtful_ids(chat, text, calls) if "</think>" in text else chat.turn(text, calls)
+
+
+def _thoughtful_ids(chat, text, calls):
+    """Return the ids of a turn that begins with a thought, as the model would write it."""
+    thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
+    answer = answer.strip("\n")
+
+    def turn_with(thought):
+        return chat.turn(answer, calls, reasoning_content=thought, thinking=thought)
+
+    hidden = turn_with("")
+    if turn_with("any thought") != hidden:  # The template shows thoughts that are given as a field.
+        return turn_with(thought.strip("\n"))
+    for turn in (hidden, chat.turn(text, calls)):
+        if chat.text(turn).lstrip().startswith(text.strip()):
+            return turn
+    raise ValueError("the chat template does not show a thought where the model would write it")

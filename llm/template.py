@@ -1,0 +1,206 @@
+"""Render a chat template and encode the rendering so that text stays text.
+
+A rendering mixes the control tokens that the template writes (`<|im_start|>`, `<tool_call>`) with
+text from users, tools and data files. Text that spells a control token must not become one. So
+every spelled control token is put between two private-use characters before the template sees it.
+After rendering, what stands between them is encoded with ordinary tokens only.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+from functools import lru_cache
+
+BEGIN, END = "\U000f0000", "\U000f0001"  # around a control token that is meant as text
+SECONDS, BYTES = 10, 2**30  # processor time and memory that a trial of a template may take
+
+# Already the default. Set explicitly, it keeps the tokenizers library from warning about a fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+class Template:
+    """The chat template of one tokenizer.
+
+    Attributes:
+        tools: the schemas that every rendering shows, already `clean`, or None.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
+        self.tools = None
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"{self.name} has no chat template: take the instruct model, or set a template"
+            )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._normalizer = backend.normalizer if backend else None
+        self._control_ids = {}  # spelling -> id
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if _is_control(token):
+                self._control_ids[token.content] = token_id
+            if _is_control(token) and token.normalized:  # It is looked for in normalized text.
+                self._control_ids[self._normalized(token.content) or token.content] = token_id
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._control = re.compile(pattern)
+        self._marked = re.compile(f"{BEGIN}({pattern}){END}|[{BEGIN}{END}]")
+        self._newline = self.encode("\n")
+        # The episodes of a group often see the same results.
+        self._cached_ids = lru_cache(1024)(self._render_ids)
+
+    def clean(self, value):
+        """Return a copy of a message's field or a tool's schema that spells no control token.
+
+        Lone surrogates, which no tokenizer encodes, become question marks. Names of fields cannot
+        be marked, because templates look them up: ValueError if one spells a control token.
+        """
+        if isinstance(value, dict):
+            return {self._name(key): self.clean(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.clean(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        text = value.encode("utf-8", "replace").decode().replace(BEGIN, "").replace(END, "")
+        # A normalizer may turn text into a control token: NFKC does it with full-width characters.
+        normalized = self._normalized(text)
+        if len(self._control.findall(normalized)) > len(self._control.findall(text)):
+            text = normalized
+        return self._control.sub(f"{BEGIN}\\g<0>{END}", text)
+
+    def _normalized(self, text):
+        return self._normalizer.normalize_str(text) if self._normalizer else text
+
+    def _name(self, name):
+        if not isinstance(name, str) or self._control.search(name):
+            raise ValueError(f"names must be text without control tokens, got {name!r:.60}")
+        return name.encode("utf-8", "replace").decode()
+
+    def render(self, messages: list[dict], generate: bool = True) -> str:
+        """Return the template's text for messages, or raise ValueError in one line."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=self.tools, add_generation_prompt=generate, tokenize=False
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # Jinja's errors, and whatever Python raises inside a template
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ValueError(f"the chat template of {self.name} failed: {problem}") from error
+
+    def shows(self, words: list[str], messages: list[dict]) -> bool:
+        """True if a rendering of messages contains all words, in their order."""
+        try:
+            text = self.render(messages)
+        except ValueError:
+            return False
+        places = [text.find(word) for word in words]
+        return -1 not in places and places == sorted(places)
+
+    def controls(self, rendering: str) -> list[int]:
+        """Return the ids of the control tokens that the template wrote into a rendering."""
+        written = self._control.findall(self._marked.sub(" ", rendering))
+        return [self._control_ids[spelling] for spelling in written]
+
+    def ids(self, messages: list[dict], generate: bool = True) -> list[int]:
+        """Return the token ids of a rendering of messages."""
+        return list(self._cached_ids(json.dumps(messages), generate))
+
+    def _render_ids(self, messages, generate):
+        rendering = self.render(json.loads(messages), generate)
+        # Splitting gives [text, spelled control token or None, text, ..., text].
+        pieces = self._marked.split(rendering)
+        ids = self.encode(pieces[0])
+        for i, piece in enumerate(pieces[1:], start=1):
+            if piece:
+                ids += self._encode_spelled(piece) if i % 2 else self._encode_inside(piece)
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text in which control tokens count as such."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, control tokens spelled out."""
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def _encode_inside(self, text, encode=None):
+        """Encode text inside a rendering, without the space that some tokenizers put at a start."""
+        encode = encode or self.encode
+        ids = encode("\n" + text)
+        length = len(self._newline)
+        return ids[length:] if ids[:length] == self._newline else encode(text)
+
+    def _encode_spelled(self, text):
+        """Encode text that spells control tokens, with other tokens.
+
+        The vocabulary of plain text may hold such a token too: "----" in some, "<s>" in Unigram
+        models. Then the halves of the text are encoded instead.
+        """
+        ids = self._encode_inside(text, self.tokenizer._encode_without_added_tokens)
+        controls = set(ids).intersection(self._control_ids.values())
+        if not controls:
+            return ids
+        if len(text) == 1:
+            controls.discard(self.tokenizer.unk_token_id)
+            return [token_id for token_id in ids if token_id not in controls]
+        middle = len(text) // 2
+        return self._encode_spelled(text[:middle]) + self._encode_spelled(text[middle:])
+
+
+def _is_control(token) -> bool:
+    """True for an added token that text must not become: not for words, white space and letters."""
+    if token.special:
+        return bool(token.content)
+    text = token.content.replace("\u2581", " ")  # SentencePiece's sign for a space
+    is_text = len(text) < 2 or text.isspace() or text.replace("_", "").isalnum()
+    return not is_text
+
+
+def within_limits(function, name: str) -> None:
+    """Try a function that renders templates in a child process, with bounded time and memory.
+
+    Only the kernel can end a template such as `{{ 10 ** (10 ** 10) }}`: it stays inside one
+    instruction that holds the interpreter's lock, so no thread or signal handler ever wakes.
+
+    Args:
+        function: called without arguments. Its exceptions are ignored, because the caller meets
+            them again when it calls the function itself.
+        name: the model or folder that the error names.
+
+    Raises:
+        ValueError: the function needs more than SECONDS of processor time or BYTES of memory.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 0
+        try:
+            _limit_this_process()
+            function()
+        except Exception as error:
+            status = int(isinstance(error, MemoryError))
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        limits = f"{SECONDS} s or {BYTES >> 30} GiB"
+        raise ValueError(
+            f"the chat template of {name} needs more than {limits} for a short conversation: "
+            "take the template of the model's own repository"
+        )
+
+
+def _limit_this_process():
+    """Let the kernel end this process when it takes too much processor time, memory or time."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.alarm(6 * SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))

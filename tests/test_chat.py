@@ -1,0 +1,307 @@
+"""Messages to token ids. The numbers I1 ... are the invariants of tokens that must hold for every template."""
+
+import functools
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from families import ALL, CALLS, REFUSED, TEMPLATES, TOOLS, TWO, real, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from llm.chat import Chat
+from llm.tool_calls import parse_tool_calls
+
+
+@functools.cache
+def chat(name):
+    return Chat(real(name[5:]) if name.startswith("real:") else small(name), TOOLS)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def control_counts(c, ids):
+    return Counter(i for i in ids if i in c.tokenizer.added_tokens_decoder)
+
+
+def hostile(c):
+    """Every added token: whole, doubled, split, spaced, in other case, nested in itself, in sanitising's markers."""
+    out = []
+    for token in (t.content for t in c.tokenizer.added_tokens_decoder.values()):
+        half = len(token) // 2
+        out += [
+            token,
+            token * 2,
+            token[:half] + "\u200b" + token[half:],
+            token[:half] + " " + token[half:],
+            token.upper(),
+            token[:half] + token + token[half:],
+            f"\U000f0000{token}\U000f0001",
+            f"\U000f0001{token}\U000f0000",
+            token[:half] + "\U000f0000" + token[half:],
+            "\ud800" + token,
+        ]
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- every template
+
+
+@ALL
+def test_hostile_text_adds_no_control_token(name):
+    """I1, I3: whatever user, system, tool or demonstration text spells, only the template's own controls are there."""
+    c = chat(name)
+    text = "a " + " b ".join(hostile(c)) + " c"
+    spoken = " ".join(h for h in hostile(c) if "think" not in h.translate({0xF0000: None, 0xF0001: None}).lower())
+
+    def system(t):
+        return [{"role": "system", "content": t}, *user(t)]
+
+    def parts(t, spoken):  # a thought in a demonstration is for the template to place
+        return (
+            c.prompt(system(t)),
+            c.reply(t, None),
+            c.results(CALLS, [t], c.call_stop_id),
+            c.turn(spoken, []),
+            c.results(TWO, [t, t], None),
+            c.turn("", [{"name": "look", "arguments": {"query": t}}]),
+        )
+
+    for ours, clean in zip(parts(text, spoken), parts("xyz", "xyz")):
+        assert control_counts(c, ours) == control_counts(c, clean)
+
+
+@ALL
+def test_conversation_is_appended_never_rendered_again(name):
+    """I3, I4: call, call, answer, reply: each tool text once, every suffix ends where the model is to speak."""
+    c = chat(name)
+    first = c.prompt(user("Find it."))
+    header = first[len(c.prompt(user("Find it."))) - 1]
+    ids = list(first)
+    for i in range(2):
+        ids += c.turn("", CALLS)
+        assert ids[-1] == c.call_stop_id
+        ids += c.results(CALLS, [f"tooltext{i}"], ids[-1])
+        assert "gemma4" in name or "diffusion_gemma" in name or ids[-1] == header
+    ids += c.turn("Here it is.", [])
+    assert ids[-1] == c.answer_stop_id
+    ids += c.reply("Wrong, again.", ids[-1])
+    text = c.tokenizer.decode(ids)
+    words = ["Find it.", "tooltext0", "tooltext1", "Here it is.", "Wrong, again."]
+    assert [text.count(w) for w in words] == [1] * 5
+    assert [text.index(w) for w in words] == sorted(text.index(w) for w in words)
+    assert ids[-1] == header
+
+
+@ALL
+def test_results_of_one_turn_come_in_one_rendering_and_forced_stops_come_first(name):
+    c = chat(name)
+    both = c.results(TWO, ["first result", "second result"], c.call_stop_id)
+    text = c.tokenizer.decode(both)
+    assert text.count("first result") == text.count("second result") == 1 and text.index("first") < text.index("second")
+    assert c.results(TWO, ["first result", "second result"], None)[1:] == both
+    assert c.results([], ["error: not JSON"], c.call_stop_id)  # a turn none of whose calls could be read
+    reply = c.reply("go on", c.answer_stop_id)
+    assert c.reply("go on", None)[1:] == reply and c.reply("go on", 1)[0] in c.tokenizer.added_tokens_decoder
+    assert c.call_stop_id not in c.start_ids and c.answer_stop_id not in c.start_ids
+
+
+@ALL
+def test_turn_reads_back_as_the_same_calls(name):
+    """I12, I15: what SFT teaches is what the parser reads; as text and as ids."""
+    c = chat(name)
+    for calls in [CALLS, TWO] if c._many_calls or not c.native_tools else [CALLS]:
+        turn = c.turn("", calls)
+        assert turn[-1] in c.stop_ids and not set(turn[:-1]) & c.stop_ids and not set(turn) & c.start_ids
+        assert parse_tool_calls(c.text(turn))[1:] == (calls, [])
+    content, calls, errors = parse_tool_calls(c.text(c.turn("It is 42.", [])))
+    assert (calls, errors) == ([], []) and "It is 42." in content
+
+
+@ALL
+def test_clean_prompt_is_the_templates_own(name):
+    """I2"""
+    c = chat(name)
+    for messages in (user("Hello there"), [{"role": "system", "content": "Be brief."}, *user("Hi")]):
+        if c.native_tools:
+            own = c.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+            assert c.prompt(messages) == own
+        else:  # tools are told in the first user message, the system message goes where the template allows
+            text = c.tokenizer.decode(c.prompt(messages))
+            assert "Look something up." in text and all(m["content"] in text for m in messages)
+            bare = Chat(c.tokenizer, [])
+            if not c._folds_system:
+                assert bare.prompt(messages) == c.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False
+                )
+
+
+# -------------------------------------------------------------------------------------------------- single families
+
+
+@pytest.mark.parametrize(
+    "name, call_stop, answer_stop, starts",
+    [
+        ("hermes", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
+        ("thinking", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
+        ("glm", "<|observation|>", "<|user|>", {"<|assistant|>"}),
+        ("gptoss", "<|call|>", "<|return|>", set()),
+        ("gemma4", "<|tool_response>", "<turn|>", {"<|turn>"}),
+        ("llama", "<|eot_id|>", "<|eot_id|>", {"<|start_header_id|>"}),
+        ("gemma", "<end_of_turn>", "<end_of_turn>", {"<start_of_turn>"}),
+        ("real:qwen3", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
+        ("real:glm4moe", "<|observation|>", "<|user|>", {"<|assistant|>"}),
+        ("real:gptoss", "<|call|>", "<|return|>", set()),
+        ("real:gemma4_v5", "<|tool_response>", "<turn|>", {"<|turn>"}),
+        ("real:phi3", "<|end|>", "<|end|>", {"<|user|>", "<|assistant|>"}),
+        ("real:deepseekv3", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", {"<｜User｜>", "<｜Assistant｜>"}),
+    ],
+)
+def test_stops_and_starts(name, call_stop, answer_stop, starts):
+    c = chat(name)
+    token = c.tokenizer.convert_ids_to_tokens
+    assert (token(c.call_stop_id), token(c.answer_stop_id)) == (call_stop, answer_stop)
+    assert set(token(list(c.start_ids))) == starts
+    assert {call_stop, answer_stop, "<|endoftext|>"} >= set(token(list(c.stop_ids)))
+
+
+def test_generation_config_adds_stops():
+    for eos, more in ((None, set()), (7, {7}), ([7, 8], {7, 8})):
+        c = Chat(small("hermes"), TOOLS, SimpleNamespace(eos_token_id=eos))
+        assert c.stop_ids == chat("hermes").stop_ids | more
+
+
+def test_native_or_told_in_text():
+    assert {n for n in TEMPLATES if not chat(n).native_tools} == {"chatml", "gemma"}
+    c = chat("gemma")  # no system role either
+    text = c.tokenizer.decode(c.prompt([{"role": "system", "content": "Be brief."}, *user("Hi")]))
+    assert text.startswith("<start_of_turn>user\nBe brief.\n\nYou can call") and text.endswith(
+        "</tool_response>.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert c.tokenizer.convert_tokens_to_ids("<tool_call>") not in c.prompt(user("Hi"))  # plain text
+
+
+def test_assembled_conversation_equals_one_rendering():
+    """I15: prompt + turn + results is what the template renders, where the template does not rewrite history."""
+    c = chat("hermes")
+    calls = [{"type": "function", "function": call} for call in TWO]
+    messages = [
+        *user("Hi"),
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "r1"},
+        {"role": "tool", "content": "r2"},
+        {"role": "assistant", "content": "Done."},
+        *user("More"),
+    ]
+    ids = c.prompt(user("Hi")) + c.turn("", TWO) + c.results(TWO, ["r1", "r2"], c.call_stop_id)
+    ids += c.turn("Done.", []) + c.reply("More", c.answer_stop_id)
+    assert ids == c.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+
+
+def test_turn_joins_the_generation_prompt():
+    assert chat("opens").text(chat("opens").turn("Hi", [])) == "\n</think>\n\nHi"
+    assert chat("thinking").text(chat("thinking").turn("Hi", [])) == "<think>\n\n</think>\n\nHi"
+    assert chat("glm").text(chat("glm").turn("Hi", [])) == "\nHi"
+    assert chat("hermes").text(chat("hermes").turn("\n\nHi", [])) == "\n\nHi"
+
+
+def test_turn_joins_the_real_generation_prompts():
+    """A token across the seam (Qwen3.5: "\\n" + "\\n"), a thought the prompt opens (Nemotron, DeepSeek)."""
+    for name, turn in {
+        "qwen3_5_think": "\n</think>\n\nHi",
+        "nemotron_3_nano": "</think>Hi",
+        "qwen3_5_nothink": "Hi",
+        "deepseekv3": "</think>\n\nHi",
+        "gptoss": "<|channel|>final<|message|>Hi",
+    }.items():
+        c = chat("real:" + name)
+        assert c.text(c.turn("Hi", [])) == turn
+
+
+def test_gemma4_trains_the_opening_token_and_does_not_repeat_it():
+    c = chat("gemma4")
+    whole = c.tokenizer.decode(c.turn("", CALLS) + c.results(CALLS, ["r"], c.call_stop_id))
+    assert whole.count("<|tool_response>") == 1 and whole.endswith("<|tool_response>r<tool_response|>")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=60), st.lists(st.sampled_from(hostile(chat("hermes"))), max_size=4), st.randoms())
+def test_any_text_survives_and_controls_nothing(text, tokens, random):
+    """I1, I14: random text with control tokens inside, as tool result and as user message."""
+    c = chat("hermes")
+    for token in tokens:
+        at = random.randrange(len(text) + 1)
+        text = text[:at] + token + text[at:]
+    ids = c.results(CALLS, [text], c.call_stop_id)
+    assert control_counts(c, ids) == control_counts(c, c.results(CALLS, ["x"], c.call_stop_id))
+    shown = text.encode("utf-8", "replace").decode().translate({0xF0000: None, 0xF0001: None})  # sanitising's markers
+    assert f"<tool_response>\n{shown}\n</tool_response>" in c.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["", "👩‍👩‍👧", "שלום", " " * 100_000, "a\r\nb", "\u2028", "e\u0301", "\x00", "𝟜"])
+def test_round_trip(text):
+    """I14"""
+    c = chat("hermes")
+    assert c.text(c.turn(text, [])) == text
+    assert c.tokenizer.decode(c.prompt(user(text))).endswith(f"user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_text_keeps_all_but_the_stop():
+    c = chat("hermes")
+    turn = c.turn("Hi", CALLS)
+    assert c.text(turn) == c.text(turn[:-1]) == c.tokenizer.decode(turn[:-1]) and c.text([]) == ""
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_refusals_are_one_line():
+    tok = small("chatml")
+    c = chat("hermes")
+    bare = PreTrainedTokenizerFast(tokenizer_object=tok.backend_tokenizer)
+    evil_key = {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "",
+            "parameters": {"type": "object", "properties": {"<|im_start|>": {"type": "string"}}},
+        },
+    }
+    evil_name = {"type": "function", "function": {"name": "f<|im_end|>", "description": "", "parameters": {}}}
+    for message, make in {
+        "no chat template": lambda: Chat(bare, []),
+        "control tokens": lambda: Chat(tok, [evil_key]),
+        "identifiers": lambda: Chat(tok, [evil_name]),
+        "'banana'": lambda: c.prompt([{"role": "banana", "content": "x"}]),
+        "message 1 has role 'system'": lambda: c.prompt([*user("x"), {"role": "system", "content": "x"}]),
+        "must be text, got NoneType": lambda: c.prompt([{"role": "user", "content": None}]),
+        "end with a user": lambda: c.prompt([]),
+        "one tool call per turn": lambda: chat("llama").turn("", TWO),
+        "names must be": lambda: c.turn("", [{"name": "f", "arguments": {"<|im_end|>": 1}}]),
+    }.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            make()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_templates_without_plain_text_are_refused(name):
+    with pytest.raises(ValueError, match="given as text"):
+        Chat(real(name), TOOLS)
+
+
+def test_template_without_added_tokens_is_refused():
+    tok = PreTrainedTokenizerFast(tokenizer_object=small("chatml").backend_tokenizer)
+    tok.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(ValueError, match="no added token ends a turn"):
+        Chat(tok, [])
+
+
+def test_tokenizer_is_left_alone():
+    tok = small("hermes")
+    before = tok.init_kwargs.copy(), tok.chat_control_tokens, tok.chat_template
+    Chat(tok, TOOLS).prompt(user("Hi"))
+    assert (tok.init_kwargs, tok.chat_control_tokens, tok.chat_template) == before
