@@ -102,11 +102,12 @@ def process_credit(turn_rewards, group_ids, **how):
 CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit}
 
 
-def token_advantages(turn_rewards, turns, group_ids, credit="episode", **how):
+def token_advantages(turn_rewards, mask, group_ids, credit="episode", **how):
     """Return every sampled token's advantage (B, T): its turn's, by a function of `CREDITS`.
 
-    turn_rewards: B lists. turns: (B, T), the `turn_index`. Raises ValueError if they disagree.
+    turn_rewards: B lists. mask: (B, T) as sampled. Raises ValueError if they differ in turns.
     """
+    turns = turn_index(mask)  # (B, T)
     lengths = torch.tensor([len(rewards) for rewards in turn_rewards], device=turns.device)  # (B,)
     counts = turns.max(1).values + 1  # (B,)
     for row in (lengths != counts).nonzero().flatten().tolist():
@@ -116,9 +117,9 @@ def token_advantages(turn_rewards, turns, group_ids, credit="episode", **how):
     return torch.where(turns >= 0, per_turn[(first[:, None] + turns).clamp(min=0)], 0.0)  # (B, T)
 
 
-def subtract_kl(turn_rewards, kl, turns, kl_coef):
+def subtract_kl(turn_rewards, kl, mask, kl_coef):
     """Return the rewards (B lists) less kl_coef x the sum of kl (B, T) over each turn's tokens."""
-    out = []
+    turns, out = turn_index(mask), []
     for row, rewards in enumerate(turn_rewards):
         costs = [kl[row][turns[row] == turn].sum().item() for turn in range(len(rewards))]
         out.append([reward - kl_coef * cost for reward, cost in zip(rewards, costs)])
@@ -327,11 +328,11 @@ def settle(config):
 
 
 # ------------------------------------------------------------------------------------------- loop
-def collect_groups(play, tasks, config, step):
+def collect_groups(play, tasks, config, step, run):
     """Play the step's groups, and replace those outside the success-rate band by other tasks'.
 
     `play` is `rollout` with all but tasks, group size and step given. Returns the kept episodes,
-    group after group, and how many groups were dropped.
+    group after group.
     """
     kept, dropped, drawn = [], 0, 0
     for _ in range(1 + MAX_RESAMPLE):
@@ -350,7 +351,8 @@ def collect_groups(play, tasks, config, step):
                 kept += group
             else:
                 dropped += 1
-    return kept, dropped
+    run.log(groups_dropped=dropped)
+    return kept
 
 
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
@@ -371,9 +373,12 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     return loss - config.entropy_coef * bonus, metrics
 
 
-def rescore(config, model, start_policy, token_ids, mask, run, batch):
-    """Return the tokens' log-probs under the reference and under the trainer, (B, T) or None."""
-    ref_logprobs = trainer_logprobs = None
+def rescore(config, model, start_policy, batch, token_ids, mask, run):
+    """Return the tokens' log-probs under the reference and under the trainer, (B, T) each.
+
+    Zeros stand for what no option asks for.
+    """
+    ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     scoring = model, token_ids, mask, config.temperature, run, batch
     if config.kl_coef:
         with reference(model, start_policy):
@@ -393,23 +398,20 @@ def train(config: Config) -> dict:
     run = Run(config, "grpo")  # the output folder: log, checkpoints, resume, signals, torchrun
     if run.finished:
         return run.finished
-    source = teach_tiny(config, run) if config.model_path == "tiny" else config.model_path
-    model, tokenizer = load_model(source, **model_options(config))
+    model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
     # 0.95: gradients grow with LoRA's B, which starts at 0; 0.999 would remember the small ones.
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    state = TrainingState(model, tokenizer, optimizer)
-    policy = model, tokenizer, config.env
-    play = partial(rollout, *policy, run=run, **rollout_options(config))
-    test = partial(evaluate, *policy, held_out, run=run, step=-1, **rollout_options(config))
+    options = {"run": run, **rollout_options(config)}
+    play = partial(rollout, model, tokenizer, config.env, **options)
+    test = partial(evaluate, model, tokenizer, config.env, held_out, step=-1, **options)
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
 
     with run:  # Whatever ends the loop, the last whole step is saved.
-        for step in run.steps(total, state, test):
+        for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each task, every token with its log-probability.
-            trajectories, dropped = collect_groups(play, tasks, config, step)
-            run.log(groups_dropped=dropped)
+            trajectories = collect_groups(play, tasks, config, step, run)
             if not run.accept_rewards(trajectories):
                 continue
             scale_rewards(trajectories, config.reward_scaling, config.reward_bias)
@@ -420,16 +422,15 @@ def train(config: Config) -> dict:
 
             # 2. The same tokens under the policy that this run started from, and under the trainer.
             ref_logprobs, trainer_logprobs = rescore(
-                config, model, start_policy, token_ids, sampled_mask, run, batch)  # (B, T) each
+                config, model, start_policy, batch, token_ids, sampled_mask, run)  # (B, T) each
 
             # 3. Advantages: every token answers for its episode's reward, or for its turn's.
-            turns = turn_index(sampled_mask)  # (B, T)
             rewards = [t.rewards for t in batch]
             if config.kl_coef and config.kl_estimator == "k1":
                 k1 = kl_estimate(trainer_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
-                rewards = subtract_kl(rewards, k1, turns, config.kl_coef)
+                rewards = subtract_kl(rewards, k1, sampled_mask, config.kl_coef)
             advantages = token_advantages(
-                rewards, turns, [t.group_id for t in batch], config.credit,
+                rewards, sampled_mask, [t.group_id for t in batch], config.credit,
                 scale=config.scale_rewards, leave_one_out=config.leave_one_out)  # (B, T)
             run.log(**group_shares(batch, advantages))
             old_logprobs, mask = sampled_logprobs, sampled_mask
@@ -449,10 +450,9 @@ def train(config: Config) -> dict:
                     for rows in run.micro_batches(batch, step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
-                        ref = None if ref_logprobs is None else ref_logprobs[rows]
                         loss, metrics = total_loss(
-                            config, counts, logprobs, entropy, old_logprobs[rows], ref,
-                            advantages[rows], mask[rows])
+                            config, counts, logprobs, entropy, old_logprobs[rows],
+                            ref_logprobs[rows], advantages[rows], mask[rows])
                         loss.backward()
                         totals.update({name: value.item() for name, value in metrics.items()})
                         # Free the autograd graph before the next micro-batch builds its own.

@@ -250,6 +250,7 @@ def train(config: Config) -> dict:
 def teach_tiny(config, run) -> str:
     """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
 
+    Where the config names another model, that one is returned as it is.
     The folder is `base/` in the output folder: a plain model, which the run's adapters point to. A resumed run finds
     it there and teaches nothing.
 
@@ -257,6 +258,8 @@ def teach_tiny(config, run) -> str:
         config: of the algorithm that starts from the tiny model (`output_dir`, `env`, `seed`).
         run: that algorithm's Run. Of several processes all take part in the SFT, and one writes.
     """
+    if config.model_path != "tiny":
+        return config.model_path
     base = Path(config.output_dir, "base")
     taught = base / "made.json"  # written last: where it exists, the folder is complete
     if run.ranks.first(taught.exists):

@@ -565,22 +565,20 @@ def test_turns_are_runs_of_sampled_tokens():
 
 def test_episode_credit_by_hand():
     """Two groups: rewards 0 + 1 against 2 (mean 1.5), 1.5 against 0.5; all tokens of an episode get the same."""
-    turns = turn_index(MASKS)
-    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], turns, [7, 7, 8, 8], scale="none")
+    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], MASKS, [7, 7, 8, 8], scale="none")
     assert torch.allclose(a, torch.tensor([-0.5, 0.5, 0.5, -0.5])[:, None] * MASKS)
     with pytest.raises(ValueError, match="episode 0: 1 turn rewards, but 2 turns"):
-        token_advantages([[1.0], [2.0]], turns[:2], [7, 7])
+        token_advantages([[1.0], [2.0]], MASKS[:2], [7, 7])
 
 
 def test_process_credit_by_hand():
     """arXiv 2402.03300 section 4.1.3: R = {0, 1, 2}, mean 1, unbiased std 1; normalized (eps aside) -1, 0 | 1."""
-    turns = turn_index(MASKS)
-    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], turns, [7, 7, 8, 8], "process")
+    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], MASKS, [7, 7, 8, 8], "process")
     e = 1 / 1.0001
     expected = torch.tensor([[0, -e, -e, 0, 0, 0], [0, 0, e, e, e, e], [0] * 6, [0] * 6])
     assert torch.allclose(a, expected, atol=1e-12) and (a[2:] == 0).all()
     # Rewards paid later count for earlier turns, never the other way round.
-    pair = turns[2:3].repeat(2, 1)
+    pair = MASKS[2:3].repeat(2, 1)
     a = token_advantages([[0, 5.0, 0], [0, 0, 0]], pair, ["g", "g"], "process", scale="none")
     m = 5 / 6
     assert torch.allclose(a[0], torch.tensor([5 - 3 * m, 0, 5 - 2 * m, 0, -m, 0]))
@@ -589,24 +587,24 @@ def test_process_credit_by_hand():
 def test_the_trap_of_process_credit_and_that_the_others_do_not_have_it():
     """Eight correct episodes of three turns, paid at the end: nothing tells them apart, so no turn deserves a push."""
     mask = torch.tensor([[0, 1, 0, 1, 0, 1]]).repeat(8, 1)
-    rewards, turns, ids = [[0.0, 0.0, 1.0]] * 8, turn_index(mask), ["g"] * 8
-    process = token_advantages(rewards, turns, ids, "process")[0][mask[0] == 1]
+    rewards, ids = [[0.0, 0.0, 1.0]] * 8, ["g"] * 8
+    process = token_advantages(rewards, mask, ids, "process")[0][mask[0] == 1]
     assert process.tolist() == pytest.approx([0, 0.69, 1.38], abs=0.01)
     for credit in ("episode", "turn"):
-        assert (token_advantages(rewards, turns, ids, credit) == 0).all()
+        assert (token_advantages(rewards, mask, ids, credit) == 0).all()
     # One episode is correct after seven turns, another wrong after one: the longer way must not look worse.
     masks = torch.zeros(2, 14, dtype=torch.long)
     masks[0, ::2], masks[1, 0] = 1, 1
-    turns, rewards = turn_index(masks), [[0.0] * 6 + [1.0], [0.0]]
+    rewards = [[0.0] * 6 + [1.0], [0.0]]
     for credit, sign in (("episode", 1), ("turn", 1)):
-        first = token_advantages(rewards, turns, ["g", "g"], credit)[:, 0]
+        first = token_advantages(rewards, masks, ["g", "g"], credit)[:, 0]
         assert first[0] > 0 > first[1]
 
 
 def test_turn_credit_by_hand():
     """Return-to-go against the same turn number: turn 0: 3 + 1 against 0 + 2, turn 1: 1 against 2, turn 2 is alone."""
     mask = torch.tensor([[1, 0, 1, 0, 0], [1, 0, 1, 0, 1]])
-    a = token_advantages([[3.0, 1.0], [0.0, 2.0, 0.0]], turn_index(mask), "gg", "turn", scale="none")
+    a = token_advantages([[3.0, 1.0], [0.0, 2.0, 0.0]], mask, "gg", "turn", scale="none")
     assert torch.allclose(a, torch.tensor([[1.0, 0, -0.5, 0, 0], [-1.0, 0, 0.5, 0, 0]]))
 
 
@@ -616,12 +614,12 @@ def test_credit_permutes_with_the_episodes_and_is_group_advantages_where_all_hav
     mask = torch.tensor([episode_mask(rng, 30, 3) for _ in range(6)])
     turns, ids = turn_index(mask), [0, 1, 0, 1, 0, 1]
     rewards = [[rng.random() for _ in range(int(t.max()) + 1)] for t in turns]
-    a = token_advantages(rewards, turns, ids, credit)
+    a = token_advantages(rewards, mask, ids, credit)
     order = [3, 0, 5, 2, 1, 4]
-    permuted = token_advantages([rewards[i] for i in order], turns[order], [ids[i] for i in order], credit)
+    permuted = token_advantages([rewards[i] for i in order], mask[order], [ids[i] for i in order], credit)
     assert torch.allclose(permuted, a[order], atol=1e-12) and (a[mask == 0] == 0).all()
     ones = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 1]])
-    a = token_advantages([[1.0], [0.0], [4.0]], turn_index(ones), "ggg", credit)
+    a = token_advantages([[1.0], [0.0], [4.0]], ones, "ggg", credit)
     assert torch.allclose(a, group_advantages(torch.tensor([1.0, 0, 4]), "ggg")[:, None] * ones)
 
 
