@@ -99,7 +99,8 @@ def process_credit(turn_rewards, group_ids, **how):
     return torch.cat([turns.flip(0).cumsum(0).flip(0) for turns in episodes])
 
 
-CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit}
+CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit,
+           "leave_one_out": partial(episode_credit, leave_one_out=True)}  # RLOO
 
 
 def token_advantages(turn_rewards, mask, group_ids, credit="episode", **how):
@@ -293,7 +294,6 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     credit: str = flag("episode", "what a turn answers for; see CREDITS", choices=tuple(CREDITS))
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
-    leave_one_out: bool = flag(False, "baseline of the group's other episodes (RLOO)")
     clip_eps_low: float | None = auto(0.2, "ratio from 1 - this", above=0, aliases=("clip_eps",))
     clip_eps_high: float | None = auto(0.2, "ratio up to 1 + this", above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
@@ -431,7 +431,7 @@ def train(config: Config) -> dict:
                 rewards = subtract_kl(rewards, k1, sampled_mask, config.kl_coef)
             advantages = token_advantages(
                 rewards, sampled_mask, [t.group_id for t in batch], config.credit,
-                scale=config.scale_rewards, leave_one_out=config.leave_one_out)  # (B, T)
+                scale=config.scale_rewards)  # (B, T)
             run.log(**group_shares(batch, advantages))
             old_logprobs, mask = sampled_logprobs, sampled_mask
             if config.mask_truncated:

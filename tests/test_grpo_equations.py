@@ -620,7 +620,8 @@ def test_credit_permutes_with_the_episodes_and_is_group_advantages_where_all_hav
     assert torch.allclose(permuted, a[order], atol=1e-12) and (a[mask == 0] == 0).all()
     ones = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 1]])
     a = token_advantages([[1.0], [0.0], [4.0]], ones, "ggg", credit)
-    assert torch.allclose(a, group_advantages(torch.tensor([1.0, 0, 4]), "ggg")[:, None] * ones)
+    plain = group_advantages(torch.tensor([1.0, 0, 4]), "ggg", leave_one_out=credit == "leave_one_out")
+    assert torch.allclose(a, plain[:, None] * ones)
 
 
 def test_turn_credit_under_a_sequence_ratio():
