@@ -1,4 +1,4 @@
-"""What a run prints at its end: the held-out table, where the files are, what to do next."""
+"""What a run prints before and after its steps: notes, the held-out table, what to do next."""
 import shlex
 
 COLUMNS = ("success", "reward", "actions", "structure", "completion", "truncated",
@@ -28,12 +28,19 @@ def next_command(program, config, *words):
     return shlex.join(words)
 
 
-def first_lesson(metrics, config):
-    """Return the note for a model that calls no tools before RL: it has to see the format first."""
-    if "actions" not in metrics or metrics["actions"] > 0.1 and metrics["structure"] > 0.1:
-        return None
-    words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
-    words += ["--dataset", config.dataset] if config.dataset else []
-    return (f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
+def first_notes(metrics, config):
+    """Return notes on the untrained policy's held-out episodes: cut by limits, or without tools."""
+    notes = []
+    if metrics.get("truncated", 0) > 0.2:
+        notes.append(
+            f"note: {metrics['truncated']:.0%} of the held-out episodes are cut by a token limit: "
+            f"--max_new_tokens {config.max_new_tokens} (a turn), --max_tokens {config.max_tokens} "
+            "(an episode)")
+    if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
+        words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
+        words += ["--dataset", config.dataset] if config.dataset else []
+        notes.append(
+            f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
             f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "
             f"SFT first: {shlex.join(words)}")
+    return notes

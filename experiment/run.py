@@ -29,7 +29,7 @@ from experiment.checkpoint import (
     put_back,
     write_checkpoint,
 )
-from experiment.closing import first_lesson, next_command, print_table
+from experiment.closing import first_notes, next_command, print_table
 from experiment.config import convert, options
 from experiment.data import lines_of, parse_object, reading
 from experiment.distributed import join
@@ -193,8 +193,7 @@ class Run:
         else:
             self.before = evaluate() if evaluate_before else {}
         self.began = time.time() - extra.get("seconds", 0.0)
-        note = first_lesson(self.before, self.config)
-        if note:
+        for note in first_notes(self.before, self.config) if self.algorithm != "sft" else ():
             print(note)
         self.begin(self._save_training_state)
         if extra.get("unlogged"):

@@ -380,3 +380,14 @@ def test_peak_memory():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     before, after = map(float, done.stdout.split())     # in MiB, and not counting this process, which holds torch
     assert 5 < before < 60 and 195 < after - before < 215
+
+
+def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
+    from types import SimpleNamespace
+
+    from experiment.closing import first_notes
+    config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="gsm8k", dataset="t.jsonl")
+    cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config)
+    assert "88%" in cut and "--max_new_tokens 64" in cut and "--max_tokens 512" in cut
+    assert sft_first.endswith("SFT first: python sft.py --model_path m --env gsm8k --dataset t.jsonl")
+    assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config) == [] == first_notes({}, config)
