@@ -128,7 +128,7 @@ def sppo_hard(chosen, rejected, *, beta, **_):
 
 
 def apo_zero(chosen, rejected, *, beta, **_):
-    """Chosen up, rejected down; for chosen episodes better than the model's: arXiv 2408.06266 eq. 7."""
+    """Chosen up, rejected down; for chosen ones better than the model's: arXiv 2408.06266 eq. 7."""
     return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
 
 
@@ -220,8 +220,8 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "pairs and loss"
-    env: str | None = flag(None, "environment or several (a,b), to play and to evaluate in; default: "
-                                 "that of the episodes, none for pairs of a file, else equations")
+    env: str | None = flag(None, "environment or several (a,b), to play and to evaluate in; "
+                                 "default: the episodes', none for a file of pairs, or equations")
     dataset: str | None = flag(None, "pairs (.jsonl of prompt, chosen, rejected), or tasks for the "
                                      "environment; default: its own tasks")
     max_samples: int | None = flag(None, "pairs, drawn at random; default: all", low=1)
@@ -233,7 +233,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to pair; several "
                                           "files: a,b; default: play")
     num_tasks: int = flag(200, "tasks to play where no episodes are given", low=1)
-    pairs: str = flag("best_worst", "of a task's episodes: the best against the worst, or all pairs",
+    pairs: str = flag("best_worst", "of a task's episodes the best and the worst, or all pairs",
                       choices=("best_worst", "all"))
     min_gap: float = flag(0.5, "chosen and rejected differ by at least this reward", above=0)
     eval_share: float = flag(0.1, "share of the prompts whose pairs are held out", low=0, high=0.9)
@@ -241,8 +241,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                      aliases=("loss_type",))
     loss_weights: str | None = flag(None, "a number for each loss, separated by commas; default: 1")
     beta: float = flag(0.1, "the higher, the closer to the reference; ipo: tau", above=0)
-    label_smoothing: float = flag(0.0, "exo_pair: eps (paper: 0.001); robust: share of swapped pairs",
-                                  low=0, high=0.99)
+    label_smoothing: float = flag(0.0, "exo_pair: eps (paper: 0.001); robust: share of swapped "
+                                       "pairs", low=0, high=0.99)
     length_norm: bool = flag(False, "log-ratios are means over tokens; beta is then per token")
     sft_coef: float = flag(1.0, "weight of -log pi(chosen) per token, as in RPO; 0: the loss alone",
                            low=0, aliases=("rpo_alpha",))
@@ -266,10 +266,11 @@ def chosen_losses(config: Config) -> list[tuple[str, float]]:
         raise UserError(f"--loss_weights {text}: {len(weights)} weights, but --loss {config.loss} "
                         f"names {len(names)}; give one finite number for each")
     if "exo_pair" in names and not eps or "robust" in names and eps >= 0.5:
-        raise UserError(f"--label_smoothing {eps}: exo_pair needs it above 0 (paper: 0.001), robust "
-                        "below 0.5")
+        raise UserError(f"--label_smoothing {eps}: exo_pair needs it above 0 (paper: 0.001), "
+                        "robust below 0.5")
     if eps and not {"exo_pair", "robust"} & {*names}:
-        raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; use --loss robust")
+        raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
+                        "use --loss robust")
     return list(zip(names, weights))
 
 
@@ -345,7 +346,7 @@ def count(pairs) -> Counts:
 
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, losses, config, run) -> dict:
-    """Return what `evaluate` says of held-out tasks, and "pairs/NAME": metrics of held-out pairs."""
+    """Return `evaluate` of held-out tasks, and the metrics of held-out pairs as "pairs/NAME"."""
     metrics = Counter()
     with merged(model, update=True):
         for start in range(0, len(pairs), config.batch_size):

@@ -1,12 +1,12 @@
 """Reward-weighted imitation: learn from one's own or recorded episodes, as much as they earned.
 
     rollout, --trajectories  episodes; R is an episode's reward, or a turn's return-to-go
-    advantages               A = R - baseline: nothing, the mean of the batch, or of a task's episodes
+    advantages               A = R - baseline: nothing, or the mean of the batch or of a task
     exp_weights              exp(A / beta): AWR, arXiv 1910.00177 Algorithm 1; RWR with no baseline
     linear_weights           max(A, 0)
     filter_weights           1 for the best, 0 for the rest: RAFT (arXiv 2304.06767), ReST
                              (arXiv 2308.08998), STaR
-    reward_weighted_loss     -sum w log pi(token | tokens before it) / sum w, over an update's tokens
+    reward_weighted_loss     -sum w log pi(token | tokens before it) / sum w, over an update
     train                    a step is a round: collect, weigh, num_epochs passes of AdamW
 
 There is no importance ratio: this is `sft_loss` on chosen data, so episodes may come from anywhere,
@@ -15,7 +15,7 @@ means stand in, and its buffer of older episodes.
 
     python reward_weighted.py      the tiny model, equations, from nothing: 3 minutes on a CPU core
     python reward_weighted.py --weight_per episode --weighting filter --top_share 0.25        RAFT
-    python reward_weighted.py --model_path runs/grpo/base --trajectories runs/grpo/trajectories.jsonl
+    python reward_weighted.py --model_path RUN/base --trajectories RUN/trajectories.jsonl   offline
 
 Legend: B sequences, T tokens, N weighted things: episodes, or turns. Column t of a (B, T) tensor
 belongs to token t.
@@ -198,34 +198,36 @@ def reward_weighted_loss(logprobs, weights, weight_sum):
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "episodes and weights"
     output_dir: str = "runs/reward_weighted"
-    env: str | None = flag(None, "environment or several (a,b); also path/to/file.py:Class; default: "
-                                 "equations, or with --trajectories those of the episodes")
+    env: str | None = flag(None, "environment or several (a,b); also path/to/file.py:Class; "
+                                 "default: equations, or those of the recorded episodes")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to learn from, "
                                           "instead of playing")
     tasks_per_step: int = flag(32, "tasks of a round", low=1, aliases=("tasks_per_iteration",))
-    max_steps: int | None = flag(None, f"rounds; default: {ROUNDS}, with --trajectories num_epochs "
-                                       "passes over the episodes", low=1, aliases=("num_iterations",))
+    max_steps: int | None = flag(
+        None, f"rounds; default: {ROUNDS}, or num_epochs passes over recorded episodes", low=1,
+        aliases=("num_iterations",))
     num_epochs: int = flag(2, "passes over the episodes of a round, or over the recorded ones")
     gradient_accumulation_steps: int = flag(2, "forward passes of an update", low=1)
     learning_rate: float | None = auto(imitation_learning_rate)
     warmup_steps: int = 1
     weighting: str = flag("exp", "of A = R - baseline; filter ranks R",
                           choices=("exp", "linear", "filter"))
-    weight_per: str = flag("turn", "R: the episode's reward, or what a turn and those after it earned",
+    weight_per: str = flag("turn", "R: the episode's reward, or the turn's return-to-go",
                            choices=("episode", "turn"))
     baseline: str = flag("group", "mean R over: nothing, all, the task's episodes; filter: what is "
                                   "ranked together", choices=("none", "batch", "group"))
     scale_rewards: str = flag("none", "divide A by its standard deviation over the batch",
                               choices=("none", "batch"))
     beta: float = flag(1.0, "exp(A / beta): small is greedy, large is plain imitation", above=0)
-    max_weight: float | None = flag(20.0, "exp, linear: larger weights are clipped to this", above=0)
+    max_weight: float | None = flag(20.0, "exp, linear: clip larger weights to this", above=0)
     top_share: float | None = flag(None, "filter: the best of this share", above=0, high=1)
     min_reward: float | None = flag(None, "filter: all of at least this reward")
 
 
 def settle(config: Config) -> Config:
     """Return the config with a value in every field. Raises UserError for options that clash."""
-    chosen = [f"--{name}" for name in ("top_share", "min_reward") if getattr(config, name) is not None]
+    names = ("top_share", "min_reward")
+    chosen = [f"--{name}" for name in names if getattr(config, name) is not None]
     if config.weighting == "filter" and len(chosen) != 1:
         raise UserError("--weighting filter takes --top_share or --min_reward, one of them; "
                         f"given: {' and '.join(chosen) or 'neither'}")
@@ -248,7 +250,7 @@ def settle(config: Config) -> Config:
 
 # -------------------------------------------------------------------------------------------- loop
 def recorded(config: Config, tokenizer, vocabulary: int) -> list[Trajectory]:
-    """Return the episodes of --trajectories. UserError: what this run's weights cannot be made of."""
+    """Return the episodes of --trajectories. UserError: what no weights can be made of."""
     path = config.trajectories
     everything = read_trajectories(path, tokenizer, vocabulary)
     episodes = [t for t in everything if len(t.token_ids) <= config.max_tokens and 1 in t.loss_mask]
@@ -262,7 +264,8 @@ def recorded(config: Config, tokenizer, vocabulary: int) -> list[Trajectory]:
         turns = int(turn_index(torch.tensor([t.loss_mask])).max()) + 1
         if config.weight_per == "turn" and len(t.rewards) != turns:
             raise UserError(f"{path}: an episode of group {t.group_id!r} has {len(t.rewards)} "
-                            f"rewards, but {turns} turns in its loss_mask; use --weight_per episode")
+                            f"rewards, but {turns} turns in its loss_mask; use --weight_per "
+                            "episode")
         reward = (t.reward - config.reward_bias) * config.reward_scaling
         scale_rewards([t], config.reward_scaling, config.reward_bias)
         t.reward = reward  # a file may state another reward than the sum of its turns'
@@ -330,7 +333,7 @@ def train(config: Config) -> dict:
 
     with run:  # Whatever ends the loop, the last whole round is saved.
         for step in run.steps(config.max_steps, state, test):
-            # 1. Episodes: group_size of each task, played by the policy as it is now; or the file's.
+            # 1. Episodes: group_size of each task, played by the policy as it is; or the file's.
             episodes = data
             if not data:
                 round_tasks = envs.draw_tasks(tasks, config.seed, step, config.tasks_per_step, 0,
@@ -382,10 +385,11 @@ def train(config: Config) -> dict:
 def warn(step, metrics):
     """Print a note if this round's weights do not say which episode is better."""
     if not metrics["kept"]:
-        print(f"note: step {step}: no episode of positive weight, nothing to learn from; try easier "
-              "tasks, another --weighting, --baseline or --reward_bias")
+        print(f"note: step {step}: no episode of positive weight, nothing to learn from; try "
+              "easier tasks, another --weighting, --baseline or --reward_bias")
     elif metrics["weights_equal"]:
-        print(f"note: step {step}: all weights are equal: rewards do not say which episode is better")
+        print(f"note: step {step}: all weights are equal: rewards do not say which episode is "
+              "better")
 
 
 if __name__ == "__main__":

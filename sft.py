@@ -1,14 +1,16 @@
 """Supervised fine-tuning (SFT): imitate demonstrations.
 
-    demonstrations  episodes of a scripted expert, or what a file holds: chats, completions, recorded episodes
-    sft_loss        -log pi(token | tokens before it), a mean over the tokens that the demonstrator wrote
+    demonstrations  episodes of a scripted expert, or what a file holds: chats, completions,
+                    recorded episodes
+    sft_loss        -log pi(token | tokens before it), a mean over the demonstrator's tokens
     train           AdamW over shuffled epochs; loss and success on held-out data
 
-The loss falls on assistant tokens and their end-of-turn token only: prompts, templates and tool results are
-context. Left out: packing (episodes of similar length share a batch instead) and label smoothing.
+The loss falls on assistant tokens and their end-of-turn token only: prompts, templates and tool
+results are context. Left out: packing (episodes of similar length share a batch instead) and label
+smoothing.
 
-    python sft.py                       the tiny model learns the equations environment from nothing: a minute on a CPU
-    python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16 --learning_rate 1e-4
+    python sft.py        the tiny model learns the equations environment: a minute on a CPU
+    python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
 
 Legend: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
@@ -21,7 +23,7 @@ from pathlib import Path
 import torch
 
 import envs
-from agent import Limits, Trajectory, collate, evaluate
+from agent import Limits, collate, evaluate
 from envs.demonstrations import (EXPECTED, Encoder, Row, describe, imitates_rows,
                                  read_demonstrations, read_trajectories, registered_envs, split)
 from envs.expert import demonstrate
@@ -43,8 +45,8 @@ from llm.training_state import TrainingState
 
 TINY = {"learning_rate": 3e-3, "dtype": "float32"}  # defaults of the tiny model
 
-# How the tiny model is taught before another algorithm starts from it: by demonstrations in which most
-# actions are wrong, but numbers are always copied correctly. Which action to choose is left to learn.
+# How the tiny model is taught before another algorithm starts from it: by demonstrations in which
+# most actions are wrong, but numbers are copied correctly. Which action to choose is left to learn.
 TINY_SFT = {
     "max_samples": 2600,
     "expert_noise": 0.6,
@@ -66,20 +68,20 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     num_epochs: int = 4
     output_dir: str = "runs/sft"
 
-    env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; default: equations, or "
-                                 "with recorded rows the environment they are of")
-    dataset: str | None = flag(
-        None, f"rows (.jsonl, .csv) to imitate: {EXPECTED}; all other rows, and those that a given --env "
-        "takes for its tasks, are played by the expert")
-    eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth, by hash")
-    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; --dataset and "
-                                          "--eval_dataset are then tasks to play in the evaluation")
-    min_reward: float | None = flag(None, "with --trajectories: imitate episodes of at least this reward")
+    env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; "
+                                 "default: equations, or the one that recorded episodes are of")
+    dataset: str | None = flag(None, f"rows (.jsonl, .csv) to imitate: {EXPECTED}; all other rows, "
+                                     "and the tasks of a given --env, are played by the expert")
+    eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth")
+    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; the "
+                                          "two data sets are then tasks of the evaluation")
+    min_reward: float | None = flag(None, "with --trajectories: imitate from this reward on")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
-    max_turns: int | None = flag(None, "assistant turns of an episode; default: what the environment states", low=1)
+    max_turns: int | None = flag(None, "turns of an episode; default: as the environment states",
+                                 low=1)
     max_new_tokens: int | None = auto(128, "tokens per turn in the evaluation", low=1)
-    max_tokens: int | None = auto(1024, "longest episode in tokens; longer ones are dropped and counted", low=8,
+    max_tokens: int | None = auto(1024, "longest episode, tokens; longer ones are dropped", low=8,
                                   aliases=("max_length",))
 
 
@@ -89,19 +91,19 @@ def sft_loss(logprobs, loss_mask, num_tokens):
     Args:
         logprobs: (B, T) log pi of each token given those before it, in nats.
         loss_mask: (B, T) 1 on the tokens that the demonstrator wrote, else 0.
-        num_tokens: sum of the masks of the whole step, so that the losses of its micro-batches add up.
+        num_tokens: sum of the masks of the step, so that the losses of its micro-batches add up.
 
     Returns a scalar, nats per token.
     """
     return -(logprobs * loss_mask).sum() / num_tokens
 
 
-# ---------------------------------------------------------------------------------------- demonstrations
-def demonstrations(config: Config, tokenizer, vocabulary: int) -> tuple[list[Trajectory], list[Trajectory]]:
+# ---------------------------------------------------------------------------------- demonstrations
+def demonstrations(config: Config, tokenizer, vocabulary: int):
     """Return the episodes to imitate and the held-out ones.
 
-    They are recorded episodes (--trajectories), rows of a file that are written to be imitated (--dataset), or
-    episodes of the environment's scripted expert. Those longer than max_tokens are dropped and counted.
+    They are recorded (--trajectories), written to be imitated (--dataset), or played by the
+    environment's scripted expert. Those longer than max_tokens are dropped and counted.
     """
     if config.trajectories:
         learned, held_out = recorded(config, tokenizer, vocabulary)
@@ -114,12 +116,13 @@ def demonstrations(config: Config, tokenizer, vocabulary: int) -> tuple[list[Tra
     if not learned:
         source = config.trajectories or config.dataset or config.env
         floor = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
-        raise UserError(f"no episodes to imitate: {source} has none {floor}within {config.max_tokens} tokens")
+        raise UserError(f"no episodes to imitate: {source} has none {floor}within "
+                        f"{config.max_tokens} tokens")
     return learned, drop_long(held_out, config.max_tokens)
 
 
 def recorded(config, tokenizer, vocabulary):
-    """Return the episodes of --trajectories of at least --min_reward, and those held out: of other tasks."""
+    """Return the episodes of --trajectories from --min_reward on, and those of held-out tasks."""
     def read(path):
         episodes = read_trajectories(path, tokenizer, vocabulary)
         floor = -math.inf if config.min_reward is None else config.min_reward
@@ -136,7 +139,7 @@ def recorded(config, tokenizer, vocabulary):
 
 
 def written(config, tokenizer):
-    """Return the conversations of --dataset as episodes, and those held out: of --eval_dataset, or a tenth."""
+    """Return the rows of --dataset as episodes, and held-out ones: --eval_dataset or a tenth."""
     apart = config.eval_dataset and read_demonstrations(config.eval_dataset)
     learned, held_out = split(read_demonstrations(config.dataset), apart, Row.content, config.seed)
     learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
@@ -146,25 +149,27 @@ def written(config, tokenizer):
 
 
 def played(config, tokenizer, split_name, n):
-    """Return episodes of the environment's scripted expert, a share of whose actions is wrong (--expert_noise)."""
+    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong."""
     tasks = envs.tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
     if config.dataset:
         print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
     tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(tasks)]
-    return demonstrate(tokenizer, config.env, tasks, Limits(config.max_turns, max_tokens=config.max_tokens))
+    limits = Limits(config.max_turns, max_tokens=config.max_tokens)
+    return demonstrate(tokenizer, config.env, tasks, limits)
 
 
 def drop_long(episodes, max_tokens):
     """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
     short = [t for t in episodes if len(t.token_ids) <= max_tokens]
     if len(short) < len(episodes):
-        print(f"{len(episodes) - len(short)} of {len(episodes)} episodes exceed {max_tokens} tokens: dropped")
+        print(f"{len(episodes) - len(short)} of {len(episodes)} episodes exceed {max_tokens} "
+              "tokens: dropped")
     return short
 
 
 def held_out_tasks(config, env, learned) -> list[dict]:
-    """Return the tasks to play in the evaluation, none of which is learned from; [] where no environment is known."""
+    """Return the tasks of the evaluation, none of which is learned; [] without an environment."""
     if not config.eval_tasks or not env:
         return []
     files = (config.dataset, config.eval_dataset) if config.dataset else ()
@@ -177,20 +182,24 @@ def held_out_tasks(config, env, learned) -> list[dict]:
 
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> dict:
-    """Return the loss of the held-out demonstrations in nats per token, and what `evaluate` says of held-out tasks."""
+    """Return the loss of held-out demonstrations per token, and `evaluate` of held-out tasks."""
     total, tokens = 0.0, 0
     for start in range(0, len(held_out), config.batch_size):
-        token_ids, loss_mask, _ = collate(held_out[start:start + config.batch_size], model.device)  # (B, T) each
+        batch = held_out[start:start + config.batch_size]
+        token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
         total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
         tokens += loss_mask.sum().item()
     limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens)
-    played = evaluate(model, tokenizer, env, tasks, limits=limits, seed=config.seed, step=-1, run=run)
-    return {"loss": total / tokens, **played} if tokens else played
+    metrics = evaluate(model, tokenizer, env, tasks, limits=limits, seed=config.seed, step=-1,
+                       run=run)
+    if tokens:
+        metrics["loss"] = total / tokens
+    return metrics
 
 
-# --------------------------------------------------------------------------------------------------- loop
+# -------------------------------------------------------------------------------------------- loop
 def settle(config: Config) -> Config:
-    """Return the config with a value in every field that depends on the model or the environment."""
+    """Return the config with a value in every field."""
     if not config.env and not config.trajectories and not imitates_rows(config.dataset, None):
         config = replace(config, env="equations")
     lengths = envs.lengths(config.env) if config.env else {}
@@ -198,15 +207,17 @@ def settle(config: Config) -> Config:
 
 
 def train(config: Config) -> dict:
-    """Imitate demonstrations: raise the log-probability of every token that the demonstrator wrote."""
+    """Imitate demonstrations: make every token that the demonstrator wrote more likely."""
     config = settle(config)
     if config.dry_run:
-        return dry_run(config, 0, config.eval_tasks, min(config.batch_size, config.max_samples), merge=False)
+        rows = min(config.batch_size, config.max_samples)
+        return dry_run(config, held_out=config.eval_tasks, rows=rows, merge=False)
     run = Run(config, "sft")  # the output folder: log, checkpoints, resume, signals, torchrun
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
-    learned, held_out = demonstrations(config, tokenizer, model.get_input_embeddings().num_embeddings)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    learned, held_out = demonstrations(config, tokenizer, vocabulary)
     env = config.env or registered_envs(t.info for t in learned)
     tasks = held_out_tasks(config, env, learned)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -217,7 +228,8 @@ def train(config: Config) -> dict:
     with run:
         state = TrainingState(model, tokenizer, optimizer)
         total = run.total_steps(steps_per_epoch)
-        for step in run.steps(total, state, evaluation, evaluate_before=config.model_path != "tiny"):
+        is_taught = config.model_path != "tiny"
+        for step in run.steps(total, state, evaluation, evaluate_before=is_taught):
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
             batch = batches_of_like_length(learned, per_step, config.seed, epoch)[place]
@@ -244,15 +256,16 @@ def train(config: Config) -> dict:
             optimizer.zero_grad()
             model.eval()
             run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
-    return run.finish(held_out_loss=run.after.get("loss"))
+    next_step = "grpo.py" if env else "agent.py"
+    return run.finish(next_step, held_out_loss=run.after.get("loss"))
 
 
 def teach_tiny(config, run) -> str:
     """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
 
-    Where the config names another model, that one is returned as it is.
-    The folder is `base/` in the output folder: a plain model, which the run's adapters point to. A resumed run finds
-    it there and teaches nothing.
+    The folder is `base/` in the output folder: a plain model, which the run's adapters point to.
+    A resumed run finds it there and teaches nothing. Where the config names another model, that one
+    is returned as it is.
 
     Args:
         config: of the algorithm that starts from the tiny model (`output_dir`, `env`, `seed`).
@@ -265,8 +278,8 @@ def teach_tiny(config, run) -> str:
     if run.ranks.first(taught.exists):
         return str(base)
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
-    schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations", seed=config.seed, eval_tasks=0,
-                       overwrite=True, **TINY_SFT)
+    schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations",
+                       seed=config.seed, eval_tasks=0, overwrite=True, **TINY_SFT)
     seconds = train(schooling)["seconds"]
     run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
     run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))

@@ -23,7 +23,7 @@ TEACHER = f"--max_samples {EPISODES} --num_epochs 1 --batch_size 16 --eval_every
 LESSONS = {
     "SFT, the start's expert": f"sft.py {TEACHER} --expert_noise START_NOISE",
     "SFT, a perfect expert": f"sft.py {TEACHER}",
-    "reward-weighted": "reward_weighted.py --num_iterations 10 --tasks_per_iteration 36 --learning_rate 2e-3",
+    "reward-weighted": "reward_weighted.py --max_steps 10 --tasks_per_step 36 --learning_rate 2e-3",
     "DPO": "dpo.py --num_tasks 360 --learning_rate 2e-3 --num_epochs 3 --eval_every 15",
     "GRPO": "grpo.py --max_steps 45 --eval_every 5",
 }

@@ -35,9 +35,9 @@ class Conversation(NamedTuple):
     env: str | None = None
 
 
-# ------------------------------------------------------------------------------------- rows to imitate
+# ------------------------------------------------------------------------------------------- rows
 def chat(row):
-    """{"messages": [...]}: every assistant message is learned, but for those with "loss" or "weight" 0."""
+    """{"messages": [...]}: assistant messages are learned, but those of "loss" or "weight" 0."""
     messages = row["messages"]
     if not isinstance(messages, list) or not is_messages(messages[:1]) or "role" not in messages[0]:
         raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
@@ -57,13 +57,13 @@ def completion(row):
 
 
 def written_solution(row):
-    """GSM8K's {"question", "answer"}: each <<48/2=24>> becomes a call that the environment itself answers."""
+    """GSM8K's {"question", "answer"}: each <<48/2=24>> is a call that the environment answers."""
     tools = envs.schemas(envs.load("gsm8k"))
     return Conversation(gsm8k.written_solution(row), tools, env="gsm8k")
 
 
 def meeting(row):
-    """{"input_text", "target_probability", "target_reason", "ground_truth_prob"}: the answer as JSON."""
+    """{"input_text", "target_probability", ...} of a meeting: the answer is JSON."""
     columns = {name: str(value) for name, value in row.items()}
     text, probability, reason, _ = meetings.read_columns(columns)
     answer = meetings.answer(probability, reason)
@@ -92,7 +92,7 @@ def demonstration(row: dict) -> Conversation:
     return KINDS[kind][1](row)
 
 
-# -------------------------------------------------------------------------------------------- messages
+# --------------------------------------------------------------------------------------- messages
 def is_messages(value) -> bool:
     """True if the value is a list of at least one object."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
@@ -108,12 +108,12 @@ def without_loss(messages):
     return [{**message, "loss": 0} for message in messages]
 
 
-# ---------------------------------------------------------------------------------------------- tokens
+# ----------------------------------------------------------------------------------------- tokens
 class Encoder:
     """Turns conversations into token ids and a loss mask: the same ids as in a rollout.
 
-    env: the environment whose tools and system message a conversation gets that brings none, or None. Of several
-    environments (a,b) none is taken.
+    env: the environment whose tools and system message a conversation gets that brings none, or
+    None. Of several environments (a,b) none is taken.
     """
 
     def __init__(self, tokenizer, env: str | None = None):
@@ -138,40 +138,42 @@ class Encoder:
 
 
 def read_tools(tools) -> list[dict]:
-    """Return a list of function schemas, which may be given as JSON text. Raises ValueError in one line."""
+    """Return function schemas, which may be given as JSON text. Raises ValueError in one line."""
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        named = isinstance(tools, list) and all(isinstance(tool["function"]["name"], str) for tool in tools)
+        names = [tool["function"]["name"] for tool in tools]
+        named = isinstance(tools, list) and all(isinstance(name, str) for name in names)
     except (ValueError, TypeError, KeyError):
         named = False
     if not named:
-        raise ValueError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
+        raise ValueError('"tools" must be a list of '
+                         '{"type": "function", "function": {"name": ...}}')
     return tools
 
 
 def check_tokens(token_ids: list[int], messages: list[dict], tokenizer, vocabulary: int):
     """Raise ValueError if an episode was recorded with another model's tokenizer.
 
-    That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the first question
-    of the user.
+    That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the
+    first question of the user.
     """
     largest = max(token_ids)
     if largest >= vocabulary:
         raise ValueError(f"token id {largest} is not in this model's vocabulary of {vocabulary}: "
                          "another model's episode")
-    questions = (str(message.get("content")) for message in messages if message.get("role") == "user")
-    if squeezed(next(questions, "")) not in squeezed(tokenizer.decode(token_ids)):
+    questions = [str(m.get("content")) for m in messages if m.get("role") == "user"]
+    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(token_ids)):
         raise ValueError("the tokens do not spell the episode's messages: another model's episode")
 
 
 def squeezed(text: str) -> str:
-    """Return the text without what tokenizers may lose: white space and Unicode's compatible forms."""
+    """Return the text without what tokenizers may lose: white space, Unicode's compatible forms."""
     return unicodedata.normalize("NFKC", "".join(text.split()))
 
 
 # ------------------------------------------------------------------------------------------- files
 def imitates_rows(dataset: str | None, env: str | None) -> bool:
-    """True if the rows of a file are to be imitated as they are written; False if they are tasks of an environment.
+    """True if the rows of a file are to be imitated as written; False if they are tasks.
 
     The first row decides. A row that the given environment takes for a task is one.
     """
@@ -183,8 +185,8 @@ def imitates_rows(dataset: str | None, env: str | None) -> bool:
     if "token_ids" in row:
         raise UserError(f"{dataset}:{line}: a recorded episode; give the file with --trajectories")
     if not env and not kind and not envs.is_task("equations", row):
-        raise UserError(f"{dataset}:{line}: neither a row to learn from ({EXPECTED}) nor a task of equations; "
-                        f"name the environment with --env; has: {', '.join(row)}")
+        raise UserError(f"{dataset}:{line}: neither a row to learn from ({EXPECTED}) nor a task of "
+                        f"equations; name the environment with --env; has: {', '.join(row)}")
     return kind is not None and not (env and envs.is_task(env, row))
 
 
@@ -210,7 +212,7 @@ class Row(NamedTuple):
 
 
 def read_demonstrations(path: str) -> list[Row]:
-    """Read and check the rows of a file that are to be imitated. UserError: `FILE:LINE: what is wrong`."""
+    """Read and check the rows of a file to imitate. UserError: `FILE:LINE: what is wrong`."""
     out = []
     for row in read_rows(path):
         line = row.pop("_line")
@@ -237,7 +239,7 @@ def read_trajectories(path: str, tokenizer=None, vocabulary: int = 0) -> list[Tr
 
 
 def describe(rows: list[Row], tokenizer):
-    """Print how many rows of which kind there are, and how many of them spell a control token as text."""
+    """Print how many rows of which kind there are, and how many spell a control token as text."""
     kinds = Counter(kind_of(row.row) for row in rows)
     for kind, count in kinds.items():
         print(f"{rows[0].path}: {count} {kind} to learn from")
@@ -249,7 +251,7 @@ def describe(rows: list[Row], tokenizer):
 
 
 def split(rows, apart, content, seed: int) -> tuple[list, list]:
-    """Return the rows to learn from and the held-out rows, each in random order; none has the content of another side.
+    """Return the rows to learn from and the held-out rows, of other contents, in random order.
 
     Args:
         rows: the rows to learn from.
@@ -267,7 +269,8 @@ def split(rows, apart, content, seed: int) -> tuple[list, list]:
     else:
         unseen = [row for row in apart if json.dumps(content(row), sort_keys=True) not in keys]
         if len(unseen) < len(apart):
-            print(f"{len(apart) - len(unseen)} of {len(apart)} held-out rows are also in the training data: dropped")
+            print(f"{len(apart) - len(unseen)} of {len(apart)} held-out rows are also in the "
+                  "training data: dropped")
         apart = unseen
     return shuffled(rows, seed), shuffled(apart, seed)
 

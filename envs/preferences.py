@@ -1,4 +1,4 @@
-"""Pairs of episodes: read from a file, made by comparing rewards, split by prompt, written to be read.
+"""Pairs of episodes: read from a file, or made by comparing rewards; split by prompt; written.
 
     read_pairs   rows {"prompt", "chosen", "rejected"} of a file
     make_pairs   the better and the worse of the episodes of a task
@@ -138,8 +138,8 @@ def make_pairs(files, config) -> list[tuple]:
             if 1 in t.loss_mask:
                 groups.setdefault((number, t.group_id, tuple(prompt_of(t))), []).append(t)
     if all(len(group) < 2 for group in groups.values()):
-        raise UserError(f"{len(groups)} tasks, but no two episodes of one task: nothing to compare; "
-                        "record some with agent.py --group_size 8")
+        raise UserError(f"{len(groups)} tasks, but no two episodes of one task: nothing to "
+                        "compare; record some with agent.py --group_size 8")
     pairs, largest_gap = [], -math.inf
     for group in groups.values():
         group.sort(key=lambda t: -t.reward)

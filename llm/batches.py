@@ -39,7 +39,7 @@ def cheapest_order(trajectories: list, batch_size: int) -> list:
     for t in trajectories:
         longest[t.group_id] = max(longest.get(t.group_id, 0), len(t.token_ids))
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
-    by_group = sorted(trajectories, key=lambda t: (-longest[t.group_id], t.group_id, -len(t.token_ids)))
+    by_group = sorted(by_length, key=lambda t: (-longest[t.group_id], t.group_id))
     return min(by_length, by_group, key=lambda order: forwarded_tokens(order, batch_size))
 
 

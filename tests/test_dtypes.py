@@ -16,7 +16,7 @@ ALGORITHMS = {
     "sft": (sft, dict(max_samples=8, batch_size=2)),
     "grpo": (grpo, dict(tasks_per_step=2, kl_coef=0.1, updates_per_step=1)),
     "dpo": (dpo, dict(num_tasks=6, batch_size=4)),
-    "reward_weighted": (reward_weighted, dict(num_iterations=1, tasks_per_iteration=2, batch_size=4, num_epochs=1)),
+    "reward_weighted": (reward_weighted, dict(max_steps=1, tasks_per_step=2, batch_size=4, num_epochs=1)),
 }
 
 

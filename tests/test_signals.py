@@ -224,7 +224,7 @@ class W:
 @pytest.mark.parametrize("module", [grpo, reward_weighted])
 def test_rewards_that_are_not_finite_skip_their_step_and_the_third_in_a_row_stops(place, tmp_path, module, pay):  # noqa: F811
     (tmp_path / "w.py").write_text(WORLD.replace("PAY", pay).replace("i % 2", "0"))
-    steps = dict(max_steps=5, tasks_per_step=2) if module is grpo else dict(num_iterations=5, tasks_per_iteration=2)
+    steps = dict(max_steps=5, tasks_per_step=2)
     with pytest.raises(Stop, match=r"get_reward\(\) .*is (nan|inf).*not finite: the third update in a row") as caught:
         module.train(config(module, place, tmp_path / "o", env=f"{tmp_path}/w.py:W", lora_r=2, **{**steps, "eval_tasks": 0}))
     assert caught.value.code == 3
@@ -262,7 +262,7 @@ def test_logits_that_are_not_finite_skip_the_step(place, tmp_path, monkeypatch, 
         finally:
             head.data.copy_(before)
     monkeypatch.setattr(module, "rollout", spoilt)
-    module.train(config(module, place, tmp_path, **{**options, "num_iterations": 3, "max_steps": None if module is reward_weighted else 3}
+    module.train(config(module, place, tmp_path, **{**options, "max_steps": 3}
                         if module is reward_weighted else options))
     assert "the model's logits are not finite while decoding" in capfd.readouterr().out
     bad, = tmp_path.glob("bad_step_*.json")
