@@ -1,4 +1,4 @@
-"""The tools of an environment: what they are called, what they take, and one call of one of them."""
+"""The tools of an environment: their names, what they take, and one call of one of them."""
 import asyncio
 import inspect
 import json

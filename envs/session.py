@@ -237,7 +237,8 @@ class Session:
     def _call(self, call: dict) -> tuple[str, bool]:
         faults = []
         try:
-            text, error = call_tool(self.env, call["name"], call["arguments"], self.watch.loop, faults)
+            text, error = call_tool(
+                self.env, call["name"], call["arguments"], self.watch.loop, faults)
         except BaseException as fault:
             text, error = f"error: {type(fault).__name__}", True
             faults.append(f"{call['name']} raised {type(fault).__name__}")

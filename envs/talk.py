@@ -176,7 +176,8 @@ def how_it_ended(episode: Episode) -> str:
     if t.stop_reason == "error":
         return t.info["error"]
     if not t.stop_reason:
-        return f"the prompt has {len(t.token_ids)} tokens, --max_tokens is {episode.limits.max_tokens}"
+        limit = episode.limits.max_tokens
+        return f"the prompt has {len(t.token_ids)} tokens, --max_tokens is {limit}"
     if t.truncated:
         limit = getattr(episode.limits, t.stop_reason)
         return f"cut: --{t.stop_reason} is {limit}"
