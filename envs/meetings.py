@@ -188,8 +188,8 @@ class Meetings:
     """Find out, with two to five calls, whether a meeting will be good; then recommend it or not.
 
     The reward is the course's: -1.0 for no recommendation, -0.75 for no answer, -0.5 without a
-    tool, -0.25 for an answer that cannot be read, 1.0 if right, 0.1 if wrong. `shaped` (a column, or
-    the environment meetings_shaped) adds 0.05 for the first use of a tool, -0.05 for any further
+    tool, -0.25 for an answer that cannot be read, 1.0 if right, 0.1 if wrong. `shaped` (a column,
+    or the environment meetings_shaped) adds 0.05 for the first use of a tool, -0.05 for any further
     one, and 0.25 - (probability - outcome)^2. That is Brier's score, which the true probability
     makes highest in the mean.
     """

@@ -38,10 +38,16 @@ def transcript(episode: dict) -> str:
 
 
 def problem(episode: dict) -> str | None:
-    """Return why no algorithm may learn from this episode, or None. The fields are those of agent.Trajectory."""
+    """Return why no algorithm may learn from this episode, or None.
+
+    The fields are those of agent.Trajectory.
+    """
     for name, kind in FIELDS.items():
         if not isinstance(episode.get(name, kind()), kind):
             return f"{name} must be {KINDS[kind]}"
+    for message in episode["messages"]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return "messages must be objects with a role"
     token_ids, loss_mask, logprobs = (episode[name] for name in ("token_ids", "loss_mask", "logprobs"))
     lengths = len(token_ids), len(loss_mask), len(logprobs)
     if not token_ids or len(set(lengths)) > 1:

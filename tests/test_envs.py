@@ -1,7 +1,8 @@
-"""envs/__init__.py: finding worlds, tools, fitted calls, strict task files, splits; and a small world in ours and in TRL's trainer."""
+"""envs/__init__.py: finding environments, tools, fitted calls, strict task files, splits; and a small environment in ours and in TRL's trainer."""
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -41,7 +42,7 @@ if README.exists() and (block := re.search(r"```python\n# my_env\.py\n(.*?)```",
     README_ENV = block[1]
 
 
-def readme_world(folder):
+def readme_environment(folder):
     (folder / "my_env.py").write_text(README_ENV)
     return f"{folder / 'my_env.py'}:" + re.search(r"class (\w+)", README_ENV)[1]
 
@@ -135,14 +136,14 @@ def kit():
 
 # ---------------------------------------------------------------------------------------------------------------- loading
 def test_load_names_modules_and_files(tmp_path):
-    name = readme_world(tmp_path)
+    name = readme_environment(tmp_path)
     assert envs.load("gsm8k").__name__ == "GSM8K" and envs.load("envs.equations:Equations") is envs.load("equations")
     assert envs.load(name) is envs.load(name) and envs.load(name).__name__ in name  # one class a process, though it is asked for each step
 
 
 @pytest.mark.parametrize("name, says", [
-    ("equation", "did you mean equations?"), ("chess", "known: equations"), ("", "known: equations"), ("nowhere.py:World", "No such file"),
-    ("envs.equations:Nothing", "has no class Nothing"), ("envs.equations:re", "has no class re"), ("no.such.module:World", "No module named"),
+    ("equation", "did you mean equations?"), ("chess", "known: equations"), ("", "known: equations"), ("nowhere.py:Environment", "No such file"),
+    ("envs.equations:Nothing", "has no class Nothing"), ("envs.equations:re", "has no class re"), ("no.such.module:Environment", "No module named"),
     ("envs.equations:parse_term", "has no class parse_term")])
 def test_load_errors(name, says):
     with pytest.raises(UserError, match=re.escape(says)) as error:
@@ -150,36 +151,101 @@ def test_load_errors(name, says):
     assert "\n" not in str(error.value) and repr(name) in str(error.value)
 
 
-@pytest.mark.parametrize("text, says", [("class World(:\n", "my.py"), ("import no_such_thing\n", "no_such_thing"), ("from math import nothing\n", "nothing")])
+@pytest.mark.parametrize("text, says", [("class Environment(:\n", "my.py"), ("import no_such_thing\n", "no_such_thing"), ("from math import nothing\n", "nothing")])
 def test_a_file_that_cannot_be_imported(tmp_path, text, says):
     (tmp_path / "my.py").write_text(text)
     for _ in range(2):  # the second time too
         with pytest.raises(UserError, match=says):
-            envs.load(f"{tmp_path / 'my.py'}:World")
+            envs.load(f"{tmp_path / 'my.py'}:Environment")
 
 
-CONTRACT = "class World:\n    def reset(self, **_):\n        pass\n    def get_reward(self):\n        return 0.0\n"
+CONTRACT = "class Environment:\n    def reset(self, **_):\n        pass\n    def get_reward(self):\n        return 0.0\n"
 
 
 @pytest.mark.parametrize("text, says", [
-    ("import sys\nsys.exit(4)\n", "it calls sys.exit(4)"), ("class World:\n    def reset(self):\n        pass\n", "World has no get_reward()"),
-    (CONTRACT + "    reset = 3\n", "World has no reset()"), (CONTRACT + "    def __init__(self, size):\n        pass\n", "World() must need no argument"),
+    ("import sys\nsys.exit(4)\n", "it calls sys.exit(4)"), ("class Environment:\n    def reset(self):\n        pass\n", "Environment has no get_reward()"),
+    (CONTRACT + "    reset = 3\n", "Environment has no reset()"), (CONTRACT + "    def __init__(self, size):\n        pass\n", "Environment() must need no argument"),
     (CONTRACT + "    def _tasks(self, split, n, seed):\n        return [{}]\n", "_tasks(split, n, seed) must be a @staticmethod"),
     *((CONTRACT + f"    _tasks = staticmethod(lambda *_: {out})\n", f"returned {out}, it must be a list of dicts") for out in ("[]", "None", "[1, 2]"))])
-def test_a_world_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
+def test_an_environment_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        envs.tasks(f"{tmp_path / 'my.py'}:World", "train", 3, 0)
-    assert "my.py:World" in str(error.value) and "\n" not in str(error.value)
+        envs.tasks(f"{tmp_path / 'my.py'}:Environment", "train", 3, 0)
+    assert "my.py:Environment" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_may_hold_dataclasses(tmp_path):
     (tmp_path / "my.py").write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Card:\n    n: int\n"
-                                    "class World:\n    def reset(self, **_):\n        self.card = Card(1)\n    def f(self, n: int) -> str:\n        return str(n)\n"
+                                    "class Environment:\n    def reset(self, **_):\n        self.card = Card(1)\n    def f(self, n: int) -> str:\n        return str(n)\n"
                                     "    def get_reward(self):\n        return 0.0\n")
-    env = envs.load(f"{tmp_path / 'my.py'}:World")()
+    env = envs.load(f"{tmp_path / 'my.py'}:Environment")()
     env.reset()
     assert envs.call(env, "f", {"n": 2.0}) == ("2", False)
+
+
+def test_a_file_may_import_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_mine.py").write_text("ANSWER = 42\n")
+    (tmp_path / "my.py").write_text("import neighbour_of_mine\nclass Environment:\n    answer = neighbour_of_mine.ANSWER\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
+    before = list(sys.path)
+    assert envs.load(f"{tmp_path / 'my.py'}:Environment").answer == 42 and sys.path == before
+
+
+def test_a_file_that_raises_is_told_with_its_line(tmp_path):
+    (tmp_path / "my.py").write_text("x = 1\ny = unknown\n")
+    with pytest.raises(UserError, match=r"my.py:2: NameError: name 'unknown' is not defined"):
+        envs.load(f"{tmp_path / 'my.py'}:Environment")
+
+
+def test_data_names_registered_environments_only(tmp_path):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    for name in (f"{tmp_path / 'evil.py'}:Evil", "os:path", "nothing"):
+        with pytest.raises(UserError, match="named by data"):
+            envs.load_registered(name)
+    assert envs.load_registered("equations") is envs.load("equations") and not (tmp_path / "ran").exists()
+
+
+def test_limits_are_the_largest_that_the_environments_state(tmp_path):
+    assert envs.limits("gsm8k") == {"max_new_tokens": 512, "max_tokens": 2048, "tool_timeout": 10.0}
+    assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.lengths("equations")["max_new_tokens"] == 64
+    cases = [("{}", envs.LIMITS), ("{'tool_timeout': 60}", {**envs.LIMITS, "tool_timeout": 60}), ("{'max_token': 5}", None), ("{'max_tokens': 0}", None), ("{'max_tokens': '9'}", None)]
+    for n, (stated, wanted) in enumerate(cases):
+        (tmp_path / f"my{n}.py").write_text(CONTRACT + f"    limits = {stated}\n")
+        name = f"{tmp_path / f'my{n}.py'}:Environment"
+        if wanted:
+            assert envs.limits(name) == wanted
+            continue
+        with pytest.raises(UserError, match="limits"):
+            envs.limits(name)
+
+
+def test_options_reach_reset():
+    assert envs.options('num_turns=3, shaped=true,name=a b,x=1.5,none=null,quoted="7"') == {"num_turns": 3, "shaped": True, "name": "a b", "x": 1.5, "none": None, "quoted": "7"}
+    assert envs.options(None) == envs.options("") == {}
+    for text, says in [("num_turns", "write name=value"), ("a b=1", "write name=value"), ("x=[1]", "give a number"), ("noize=1", "did you mean noise")]:
+        with pytest.raises(UserError, match=says):
+            envs.options(text, ["equations"])
+    tasks = envs.tasks("equations", "train", 3, 0, env_options="noise=0.5")
+    assert [task.pop("noise") for task in tasks] == [0.5] * 3 and tasks == envs.tasks("equations", "train", 3, 0)
+
+
+def test_an_expert_is_asked_for_at_once(tmp_path):
+    (tmp_path / "my.py").write_text(CONTRACT)
+    envs.need_expert("equations,gsm8k,meetings")
+    with pytest.raises(UserError, match=r"has no _expert\(\).*--model_path"):
+        envs.need_expert(f"equations,{tmp_path / 'my.py'}:Environment")
+
+
+def test_a_note_tells_when_the_tiny_tokenizer_spells_words_in_letters(tmp_path, capsys):
+    from envs.expert import demonstrate
+    from llm.tiny import make_tiny
+    tokenizer = make_tiny()[1]
+    (tmp_path / "my.py").write_text(CONTRACT + '    def juxtapose(self, vicissitude: int) -> str:\n        """Do it.\n\n        Args:\n            vicissitude: a number\n        """\n'
+                                    "    def _expert(self):\n        return []\n")
+    demonstrate(tokenizer, f"{tmp_path / 'my.py'}:Environment", [{}])
+    assert "spells juxtapose, vicissitude of environment" in capsys.readouterr().out
+    for name in ("equations", "meetings"):
+        demonstrate(tokenizer, name, envs.tasks(name, "train", 2, 0))
+    assert "spells" not in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------------------ tools
@@ -193,7 +259,7 @@ def test_tools_are_what_trl_takes_for_tools():
 
 
 def test_schemas():
-    class World:
+    class Environment:
         def reset(self):
             pass
 
@@ -208,9 +274,9 @@ def test_schemas():
         @staticmethod
         def now() -> str:
             """The time."""
-    found = {s["function"]["name"]: s["function"] for s in envs.schemas(World)}
+    found = {s["function"]["name"]: s["function"] for s in envs.schemas(Environment)}
     assert set(found) == {"find", "now"} and found["find"]["parameters"]["required"] == ["query"]
-    assert set(found["find"]["parameters"]["properties"]) == {"query", "limit"} and envs.schemas(World()) == envs.schemas(World)
+    assert set(found["find"]["parameters"]["properties"]) == {"query", "limit"} and envs.schemas(Environment()) == envs.schemas(Environment)
 
 
 def test_schemas_name_the_method_that_lacks_something():
@@ -275,7 +341,7 @@ def test_call_never_raises():
         def __str__(self):
             raise RuntimeError
 
-    class World:
+    class Environment:
         done = False
 
         def fails(self, kind: int):
@@ -299,7 +365,7 @@ def test_call_never_raises():
 
         def broken(self, x: "NoSuchType") -> str:  # noqa: F821
             return x
-    env = World()
+    env = Environment()
     for kind in range(10):
         for name in ("fails", "later"):
             text, error = envs.call(env, name, {"kind": kind})
@@ -313,7 +379,7 @@ def test_call_never_raises():
 
 def test_an_async_tool_that_exits_does_not_stop_the_loop_of_the_others():
     import threading
-    class World:
+    class Environment:
         async def quits(self):
             raise SystemExit(3)
 
@@ -324,7 +390,7 @@ def test_an_async_tool_that_exits_does_not_stop_the_loop_of_the_others():
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     answers = []
-    worker = threading.Thread(target=lambda: answers.extend([envs.call(World(), "quits", {}, loop), envs.call(World(), "lives", {}, loop)]), daemon=True)
+    worker = threading.Thread(target=lambda: answers.extend([envs.call(Environment(), "quits", {}, loop), envs.call(Environment(), "lives", {}, loop)]), daemon=True)
     worker.start()
     worker.join(5)
     assert answers == [("error: RuntimeError: SystemExit: 3", True), ("alive", False)]
@@ -343,7 +409,7 @@ def test_step_is_gymnasiums_reading(tmp_path):
     assert last.reward == 5.0 and last.done and last.info["success"] and envs.valid_actions(env) == []
     after = envs.step(env, "divide_terms", {"terms": "3"})
     assert after.reward == 0 and after.info["error"] and "over" in after.observation
-    plain = envs.load(readme_world(tmp_path))()
+    plain = envs.load(readme_environment(tmp_path))()
     plain.reset(number=4)
     assert envs.step(plain, "guess", {"number": 9}).info == {"error": False}  # no _check: nothing is said of success
 
@@ -419,7 +485,7 @@ def test_missing_fields_and_small_files(tmp_path, asks):
         envs.tasks("asks", "train", None, 0)
 
 
-def test_a_row_does_not_choose_the_world(tmp_path, asks):
+def test_a_row_does_not_choose_the_environment(tmp_path, asks):
     """`env` names code that is run: a data file must not name it."""
     line = '{"question": "a%d", "answer": "b", "q": "c", "env": "/tmp/evil.py:Evil"}\n'
     path = write(tmp_path, "".join(line % i for i in range(40)))
@@ -427,18 +493,32 @@ def test_a_row_does_not_choose_the_world(tmp_path, asks):
         assert {row["env"] for split in ("train", "test") for row in envs.tasks(name, split, None, 0, path)} == {name}
 
 
+def test_held_out_tasks_that_were_trained_on_are_dropped_and_counted(capsys):
+    """Whatever else a recorded task says (noise, seed, options): the equation is what makes it the same."""
+    held_out = envs.tasks("equations", "test", 20, 0)
+    learned = [{"equation": task["equation"], "noise": 0.3} for task in held_out[:5]]
+    assert envs.drop_seen(held_out, learned) == held_out[5:] and "5 of 20 held-out tasks are also in the training data: dropped" in capsys.readouterr().out
+    assert envs.drop_seen(held_out, envs.tasks("equations", "train", None, 0)) == held_out and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["equations", "equations_hard", "meetings", str(ROOT / "envs" / "template.py") + ":HigherLower"])
+def test_train_and_held_out_share_no_task(name):
+    train, test = envs.tasks(name, "train", 500, 0), envs.tasks(name, "test", 200, 1)
+    assert envs.drop_seen(test, train) == test
+
+
 @pytest.mark.parametrize("name", ["equations", "equations_hard"])
-def test_worlds_own_tasks(name):
+def test_environments_own_tasks(name):
     train, test = (envs.tasks(name, split, 300, 3) for split in ("train", "test"))
     assert len(train) == 300 and not {t["equation"] for t in train} & {t["equation"] for t in test} and train[0]["env"] == name
     assert envs.tasks(name, "train", 300, 3, dataset=name) == train
 
 
-# ---------------------------------------------------------------------------------------------- a world of the README's size
-def test_the_readmes_world_plays(tmp_path):
+# ---------------------------------------------------------------------------------------------- an environment of the README's size
+def test_the_readmes_environment_plays(tmp_path):
     import agent
     from llm.tiny import make_tiny
-    name = readme_world(tmp_path)
+    name = readme_environment(tmp_path)
     assert len(README_ENV.strip().splitlines()) < 30
     model, tokenizer = make_tiny()
     tasks = envs.tasks(name, "train", 3, 0)
@@ -466,7 +546,7 @@ def test_the_same_class_trains_in_trl(tmp_path, monkeypatch):
     model, tokenizer = make_tiny()
     tokenizer.chat_template = chat_template_utils.qwen3_chat_template  # TRL parses calls only of templates that it knows by heart
     model.save_pretrained(tmp_path / "tiny"), tokenizer.save_pretrained(tmp_path / "tiny")
-    cls, calls = envs.load(readme_world(tmp_path)), []
+    cls, calls = envs.load(readme_environment(tmp_path)), []
     for method in ("reset", "get_reward", *envs.tools(cls)):
         def recorded(self, *args, _method=method, _original=getattr(cls, method), **kwargs):
             out = _original(self, *args, **kwargs)

@@ -40,7 +40,7 @@ def drawn(level, n, seed=0):
     return [Equations._draw(level, rng) for _ in range(n)]
 
 
-def world(equation, cls=Equations, **options):
+def environment(equation, cls=Equations, **options):
     env = cls()
     env.reset(equation=equation, **options)
     return env
@@ -79,7 +79,7 @@ def test_show(a, b, text):
 @pytest.mark.parametrize("level", LEVELS)
 def test_reset_reads_what_is_drawn_and_solves_it(level):
     for equation in drawn(level, 300):
-        env = world(equation)
+        env = environment(equation)
         assert holds(equation, env.solution)
         assert env.reset(equation=equation, unknown_column=1) == f"Solve for x: {env._equation()}"
         assert holds(env._equation(), env.solution) and env._equation().replace(" ", "") == equation.replace(" ", "")
@@ -88,7 +88,7 @@ def test_reset_reads_what_is_drawn_and_solves_it(level):
 @pytest.mark.parametrize("equation", ["2x + 1 = 2x + 3", "3 = 4", "x + 1 = x + 1", "hello", "x = 1 = 2", "", "x/0 = 3", "x + = 3", "2x - -5 = 3"])
 def test_reset_refuses_what_has_no_single_solution(equation):
     with pytest.raises(ValueError):
-        world(equation)
+        environment(equation)
 
 
 # -------------------------------------------------------------------------------------------------------------- mechanics
@@ -97,7 +97,7 @@ def test_every_action_keeps_the_solution_and_pays_only_for_simpler(level):
     """Random walks: each answer is an equivalent equation, or a refusal that changed nothing; circles pay nothing."""
     rng = random.Random(level)
     for equation in drawn(level, 60, seed=5):
-        env = world(equation)
+        env = environment(equation)
         best, paid = env._distance(), 0.0
         full = 2.0 * best
         for _ in range(25):
@@ -115,7 +115,7 @@ def test_every_action_keeps_the_solution_and_pays_only_for_simpler(level):
 
 
 def test_actions_by_hand():
-    env = world("3x + 7 = 16")
+    env = environment("3x + 7 = 16")
     assert env.subtract_terms("7") == "3x = 9" and env.reward == 2.0
     assert env.add_terms("7") == "3x + 7 = 16" and env.reward == 2.0        # back
     assert env.subtract_terms("7") == "3x = 9" and env.reward == 2.0        # and forth: nothing
@@ -126,16 +126,16 @@ def test_actions_by_hand():
 
 
 def test_brackets_by_hand():
-    env = world("2(x + 3) = 10")
+    env = environment("2(x + 3) = 10")
     assert env.divide_terms("2") == "x + 3 = 5" and env.subtract_terms("3") == "x = 2" and env.state_answer("2") == "right"
-    env = world("2(x + 3) = 10")
+    env = environment("2(x + 3) = 10")
     assert env.subtract_terms("6") == "2x = 4"
-    env = world("2(x + 3) = 10")
+    env = environment("2(x + 3) = 10")
     assert holds(env.multiply_terms("3"), 2) and env.reward == 0
 
 
 def test_terms_with_x_on_both_sides():
-    env = world("5x + 3 = 2x + 9")
+    env = environment("5x + 3 = 2x + 9")
     assert env.subtract_terms("2x") == "3x + 3 = 9" and env.reward == 2.0
     env.subtract_terms("3x")
     assert env._equation() == "3 = 9 - 3x" or holds(env._equation(), 2)
@@ -143,40 +143,40 @@ def test_terms_with_x_on_both_sides():
 
 @pytest.mark.parametrize("answer", ["3", " 3 ", "+3", "6/2", "03"])
 def test_right_answers(answer):
-    env = world("3x + 7 = 16")
+    env = environment("3x + 7 = 16")
     assert envs.call(env, "state_answer", {"value": answer}) == ("right", False) and env.reward == 5.0
 
 
 @pytest.mark.parametrize("answer", ["4", "-3", "0", "3/2"])
 def test_a_wrong_answer_pays_nothing_and_ends(answer):
-    env = world("3x + 7 = 16")
+    env = environment("3x + 7 = 16")
     assert envs.call(env, "state_answer", {"value": answer}) == ("wrong", False)
     assert env.reward == 0.0 and env.done and not env._check() and envs.valid_actions(env) == []
 
 
 def test_the_answer_is_stated_once():
     """In one turn a model may write several calls; TRL goes on after `done`. Neither may pay an answer twice, or a second guess."""
-    env = world("x + 3 = 5")
+    env = environment("x + 3 = 5")
     assert env.state_answer("2") == "right"
     assert env.state_answer("2").startswith("error") and env.reward == 5.0
-    env = world("x + 3 = 5")
+    env = environment("x + 3 = 5")
     assert env.state_answer("9") == "wrong"
     assert env.state_answer("2").startswith("error") and env.reward == 0.0 and not env._check()
 
 
 def test_an_answer_that_is_no_number_does_not_end_the_episode():
     for text in ("x", "three", "x = 3", "", "1/0"):
-        env = world("3x + 7 = 16")
+        env = environment("3x + 7 = 16")
         assert envs.call(env, "state_answer", {"value": text})[1] and not env.done and env.reward == 0
 
 
 def test_identify_operation_pays_nothing():
-    env = world("3x + 7 = 16")
+    env = environment("3x + 7 = 16")
     said = {operation: envs.call(env, "identify_operation", {"operation": operation})[0] for operation in
             ("add", "subtract", "multiply", "divide", "answer")}
     assert [operation for operation, text in said.items() if ": yes." in text] == ["subtract"] and env.reward == 0
     assert envs.call(env, "identify_operation", {"operation": "square"})[1]
-    env = world("x = 4")
+    env = environment("x = 4")
     assert ": yes." in env.identify_operation("answer")
 
 
@@ -189,7 +189,7 @@ HOSTILE = ["1/0", "x/0", "0/0", "-0", "0", "9" * 9, "9" * 5000, "-" * 1000, "x" 
 @pytest.mark.parametrize("name", ["add_terms", "subtract_terms", "multiply_terms", "divide_terms", "state_answer", "identify_operation"])
 def test_hostile_arguments_never_crash_and_never_pay(name, equation):
     for value in HOSTILE:
-        env = world(equation)
+        env = environment(equation)
         key = {"state_answer": "value", "identify_operation": "operation"}.get(name, "terms")
         text, error = envs.call(env, name, {key: value})
         assert isinstance(text, str) and len(text) <= 400
@@ -201,7 +201,7 @@ def test_hostile_arguments_never_crash_and_never_pay(name, equation):
 def test_zero_is_refused():
     for name in ("multiply_terms", "divide_terms"):
         for zero in ("0", "-0", "0/5"):
-            env = world("3x + 7 = 16")
+            env = environment("3x + 7 = 16")
             text, _ = envs.call(env, name, {"terms": zero})
             assert text.startswith("error") and env._equation() == "3x + 7 = 16" and env.reward == 0
 
@@ -234,7 +234,7 @@ def play(env, turns=40):
 def test_the_expert_solves_every_level_within_the_budget(level):
     most = (EquationsHard if level == 3 else Equations).max_turns
     for equation in drawn(level, 300, seed=1):
-        env = world(equation)
+        env = environment(equation)
         steps = env._distance()
         assert play(env) == steps + 1 <= most, equation
         assert env.solved and env.reward == pytest.approx(5.0 + 2.0 * steps) and env._expert() == []
@@ -266,7 +266,7 @@ def test_noise_makes_the_expert_worse():
 
 def test_noise_is_a_function_of_the_seed():
     def names(seed):
-        env = world("3x + 7 = 16", noise=0.5, seed=seed)
+        env = environment("3x + 7 = 16", noise=0.5, seed=seed)
         return [env._expert()[0]["name"] for _ in range(20)]
     assert names(1) == names(1) != names(2)
 
@@ -291,8 +291,8 @@ def test_hard_is_harder_and_easy_is_easy():
         return "x" in t["equation"].split("=")[1] or "(" in t["equation"]
     assert all(map(both, EquationsHard._tasks("train", 200, 0))) and not any(map(both, Equations._tasks("train", 200, 0)))
     rows = drawn(1, 200)
-    assert all(world(e)._distance() == 1 for e in rows) and all(world(e)._distance() in (1, 2) for e in drawn(2, 200))
-    assert max(world(e)._distance() for e in drawn(3, 200)) == 3
+    assert all(environment(e)._distance() == 1 for e in rows) and all(environment(e)._distance() in (1, 2) for e in drawn(2, 200))
+    assert max(environment(e)._distance() for e in drawn(3, 200)) == 3
 
 
 def test_registry():

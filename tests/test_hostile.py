@@ -1,4 +1,4 @@
-"""10,000 tool calls of a model and a world that mean no good: nothing is raised, no child is left, and no memory."""
+"""10,000 tool calls of a model and an environment that mean no good: nothing is raised, no child is left, and no memory."""
 import gc
 import json
 import os

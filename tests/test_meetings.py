@@ -48,7 +48,7 @@ def tokenizer():
     return make_tiny()[1]
 
 
-def world(meeting=482107, cls=Meetings, **options):
+def environment(meeting=482107, cls=Meetings, **options):
     env = cls()
     env.reset(meeting=meeting, **options)
     return env
@@ -143,7 +143,7 @@ def test_belief_is_the_share_of_good_meetings_among_those_that_look_the_same(dra
 
 def test_everything_follows_from_the_number():
     assert simulate(482107) == simulate(482107) and simulate(482107) != simulate(482108)
-    one, two = world(), world(noise=0.9, seed=5)
+    one, two = environment(), environment(noise=0.9, seed=5)
     assert [getattr(one, name)() for name in TOOLS] == [getattr(two, name)() for name in TOOLS] and one.outcome == two.outcome
     assert one.profile_match() == one.profile_match()
 
@@ -181,7 +181,7 @@ def test_answers(p, shown, yes):
 
 # ------------------------------------------------------------------------------------------------------------- reward
 def test_the_ladder():
-    env = world()
+    env = environment()
     assert env.get_reward() == -0.75 and not env._check()  # not completed
     env.slot_fit()
     assert env.get_reward() == -0.75
@@ -190,11 +190,11 @@ def test_the_ladder():
                          (said("high", right(env)), -0.25), (said(True, right(env)), -0.25), (said(float("nan"), right(env)), -0.25),
                          (said(0.5, right(env), "two words"), -0.25), (said(0.5, right(env), 3), -0.25), (said(0.5, right(env))[:-1], -0.25),
                          (said(0.5, right(env)), 1.0), (f"I think: {said(1, right(env))}.", 1.0), (said(0.5, "NO" if env.outcome else "YES"), 0.1)]:
-        env = world()
+        env = environment()
         env.slot_fit()
         assert env._reply(text) is None and env.done
         assert (env.get_reward(), env._check()) == (reward, f'"{right(env)}"' in text and reward != -1.0), text
-        idle = world()
+        idle = environment()
         idle._reply(text)
         assert idle.get_reward() == (-1.0 if reward == -1.0 else -0.5)
         assert idle._reward_parts == {"outcome": idle.get_reward()}
@@ -203,13 +203,13 @@ def test_the_ladder():
 def test_success_is_the_outcome_not_the_better_guess(drawn):
     unlucky = [task["meeting"] for task, made in zip(Meetings._tasks("train", 200, seed=0), drawn) if made["outcome"] != (made["probability"] > 0.5)]
     assert unlucky
-    env = world(unlucky[0])
+    env = environment(unlucky[0])
     env._reply(answer(env.probability, "slot"))
     assert not env._check()
 
 
 def test_shaped_terms():
-    for env in (world(cls=MeetingsShaped), world(shaped=True)):
+    for env in (environment(cls=MeetingsShaped), environment(shaped=True)):
         before = env.reward
         env.slot_fit(), env.follow_up()
         assert env.reward - before == pytest.approx(0.1)  # paid in its turn
@@ -218,7 +218,7 @@ def test_shaped_terms():
         env._reply(said(0.9, right(env)))
         assert env._reward_parts == pytest.approx({"outcome": 1.0, "tools": 0.05, "calibration": 0.25 - (0.9 - env.outcome) ** 2})
         assert env.get_reward() == pytest.approx(sum(env._reward_parts.values()))
-    assert set(world(cls=MeetingsShaped, shaped=False)._reward_parts) == {"outcome"}
+    assert set(environment(cls=MeetingsShaped, shaped=False)._reward_parts) == {"outcome"}
 
 
 def test_calibration_pays_most_for_the_truth():
@@ -227,7 +227,7 @@ def test_calibration_pays_most_for_the_truth():
         return env._reward_parts["calibration"]
     good, bad = (next(m for m in range(100_000, 100_100) if simulate(m)["outcome"] == o) for o in (True, False))
     for truth in (0.2, 0.5, 0.9):
-        mean = {p: truth * paid(world(good, MeetingsShaped), p) + (1 - truth) * paid(world(bad, MeetingsShaped), p) for p in np.linspace(0, 1, 21).round(2)}
+        mean = {p: truth * paid(environment(good, MeetingsShaped), p) + (1 - truth) * paid(environment(bad, MeetingsShaped), p) for p in np.linspace(0, 1, 21).round(2)}
         assert max(mean, key=mean.get) == truth
 
 
@@ -236,7 +236,7 @@ def test_calibration_pays_most_for_the_truth():
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
     lambda c: st.lists(c, max_size=3) | st.dictionaries(st.sampled_from(["probability", "reason", "recommendation", "x"]), c, max_size=4)).map(json.dumps)))
 def test_whatever_is_answered_is_graded(text):
-    env = world(cls=MeetingsShaped)
+    env = environment(cls=MeetingsShaped)
     env.slot_fit()
     assert env._reply(text) is None
     assert math.isfinite(env.get_reward()) and env._reward_parts["outcome"] in (-1.0, -0.25, 0.1, 1.0)
@@ -245,7 +245,7 @@ def test_whatever_is_answered_is_graded(text):
 @pytest.mark.parametrize("text", ['{"recommendation": "YES", "probability": ' + "[" * 100_000, '{"recommendation": "YES", "probability": 0.5, "reason": ' + "[" * 100_000 + "]" * 100_000 + "}",
                                   '{"recommendation": "YES", "reason": "slot", "probability": ' + "9" * 5000 + "}", "{" * 100_000])
 def test_monsters_are_invalid(text):
-    env = world()
+    env = environment()
     env.slot_fit()
     env._reply(text)
     assert env.get_reward() in (-0.25, -1.0)
@@ -253,7 +253,7 @@ def test_monsters_are_invalid(text):
 
 # ------------------------------------------------------------------------------------------------------------- expert
 def played(meeting, **options):
-    env = world(meeting, **options)
+    env = environment(meeting, **options)
     calls = []
     while not isinstance(turn := env._expert(), str):
         assert turn == env._expert() and len(turn) == 1  # asking changes nothing
@@ -317,7 +317,7 @@ def table(tmp_path_factory):
     return path
 
 
-def test_the_csv_is_the_courses_and_the_world_reads_it_back(table):
+def test_the_csv_is_the_courses_and_the_environment_reads_it_back(table):
     rows = read_rows(str(table))
     assert table.read_text().splitlines()[0] == ",".join(COLUMNS) == "input_text,target_probability,target_reason,ground_truth_prob"
     assert len(rows) == 300 and all(set(row) == {*COLUMNS, "_line"} for row in rows) and [row["_line"] for row in rows] == list(range(2, 302))
@@ -356,7 +356,7 @@ def test_meetings_that_are_no_number(meeting):
 
 
 def test_any_csv_of_these_columns_can_be_read():
-    """Text of others, with their own words: a prompt and an answer, though no world to play."""
+    """Text of others, with their own words: a prompt and an answer, though no environment to play."""
     row = {"input_text": "Ann (CEO) meets Bob, 9:00", "target_probability": "0.732", "target_reason": "synergy", "ground_truth_prob": "0.7", "more": "x"}
     text, p, reason, truth = meetings.read_columns(row)
     assert (text, truth) == ("Ann (CEO) meets Bob, 9:00", 0.7)

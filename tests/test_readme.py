@@ -5,18 +5,20 @@ from pathlib import Path
 
 import pytest
 
-import agent
+
 import dpo
 import grpo
 import reward_weighted
 import sft
+import envs
+from envs import talk
 from envs.expert import demonstrate
 from experiment.command_line import parse
 from experiment.config import options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PROGRAMS = {"grpo": grpo, "sft": sft, "agent": agent, "reward_weighted": reward_weighted, "dpo": dpo}
+PROGRAMS = {"grpo": grpo, "sft": sft, "agent": talk, "reward_weighted": reward_weighted, "dpo": dpo}
 COMMANDS = re.findall(rf"^python ({'|'.join(PROGRAMS)})\.py *([^#\n]*?) *(?:#.*)?$", README, re.M)
 
 
@@ -54,6 +56,6 @@ def test_what_ci_runs_is_what_the_readme_says():
 
 def test_the_template_world_plays():
     from llm.tiny import make_tiny
-    tasks = agent.envs.tasks("envs/template.py:HigherLower", "test", 3, seed=0)
+    tasks = envs.tasks("envs/template.py:HigherLower", "test", 3, seed=0)
     for t in demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):
         assert t.info["success"] and t.reward == 1.0 and t.reward_parts == {"found": 1.0} and t.stop_reason == "done"
