@@ -19,6 +19,7 @@ from functools import cache, partial
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from experiment.errors import UserError
 from experiment.process import give_back_memory
@@ -89,7 +90,7 @@ class Adapter(nn.Module):
 
     def give_gradients(self, linear, x, output):
         """Return `output`, which a merged weight computed from x, such that A and B get their gradients from it."""
-        return _MergedLoRA.apply(output, x, *self.factors(x), self.scale, getattr(x, "again", None))
+        return _MergedLoRA.apply(output, x, *self.factors(x), self.scale, recomputable.get(x))
 
     def factors(self, x):
         """Return A and B in the dtype and on the device of x."""
@@ -123,23 +124,28 @@ def adapted_forward(linear, x):
     return adapter.give_gradients(linear, x, output) if torch.is_grad_enabled() else output
 
 
+# Activations that backward can compute again instead of keeping them: tensor -> function without arguments.
+recomputable = WeakTensorKeyDictionary()
+
+
 class _MergedLoRA(torch.autograd.Function):
     """The identity on output = (W + scale B A) x, which gives A and B the gradients they have in that sum.
 
-    The gradient of x passes through the merged weight. Where x can be computed again (`again`), it is not kept.
+    The gradient of x passes through the merged weight. If x is `recomputable`, it is computed again and not kept.
     """
 
     @staticmethod
-    def forward(ctx, output, x, A, B, scale, again):
-        ctx.scale, ctx.again = scale, again
-        ctx.save_for_backward(None if again else x, A, B)
+    def forward(ctx, output, x, A, B, scale, recompute):
+        ctx.scale, ctx.recompute = scale, recompute
+        ctx.save_for_backward(None if recompute else x, A, B)
         return output
 
     @staticmethod
     def backward(ctx, grad):
         x, A, B = ctx.saved_tensors
-        again, ctx.again = ctx.again, None  # the tensors it holds are then freed together with this node's
-        x = again() if again else x
+        # The tensors that the function holds are then freed together with this node's.
+        recompute, ctx.recompute = ctx.recompute, None
+        x = recompute() if recompute else x
         x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
         grad_A = (g @ B * ctx.scale).T @ x
         grad_B = ((x @ A.T * ctx.scale).T @ g).T

@@ -1,13 +1,11 @@
 """Count the memory that a step needs, on a machine that need not have it.
 
-`measure` runs a step's real code (load_model, token_logprobs, the loss, backward, AdamW, decoding)
-on the meta device, where tensors have shapes and no numbers. That takes seconds for a model of any
+`measure` runs a step's real code (load_model, token_logprobs, backward, AdamW, decoding) on the meta device, where tensors have shapes and no numbers. That takes seconds for a model of any
 size. `Bytes` meanwhile adds up the storages that live at the same time. The result agrees with
 torch's allocator on a CPU within 1 %. Three things are not counted: what a kernel allocates inside
 itself, CUDA's context (300 to 500 MiB), and what the allocator rounds up.
 """
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from itertools import islice
@@ -19,7 +17,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm import pointwise, quantization
+from llm.engine import Row
+from llm.loading import load_model
+from llm.logprobs import token_logprobs
 from llm.optimizer import HostAdamW, adamw
+from llm.static_engine import make_engine
+from lora import freeze_reference, merged
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -234,7 +237,6 @@ class Workload(NamedTuple):
 
     rows: int  # sequences in the micro-batch, no two alike
     tokens: int  # tokens per sequence or episode; all but the first are trained
-    loss: Callable | None = None  # (logprobs, entropy, mask) -> loss; None: the mean of -logprobs
     temperature: float = 1.0
     merge: bool = False  # True if the update runs on merged weights
     keep_start: bool = False  # True if the weights at the start are kept for a KL penalty
@@ -255,8 +257,6 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
     Gradients and moments are there before the update, as in every step but a run's first. The peak
     of loading on the meta device includes a skeleton that a run's device never holds.
     """
-    from llm.loading import load_model
-    from lora import freeze_reference
     cuda = device.startswith("cuda")
     count = nullcontext() if cuda else Bytes(kind if device == "meta" else "real")
     with count:
@@ -302,19 +302,17 @@ def _optimizer_with_moments(model, kind: str):
 
 def _update(model, optimizer, work: Workload):
     """Run one micro-batch, clip the gradients and step."""
-    from llm.logprobs import token_logprobs
-    from lora import merged
     weights = [p for p in model.parameters() if p.requires_grad]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(work.rows * work.tokens, device=model.device).remainder_(vocabulary)
     ids = ids.view(work.rows, work.tokens)
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
-    with merged(model) if work.merge else nullcontext():
+    with merged(model, update=True) if work.merge else nullcontext():
         logprobs, entropy = token_logprobs(model.train(), ids, mask, work.temperature)
-        loss = work.loss(logprobs, entropy, mask) if work.loss else -logprobs.mean()
-        loss.backward()
-        del logprobs, entropy, loss
+        # A real loss adds (rows, tokens) tensors, which are nothing beside the logits.
+        (-logprobs.mean()).backward()
+        del logprobs, entropy
     torch.nn.utils.clip_grad_norm_(weights, 1.0)
     # The meta device has no fused AdamW, and on the host it allocates nothing on the device.
     if not isinstance(optimizer, HostAdamW) or not model.device.type == "meta":
@@ -328,9 +326,6 @@ def _rollout(model, work: Workload, steps: int):
 
     What lies between these tokens only fills the cache. On a GPU the second step is a CUDA graph.
     """
-    from llm.engine import Row
-    from llm.static_engine import make_engine
-    from lora import merged
     prompt = [1] * (work.tokens - work.max_new_tokens)
     with merged(model):
         engine = make_engine(model.eval(), slots=work.decode_rows, tokens=work.tokens)

@@ -6,6 +6,7 @@ from tqdm import tqdm
 
 from experiment.errors import Stop, UserError
 from llm.budget import MIB, Workload, measure
+from llm.loading import model_options
 from llm.memory import SETTINGS, techniques
 
 
@@ -74,7 +75,6 @@ def workload(config, memory: str, rows: int, merge: bool, episodes: int, held_ou
 
 def load_options(config, memory: str) -> dict:
     """Return the arguments of load_model at a setting."""
-    from llm.loading import model_options
     return {"path": config.model_path, **model_options(config), "memory": memory}
 
 

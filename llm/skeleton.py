@@ -145,7 +145,9 @@ def dequantize_model(model, effective_weight):
     dtype = next((p.dtype for p in model.parameters() if p.dtype in half), torch.bfloat16)
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear4bit) or is_adapted(module):
-            frozen = module.dequantize(torch.float32) if isinstance(module, Linear4bit) else module.weight
+            frozen = module.weight
+            if isinstance(module, Linear4bit):
+                frozen = module.dequantize(torch.float32)
             weight = effective_weight(module, frozen)  # (out, in)
             with torch.device("meta"):
                 stock = nn.Linear(module.in_features, module.out_features, bias=False)
