@@ -1,9 +1,10 @@
 """Count the memory that a step needs, on a machine that need not have it.
 
-`measure` runs a step's real code (load_model, token_logprobs, backward, AdamW, decoding) on the meta device, where tensors have shapes and no numbers. That takes seconds for a model of any
-size. `Bytes` meanwhile adds up the storages that live at the same time. The result agrees with
-torch's allocator on a CPU within 1 %. Three things are not counted: what a kernel allocates inside
-itself, CUDA's context (300 to 500 MiB), and what the allocator rounds up.
+`measure` runs a step's real code (load_model, token_logprobs, backward, AdamW, decoding) on the
+meta device, where tensors have shapes and no numbers. That takes seconds for a model of any size.
+`Bytes` meanwhile adds up the storages that live at the same time. The result agrees with torch's
+allocator on a CPU within 1 %. Three things are not counted: what a kernel allocates inside itself,
+CUDA's context (300 to 500 MiB), and what the allocator rounds up.
 """
 import gc
 from contextlib import ExitStack, nullcontext
