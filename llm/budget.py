@@ -17,10 +17,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm import pointwise, quantization
+from llm import logprobs, pointwise, quantization
 from llm.engine import Row
 from llm.loading import load_model
-from llm.logprobs import token_logprobs
 from llm.optimizer import HostAdamW, adamw
 from llm.static_engine import make_engine
 from lora import freeze_reference, merged
@@ -208,11 +207,15 @@ def _replacements() -> list[tuple]:
     Of a loop over equal pieces the first two are enough, because the others take no more memory.
     """
     blocks, pieces = quantization.blocks, pointwise.pieces
+
+    def first_blocks(*sizes):
+        return blocks(*sizes)[:2]
     attention = partial(_fused_attention, F.scaled_dot_product_attention)
     return [
         (F, "scaled_dot_product_attention", attention),
         (quantization.Linear4bit, "dequantize", _dequantize),
-        (quantization, "blocks", lambda *sizes: blocks(*sizes)[:2]),
+        (quantization, "blocks", first_blocks),
+        (logprobs, "blocks", first_blocks),
         (pointwise, "pieces", lambda *tensors: islice(pieces(*tensors), 2))]
 
 
@@ -310,10 +313,11 @@ def _update(model, optimizer, work: Workload):
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
     with merged(model, update=True) if work.merge else nullcontext():
-        logprobs, entropy = token_logprobs(model.train(), ids, mask, work.temperature)
+        new_logprobs, entropy = logprobs.token_logprobs(
+            model.train(), ids, mask, work.temperature)
         # A real loss adds (rows, tokens) tensors, which are nothing beside the logits.
-        (-logprobs.mean()).backward()
-        del logprobs, entropy
+        (-new_logprobs.mean()).backward()
+        del new_logprobs, entropy
     torch.nn.utils.clip_grad_norm_(weights, 1.0)
     # The meta device has no fused AdamW, and on the host it allocates nothing on the device.
     if not isinstance(optimizer, HostAdamW) or not model.device.type == "meta":

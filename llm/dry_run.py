@@ -68,7 +68,7 @@ def workload(config, memory: str, rows: int, merge: bool, episodes: int, held_ou
     # The weights at the start are kept for a KL penalty.
     keep_start = bool(getattr(config, "kl_coef", 0))
     return Workload(
-        rows, config.max_tokens, None, getattr(config, "temperature", 1.0), merge, keep_start,
+        rows, config.max_tokens, getattr(config, "temperature", 1.0), merge, keep_start,
         decode_rows=min(episodes, most), group_size=group_size,
         max_new_tokens=min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1))
 

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from llm import quantization
 from llm.facts import facts
+from llm.quantization import BLOCK_ROWS, Int8Head, blocks
 from lora import GRADIENT_SCALE
 
 CHUNK = 2**23  # logits that exist at once
@@ -42,7 +42,7 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
     inputs = hidden[index[:, :-1][predicted]], token_ids[:, 1:][predicted]  # (n, D), (n,)
     head, logits = model.get_output_embeddings(), partial(head_logits, model)
-    if isinstance(head, quantization.Int8Head):
+    if isinstance(head, Int8Head):
         logprobs, entropy = _BlockLogprobs.apply(
             logits, len(head.weight), *inputs, temperature, chunk_elements)  # (n,), (n,)
     else:
@@ -170,7 +170,7 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         keep = ctx.needs_input_grad[1] and not weights
         slope = torch.empty_like(hidden) if keep else None  # (N, D)
-        for chunk in quantization.blocks(len(hidden), chunk_rows):
+        for chunk in blocks(len(hidden), chunk_rows):
             with torch.set_grad_enabled(keep):
                 h = hidden[chunk].detach().requires_grad_(keep)
                 logits = head(h)  # (n, V)
@@ -192,7 +192,7 @@ class _HeadLogprobs(torch.autograd.Function):
             return None, grad_hidden, None, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weights = [torch.zeros_like(weight) for weight in ctx.weights]
-        for chunk in quantization.blocks(len(hidden), ctx.chunk_rows):
+        for chunk in blocks(len(hidden), ctx.chunk_rows):
             with torch.enable_grad():
                 h = hidden[chunk].detach().requires_grad_()
                 logits = ctx.head(h)  # (n, V)
@@ -220,7 +220,7 @@ def _softmax(logits, targets, temperature, buffers, logprobs, entropy, overwrite
         overwrite: True replaces the logits by d log p_target / d logits; the graph of a head never
             reads its logits again
     """
-    for piece in quantization.blocks(len(logits), len(buffers[0])):
+    for piece in blocks(len(logits), len(buffers[0])):
         target = targets[piece]
         z = buffers[0][:len(target)].copy_(logits[piece])
         logp = buffers[1][:len(target)]
@@ -245,7 +245,7 @@ class _BlockLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, head, vocabulary, hidden, targets, temperature, chunk_elements):
         block_rows = max(128, chunk_elements // 2 // max(1, len(hidden)))
-        ctx.blocks = quantization.blocks(vocabulary, min(quantization.BLOCK_ROWS, block_rows))
+        ctx.blocks = blocks(vocabulary, min(BLOCK_ROWS, block_rows))
         m = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # (n,)
         total, mean, target_z = torch.zeros_like(m), torch.zeros_like(m), torch.zeros_like(m)
         for block in ctx.blocks:

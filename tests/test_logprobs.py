@@ -5,7 +5,7 @@ import pytest
 import torch
 from memory_helpers import CHECKPOINT, IDS, gradients, load
 
-from llm import logprobs, quantization
+from llm import logprobs
 from llm.budget import Bytes
 from llm.logprobs import token_logprobs
 from llm.memory import Techniques
@@ -18,7 +18,7 @@ INT8 = Techniques(int8_head=True)
 @pytest.mark.parametrize("scaling", [{}, {"logit_scale": 0.3}, {"final_logit_softcapping": 5.0}], ids=str)
 @pytest.mark.parametrize("chunk_elements", [2**22, 200])
 def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk_elements, monkeypatch):
-    monkeypatch.setattr(quantization, "BLOCK_ROWS", 300)
+    monkeypatch.setattr(logprobs, "BLOCK_ROWS", 300)
     model = load(tiny, INT8)
     for name, value in scaling.items():
         setattr(model.config, name, value)
