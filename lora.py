@@ -337,7 +337,11 @@ class _DitheredSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output, update):
-        return dithered(output.float() + update, output.dtype, by_column=True)
+        ctx.mark_dirty(update)  # The sum is written over the update, some rows in float32 at a time.
+        rows = max(1, len(_noise(output.device, LOST_BITS[output.dtype])) // output.shape[-1])
+        for y, u in zip(output.flatten(0, -2).split(rows), update.flatten(0, -2).split(rows)):
+            u.copy_(dithered(y.float().add_(u), y.dtype, by_column=True))
+        return update
 
     @staticmethod
     def backward(ctx, grad):

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lora
 from llm import logprobs, pointwise, quantization
 from llm.engine import Row
 from llm.loading import load_model
@@ -216,6 +217,7 @@ def _replacements() -> list[tuple]:
         (quantization.Linear4bit, "dequantize", _dequantize),
         (quantization, "blocks", first_blocks),
         (logprobs, "blocks", first_blocks),
+        (lora, "_noise", cache(lora._noise.__wrapped__)),  # A constant is counted every time.
         (pointwise, "pieces", lambda *tensors: islice(pieces(*tensors), 2))]
 
 

@@ -277,8 +277,8 @@ class _BlockLogprobs(torch.autograd.Function):
             grad.add_(grad_logprobs[:, None]).mul_(probs).neg_()
             place, inside = _places(targets, block)
             grad.scatter_add_(1, place, (grad_logprobs * inside)[:, None])
-            grad = _over(grad, ctx.temperature).to(logits.dtype)
-            total += torch.autograd.grad(logits, h, grad)[0]
+            total += torch.autograd.grad(
+                logits, h, _over(grad, ctx.temperature).to(logits.dtype))[0]
         return None, None, total.to(hidden.dtype), None, None, None
 
 
