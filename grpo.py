@@ -2,14 +2,14 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations before it
-are pure functions, tested by hand, by a second implementation and against TRL. Old log-probs are
-the sampler's. Left out: bnpo (its divisor depends on the micro-batch), adaptive KL, value networks.
+are pure functions, tested against hand-computed values, a second implementation and TRL. Left out:
+TRL's bnpo, whose divisor depends on the micro-batch; adaptive KL coefficients; value networks.
 
     python grpo.py                            the tiny model, from nothing, in four minutes on a CPU
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
-Letters: B sequences, T tokens. Column t of every (B, T) tensor belongs to token t. A mask is 1
-exactly where the policy sampled the token.
+Letters: B sequences, T tokens; b and t those of a micro-batch; G episodes of a group. Column t of
+every (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token.
 """
 import math
 from collections import Counter
@@ -41,12 +41,17 @@ from sft import teach_tiny
 
 # ------------------------------------------------------------------------------------- advantages
 def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
-    """Return A_i = (r_i - group mean) / (std + 1e-4), (N,): arXiv 2402.03300 section 4.1.2.
+    """Compare each reward with its group's: A_i = (r_i - mean) / (std + 1e-4), (N,).
 
-    rewards: (N,); group_ids: N hashable ids in any order. scale: the std is that of the "group", of
-    the "batch" (arXiv 2508.08221), or "none" divides (Dr. GRPO, arXiv 2503.20783); unbiased, with
-    eps 1e-4, as in TRL. leave_one_out: the baseline is the mean of the others (RLOO, arXiv
-    2402.14740). Equal rewards get exactly 0, and so does a group of one.
+    arXiv 2402.03300 section 4.1.2. The std is unbiased and eps is 1e-4, as in TRL.
+
+    Args:
+        rewards: (N,). group_ids: N hashable ids, in any order.
+        scale: "group" or "batch" (arXiv 2508.08221) divides by that std; "none" does not divide
+            (Dr. GRPO, arXiv 2503.20783).
+        leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
+
+    Equal rewards get exactly 0, and so does a group of one.
     """
     members = {}
     for i, group in enumerate(group_ids):
@@ -64,46 +69,49 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     return advantages
 
 
-# Credit: from the turns' rewards (B lists) and B group ids to one advantage for every turn of every
-# episode, in a row. `how` is passed to `group_advantages`.
-def episode_credit(turn_rewards, group_ids, **how):
+# A credit function takes the turns' rewards (B lists) and B group ids. It returns one advantage per
+# turn, episode after episode. Its options are those of `group_advantages`.
+def episode_credit(turn_rewards, group_ids, **options):
     """Give all turns their episode's advantage: what papers call GRPO (section 4.1.2)."""
     totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
     turns = torch.tensor([len(rewards) for rewards in turn_rewards])  # (B,)
-    return group_advantages(totals, group_ids, **how).repeat_interleave(turns)
+    return group_advantages(totals, group_ids, **options).repeat_interleave(turns)
 
 
-def turn_credit(turn_rewards, group_ids, **how):
-    """Compare what a turn and all later ones earned with the same turn number in the group."""
+def turn_credit(turn_rewards, group_ids, **options):
+    """Compare what a turn and all later ones earned with the same turn number in the group.
+
+    Return-to-go with a baseline per turn number; a turn that only one episode reached gets 0.
+    """
     returns, peers = [], []
     for group, rewards in zip(group_ids, turn_rewards):
         for turn in range(len(rewards)):
             returns.append(math.fsum(rewards[turn:]))
             peers.append((group, turn))
-    return group_advantages(torch.tensor(returns), peers, **how)
+    return group_advantages(torch.tensor(returns), peers, **options)
 
 
-def process_credit(turn_rewards, group_ids, **how):
+def process_credit(turn_rewards, group_ids, **options):
     """Normalize all turn rewards of a group, and sum a turn's and all later ones (section 4.1.3).
 
     Beware where the reward comes at the end: every turn before it then counts -mean / std, so that
-    each further turn costs, however right it is. Eight correct episodes of three turns get 0, 0.69
-    and 1.38, and what is learned is to call no tools.
+    each further turn costs, however correct it is. Eight correct episodes of three turns get 0,
+    0.69 and 1.38, and what is learned is to call no tools.
     """
     flat, owners = [], []
     for group, rewards in zip(group_ids, turn_rewards):
         flat += [float(reward) for reward in rewards]
         owners += [group] * len(rewards)
-    normalized = group_advantages(torch.tensor(flat), owners, **how)
+    normalized = group_advantages(torch.tensor(flat), owners, **options)
     episodes = normalized.split([len(rewards) for rewards in turn_rewards])
     return torch.cat([turns.flip(0).cumsum(0).flip(0) for turns in episodes])
 
 
 CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit,
-           "leave_one_out": partial(episode_credit, leave_one_out=True)}  # RLOO
+           "rloo": partial(episode_credit, leave_one_out=True)}
 
 
-def token_advantages(turn_rewards, mask, group_ids, credit="episode", **how):
+def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options):
     """Return every sampled token's advantage (B, T): its turn's, by a function of `CREDITS`.
 
     turn_rewards: B lists. mask: (B, T) as sampled. Raises ValueError if they differ in turns.
@@ -111,9 +119,10 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **how):
     turns = turn_index(mask)  # (B, T)
     lengths = torch.tensor([len(rewards) for rewards in turn_rewards], device=turns.device)  # (B,)
     counts = turns.max(1).values + 1  # (B,)
-    for row in (lengths != counts).nonzero().flatten().tolist():
+    if (lengths != counts).any():
+        row = int((lengths != counts).nonzero()[0])
         raise ValueError(f"episode {row}: {lengths[row]} turn rewards, but {counts[row]} turns")
-    per_turn = CREDITS[credit](turn_rewards, group_ids, **how).to(turns.device)
+    per_turn = CREDITS[credit](turn_rewards, group_ids, **options).to(turns.device)
     first = lengths.cumsum(0) - lengths  # (B,) where an episode's turns begin in per_turn
     return torch.where(turns >= 0, per_turn[(first[:, None] + turns).clamp(min=0)], 0.0)  # (B, T)
 
@@ -157,12 +166,12 @@ def sequence_sum(x, mask, counts):
 
 
 def token_mean(x, mask, counts):
-    """Mean over all tokens of the step."""
+    """Mean over all tokens of the step, as in TRL. (DAPO eq. 8 and CISPO: of each group.)"""
     return masked(x, mask).sum() / counts.tokens
 
 
 def constant_mean(x, mask, counts):
-    """Sum over tokens / (sequences x max_tokens): no length in the divisor, no length bias."""
+    """Sum over tokens / (sequences x max_tokens, the prompt's included): no length bias."""
     return masked(x, mask).sum() / (counts.sequences * counts.max_tokens)
 
 
@@ -173,8 +182,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     k1: x, for the reward; as a loss its mean gradient is 0. k2: x^2 / 2, whose gradient is that of
     KL(policy || reference). k3: exp(-x) - 1 + x, arXiv 2402.03300 eq. 4, whose gradient is that of
     KL(reference || policy) and explodes where the policy has become unlikely. k3_ratio: k3 times
-    policy / old, arXiv 2512.02556, is unbiased in value and gradient; TRL's default, too.
-    joschu.net/blog/kl-approx.html
+    policy / old, arXiv 2512.02556, unbiased in value and gradient where old is what sampled, and
+    the default of TRL 1.16. joschu.net/blog/kl-approx.html
     """
     x = masked(logprobs - ref_logprobs, mask)
     if kind == "k1":
@@ -194,21 +203,21 @@ def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_hig
     ratio too, which bounds the loss where A < 0: INTELLECT-2, arXiv 2505.07291.
     """
     ratio = log_ratio.exp()
-    clip = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    low, high = (ratio < clip) & (advantages < 0), (ratio > clip) & (advantages > 0)
-    loss = -torch.min(ratio.clamp(max=delta or torch.inf) * advantages, clip * advantages)
+    inside = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
+    low, high = (ratio < inside) & (advantages < 0), (ratio > inside) & (advantages > 0)
+    loss = -torch.min(ratio.clamp(max=delta or torch.inf) * advantages, inside * advantages)
     return loss, {"clip_low": low, "clip_high": high}
 
 
-def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip):
-    """`clipped` with one ratio per sequence, exp(mean log-ratio): GSPO, arXiv 2507.18071 eq. 5.
+def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
+    """`clipped` with one ratio per sequence, exp(mean log-ratio): GSPO, arXiv 2507.18071 eq. 5, 7.
 
-    In the form of eq. 13 (GSPO-token): the gradient goes through each token's own log-probability,
-    so that each turn keeps its own credit. With one advantage per sequence the two are equal.
+    In the form of eq. 13, 14 (GSPO-token): the gradient goes through each token's own log-prob, so
+    that each turn keeps its own credit. With one advantage per sequence the two are equal.
     """
     log_s = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
     log_s = log_s.detach() + (log_ratio - log_ratio.detach())  # (B, T)
-    return clipped(log_s, logprobs, advantages, mask, **clip)
+    return clipped(log_s, logprobs, advantages, mask, **clip_range)
 
 
 def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
@@ -239,24 +248,24 @@ def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0)
     return -phi * advantages * logprobs, {"phi": phi}
 
 
-def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask, counts, kl=0.0,
-                **hyper):
+def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask, counts,
+                kl_penalty=0.0, **hyper):
     """Return (loss, metrics) of a micro-batch; both add up to the step's.
 
-    logprobs, old_logprobs, advantages, mask: (B, T). kl: kl_coef x `kl_estimate` (B, T), which
-    shares the normalizer. hyper: the clip range, and the surrogate's own default arguments. The
+    logprobs, old_logprobs, advantages, mask: (B, T). kl_penalty: kl_coef x `kl_estimate` (B, T),
+    which shares the normalizer. hyper: the clip range, and default arguments of the surrogate. The
     metrics are means over tokens: the ratio, k3 of KL(old || policy), what the surrogate logs.
     """
     log_ratio = masked(logprobs - old_logprobs, mask)
-    token_loss, shares = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
-    shares |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
+    token_loss, to_log = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
+    to_log |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
                "log_ratio_abs": log_ratio.abs()}
-    metrics = {name: token_mean(x.detach().to(logprobs), mask, counts)
-               for name, x in shares.items()}
-    return normalizer(token_loss + kl, mask, counts), metrics
+    metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, counts)
+               for name, x in to_log.items()}
+    return normalizer(token_loss + kl_penalty, mask, counts), metrics
 
 
-LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl, **hyper)
+LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_penalty, **hyper)
     "grpo": partial(policy_loss, clipped, sequence_mean),  # arXiv 2402.03300 eq. 3
     "dapo": partial(policy_loss, clipped, token_mean),  # arXiv 2503.14476 eq. 8
     "dr_grpo": partial(policy_loss, clipped, constant_mean),  # arXiv 2503.20783 section 3.2
@@ -266,11 +275,13 @@ LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl, **h
     "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
-PAPER_SETTINGS = {  # what the papers set beside the loss; --loss alone selects it
+# Clip ranges and scales of the papers, which --loss alone selects. Not set: GRPO's KL (0.04) and
+# DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99) and overlong penalty.
+PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
     "gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
-    "luspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
+    "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
 }
 # What the tiny model needs in place of a real model's defaults. At its learning rate even shuffled
 # rewards make the policy drift; a KL penalty prevents that. Its usual gradient norm is 0.03.
@@ -281,12 +292,13 @@ MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate ban
 
 
 # ----------------------------------------------------------------------------------------- config
+# The default of an `auto` field depends on the loss, the model or the environment: see `settle`.
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
     output_dir: str = "runs/grpo"
     tasks_per_step: int = flag(8, "tasks of a step", low=1)
-    group_size: int = flag(8, low=2)
+    group_size: int = flag(8, "episodes of each task", low=2)
     success_rate_lb: float = flag(0.0, "replace groups with a lower success rate", low=0, high=1)
     success_rate_ub: float = flag(1.0, "replace groups with a higher success rate", low=0, high=1)
     loss: str = flag("grpo", "alone it also selects its paper's clip range and scale",
@@ -302,15 +314,18 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     mask_truncated: bool = flag(False, "do not train on episodes cut by a token limit")
     importance_correction: float | None = flag(
-        None, "cap C: old log-probs are the trainer's, weighted by min(old / sampled, C)", above=0)
-    updates_per_step: int | None = auto(1, "optimizer updates on a step's episodes", low=1)
+        None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
+        "advantages are weighted by min(trainer / sampler, C)", above=0)
+    updates_per_step: int | None = auto(1, "passes over a step's episodes, an update each", low=1)
     num_epochs: int | None = flag(None, f"passes over the tasks; default: {DEFAULT_STEPS} steps",
                                    low=1)
 
 
 def settle(config):
     """Fill in what the loss, the model and the environment decide; refuse options that clash."""
-    paper = PAPER_SETTINGS.get(config.loss, {})
+    paper = dict(PAPER_SETTINGS.get(config.loss, {}))
+    if config.credit == "rloo":
+        paper["scale_rewards"] = "none"
     tiny = TINY if is_tiny(config.model_path) else {}
     config = fill(config, paper, tiny, envs.lengths(config.env))
     for name, value in paper.items():
@@ -345,7 +360,7 @@ def collect_groups(play, tasks, config, step, run):
         for _, group in groupby(episodes, key=lambda t: t.group_id):
             group = list(group)
             rate = sum(t.info["success"] for t in group) / len(group)
-            # A reward that is not a number is our fault: `Run.accept_rewards` has to see it.
+            # Not a number: a broken environment or weights, which `Run.accept_rewards` reports.
             broken = any(math.isnan(t.reward) for t in group)
             if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
                 kept += group
@@ -383,7 +398,7 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
     if config.kl_coef:
         with reference(model, start_policy):
             ref_logprobs = score(*scoring)
-    if config.importance_correction or config.kl_estimator == "k1":
+    if config.importance_correction or config.kl_coef and config.kl_estimator == "k1":
         with merged(model, update=True):
             trainer_logprobs = score(*scoring)
     return ref_logprobs, trainer_logprobs
@@ -398,10 +413,12 @@ def train(config: Config) -> dict:
     run = Run(config, "grpo")  # the output folder: log, checkpoints, resume, signals, torchrun
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
+    model_path = teach_tiny(config, run)  # "tiny" is made and taught here, another is as it is
+    model, tokenizer = load_model(model_path, **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
-    # 0.95: gradients grow with LoRA's B, which starts at 0; 0.999 would remember the small ones.
+    # LoRA starts at 0, and its gradients are small at first: a beta2 of 0.999 would remember them.
+    # `run.steps` sets the learning rate of every step.
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     options = {"run": run, **rollout_options(config)}
     play = partial(rollout, model, tokenizer, config.env, **options)
@@ -420,7 +437,8 @@ def train(config: Config) -> dict:
             batch = cheapest_order(trajectories, config.batch_size)
             token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
-            # 2. The same tokens under the policy that this run started from, and under the trainer.
+            # 2. Where an option needs it: the same tokens under the policy that this run started
+            #    from, and under the trainer, whose numerics may differ from the sampler's.
             ref_logprobs, trainer_logprobs = rescore(
                 config, model, start_policy, batch, token_ids, sampled_mask, run)  # (B, T) each
 
@@ -433,12 +451,12 @@ def train(config: Config) -> dict:
                 rewards, sampled_mask, [t.group_id for t in batch], config.credit,
                 scale=config.scale_rewards)  # (B, T)
             run.log(**group_shares(batch, advantages))
-            old_logprobs, mask = sampled_logprobs, sampled_mask
+            old_logprobs, mask = sampled_logprobs, sampled_mask  # what the loss compares with
             if config.mask_truncated:
                 mask = sampled_mask * torch.tensor([[not t.truncated] for t in batch]).to(mask)
             if config.importance_correction:
                 old_logprobs = trainer_logprobs
-                advantages *= importance_correction(
+                advantages = advantages * importance_correction(
                     old_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
@@ -446,8 +464,8 @@ def train(config: Config) -> dict:
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()
-                with merged(model, update=True):  # the very weights that sampled
-                    for rows in run.micro_batches(batch, step, update):
+                with merged(model, update=True):  # as in the rollout, rounding included
+                    for rows in run.micro_batches(batch, step, update):  # and their columns
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
                         loss, metrics = total_loss(
@@ -463,9 +481,9 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, totals["loss"], grad_norm):
                     optimizer.step()
                 optimizer.zero_grad()
-                if update == 0:
+                if update == 0:  # the policy is still the sampler: 1 and 0, but for rounding
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["log_ratio_abs"])
-                run.log(**totals, grad_norm=grad_norm)
+                run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
             model.eval()
             run.log(merge_kept=merge_kept(model))  # the share of the adapter that rounding keeps
     return run.finish()

@@ -501,7 +501,8 @@ def test_names_and_hyper_parameters():
         LOSSES["grpo"](*args, clip_eps_low=0.2)
     settings = {"dapo": {"clip_eps_high": 0.28}, "dr_grpo": {"scale_rewards": "none"}}
     clips = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
-    assert PAPER_SETTINGS == {**settings, "gspo": clips, "luspo": clips}
+    longer = {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3}  # arXiv 2602.05261 section 5.1
+    assert PAPER_SETTINGS == {**settings, "gspo": clips, "luspo": longer}
 
 
 # ------------------------------------------------------------------------------------------------------ advantages
@@ -620,7 +621,7 @@ def test_credit_permutes_with_the_episodes_and_is_group_advantages_where_all_hav
     assert torch.allclose(permuted, a[order], atol=1e-12) and (a[mask == 0] == 0).all()
     ones = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 1]])
     a = token_advantages([[1.0], [0.0], [4.0]], ones, "ggg", credit)
-    plain = group_advantages(torch.tensor([1.0, 0, 4]), "ggg", leave_one_out=credit == "leave_one_out")
+    plain = group_advantages(torch.tensor([1.0, 0, 4]), "ggg", leave_one_out=credit == "rloo")
     assert torch.allclose(a, plain[:, None] * ones)
 
 
