@@ -417,8 +417,7 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(model_path, **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
-    # LoRA starts at 0, and its gradients are small at first: a beta2 of 0.999 would remember them.
-    # `run.steps` sets the learning rate of every step.
+    # beta2 0.95: LoRA starts with small gradients. `run.steps` sets every step's learning rate.
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     options = {"run": run, **rollout_options(config)}
     play = partial(rollout, model, tokenizer, config.env, **options)
@@ -432,13 +431,12 @@ def train(config: Config) -> dict:
             if not run.accept_rewards(trajectories):
                 continue
             scale_rewards(trajectories, config.reward_scaling, config.reward_bias)
-            run.log(**summarise(trajectories))
+            run.log(**summarise(trajectories), merge_kept=merge_kept(model))
             run.log_episodes(trajectories)
             batch = cheapest_order(trajectories, config.batch_size)
             token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
-            # 2. Where an option needs it: the same tokens under the policy that this run started
-            #    from, and under the trainer, whose numerics may differ from the sampler's.
+            # 2. Where an option needs them: the tokens' log-probs under other weights or numerics.
             ref_logprobs, trainer_logprobs = rescore(
                 config, model, start_policy, batch, token_ids, sampled_mask, run)  # (B, T) each
 
@@ -485,7 +483,6 @@ def train(config: Config) -> dict:
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
             model.eval()
-            run.log(merge_kept=merge_kept(model))  # the share of the adapter that rounding keeps
     return run.finish()
 
 
