@@ -204,7 +204,7 @@ def grpo(args, folder: str, shape: str) -> dict:
                **flags}
     out = Path(folder) / "run"
     grpo.train(grpo.Config(model_path=folder, env=f"{__file__}:Essay", dataset=str(tasks), eval_dataset=str(tasks),
-                           output_dir=str(out), overwrite=True, compare_sft=False, **options))
+                           output_dir=str(out), overwrite=True, **options))
     steps = [json.loads(line) for line in (out / "timing.jsonl").read_text().splitlines()]
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for m in metrics:

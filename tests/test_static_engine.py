@@ -97,7 +97,7 @@ def test_static_limits_and_forced_tokens(limit, graphs):
 
 
 def test_a_frozen_row_is_not_touched(graphs):
-    """It waits through many windows of others, at a length beyond their context bucket, and goes on as if alone."""
+    """It waits through many windows of others, at a length beyond their context bucket, and continues as if alone."""
     model = build("qwen2")
     for static in (True, False):
         waits, works = Row(ids_of(150), seed=1, limit=3), [Row(ids_of(4, i), seed=i, limit=60) for i in range(2, 5)]
