@@ -277,6 +277,7 @@ def teach_tiny(config, run) -> str:
     taught = base / "made.json"  # written last: where it exists, the folder is complete
     if run.ranks.first(taught.exists):
         return str(base)
+    envs.need_expert(config.env or "equations")
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations",
                        seed=config.seed, eval_tasks=0, overwrite=True, **TINY_SFT)

@@ -31,10 +31,11 @@ def message_lines(messages: list[dict]) -> list[str]:
 
 
 def transcript(episode: dict) -> str:
-    """Return the lines of an episode, and how it ended. `episode` is a row of trajectories.jsonl."""
+    """Return the lines of an episode (a row of trajectories.jsonl), and how it ended."""
     info = episode["info"]
-    end = f"{episode.get('stop_reason')}; success {info.get('success')}; reward {episode['reward']:.2f}"
-    return "\n".join([*message_lines(episode["messages"]), printable(f"[{end}]")])
+    stop_reason, success = episode.get("stop_reason"), info.get("success")
+    end = printable(f"[{stop_reason}; success {success}; reward {episode['reward']:.2f}]")
+    return "\n".join([*message_lines(episode["messages"]), end])
 
 
 def problem(episode: dict) -> str | None:
@@ -48,7 +49,7 @@ def problem(episode: dict) -> str | None:
     for message in episode["messages"]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return "messages must be objects with a role"
-    token_ids, loss_mask, logprobs = (episode[name] for name in ("token_ids", "loss_mask", "logprobs"))
+    token_ids, loss_mask, logprobs = map(episode.get, ("token_ids", "loss_mask", "logprobs"))
     lengths = len(token_ids), len(loss_mask), len(logprobs)
     if not token_ids or len(set(lengths)) > 1:
         return f"token_ids, loss_mask, logprobs have lengths {lengths}"
@@ -60,13 +61,14 @@ def problem(episode: dict) -> str | None:
         return "loss_mask[0] is 1, but nothing precedes the first token"
     if not all(map(is_finite, logprobs)):
         return "logprobs must be finite numbers"
-    if not all(map(is_finite, [*episode["rewards"], episode["reward"], *episode["reward_parts"].values()])):
+    rewards = [*episode["rewards"], episode["reward"], *episode["reward_parts"].values()]
+    if not all(map(is_finite, rewards)):
         return "rewards must be finite numbers"
     return None
 
 
 def is_finite(number) -> bool:
-    """True for a number that arithmetic does not overflow; False for NaN, for infinity and for what is no number."""
+    """True for a number that arithmetic does not overflow, False for NaN and infinity."""
     return type(number) in (int, float) and -1e300 < number < 1e300
 
 
