@@ -41,8 +41,8 @@ from agent import Trajectory, collate, evaluate, judged, rollout, rollout_option
 from envs.demonstrations import read_trajectories, registered_envs
 from envs.preferences import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
                               split_pairs, write_pairs)
-from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, fill,
-                               flag, nearest)
+from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
+                               fill, flag, nearest, preference_learning_rate)
 from experiment.errors import UserError
 from experiment.program import main
 from experiment.run import Run
@@ -225,6 +225,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     dataset: str | None = flag(None, "pairs (.jsonl of prompt, chosen, rejected), or tasks for the "
                                      "environment; default: its own tasks")
     max_samples: int | None = flag(None, "pairs, drawn at random; default: all", low=1)
+    learning_rate: float | None = auto(preference_learning_rate)
     warmup_steps: int = 10
     batch_size: int = flag(8, "pairs in one forward pass: memory only")
     num_epochs: int = flag(5, "passes over the pairs")

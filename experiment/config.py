@@ -141,7 +141,12 @@ def best_dtype(config):
     return "bfloat16" if supported else "float32"
 
 
-def usual_learning_rate(config):
+def policy_learning_rate(config):
+    """2e-4 with LoRA (measured: bench/learning_rates.py), 1e-6 where all weights train"""
+    return 2e-4 if config.lora_r else 1e-6
+
+
+def preference_learning_rate(config):
     """2e-5 with LoRA, 1e-6 where all weights train"""
     return 2e-5 if config.lora_r else 1e-6
 
@@ -211,7 +216,7 @@ class TrainingFlags:
     """How the weights are updated."""
 
     heading = "training"
-    learning_rate: float | None = auto(usual_learning_rate, "AdamW step size at its peak", low=0)
+    learning_rate: float | None = auto(policy_learning_rate, "AdamW step size at its peak", low=0)
     warmup_steps: int = flag(
         5, "steps of linear warm-up; after them a linear decay to a tenth of the peak", low=0)
     weight_decay: float = flag(0.0, "weight decay of AdamW", low=0)

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
-from llm import logprobs, pointwise, quantization
+import llm.logprobs as logprobs
+import llm.pointwise as pointwise
+import llm.quantization as quantization
 from llm.engine import Row
 from llm.loading import load_model
 from llm.optimizer import HostAdamW, adamw

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from experiment.process import give_back_memory
-from llm import pointwise
+import llm.pointwise as pointwise
 from llm.attention import row_attention
 from llm.checkpointing import tiled
 from llm.facts import facts

@@ -14,7 +14,7 @@ import torch
 from experiment.checkpoint import read_state
 from experiment.data import read_json
 from experiment.errors import UserError
-from llm import pointwise
+import llm.pointwise as pointwise
 from llm.adapter_files import (
     adapter_base,
     quantization_of,

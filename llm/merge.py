@@ -7,7 +7,7 @@ import shlex
 import sys
 
 from experiment.errors import UserError
-from llm import loading
+import llm.loading as loading
 from lora import settings
 
 
