@@ -56,7 +56,8 @@ def main():
         max_steps=args.grpo_steps, eval_tasks=100, **common))
     rows["gsm8k"] = grpo.train(grpo.Config(
         model_path=args.model_path, output_dir=math, env="gsm8k", dataset=args.gsm8k, learning_rate=2e-5,
-        tasks_per_step=4, group_size=4, batch_size=4, max_new_tokens=128, max_tokens=900, max_turns=3, num_turns=2,
+        tasks_per_step=4, group_size=4, batch_size=4, max_new_tokens=128, max_tokens=900, max_turns=3,
+        env_options="num_turns=2",
         max_steps=args.gsm8k_steps, eval_tasks=0, **common))
     os.makedirs(RESULTS, exist_ok=True)
     for name, folder in (("grpo", learned), ("gsm8k", math)):

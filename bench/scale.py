@@ -92,14 +92,19 @@ def measure(point) -> dict:
     tasks = Path(folder) / f"tasks_{os.getpid()}.jsonl"
     tasks.write_text("".join(json.dumps({**sizes, "number": i}) + "\n" for i in range(8)))
     if clock == "cpu":
-        grpo.time = SimpleNamespace(time=time.process_time)  # its timing.jsonl then counts what this process computed
+        # timing.jsonl then counts what this process computed.
+        from experiment import run as run_module
+        clock_of = SimpleNamespace(time=time.process_time, monotonic=time.process_time)
+        run_module.time = agent.time = clock_of
+    limits = agent.Limits(sizes["turns"], 64, 10**6, max_tool_calls=10**6, max_tool_tokens=10**6)
+    grpo.rollout_options = lambda config: {
+        "limits": limits, "temperature": config.temperature, "seed": config.seed}
     began = peak_mib()
     with open(os.devnull, "w") as quiet, redirect_stdout(quiet), redirect_stderr(quiet):
         grpo.train(grpo.Config(
             model_path=folder, env=f"{__file__}:Library", dataset=str(tasks), eval_dataset=str(tasks), eval_tasks=0,
             output_dir=str(out), tasks_per_step=2, group_size=sizes["group_size"], batch_size=4, max_steps=1 + repeats,
-            lora_r=8, max_turns=sizes["turns"], max_new_tokens=64, max_tokens=10**6, max_tool_calls=10**6,
-            max_tool_tokens=10**6, save_trajectories=0))
+            lora_r=8, save_trajectories=0))
     timing, metrics = ([json.loads(line) for line in (out / name).read_text().splitlines()][1:]
                        for name in ("timing.jsonl", "metrics.jsonl"))
     assert all(m["turns"] == sizes["turns"] and m["completion"] == 1 for m in metrics), metrics[0]
