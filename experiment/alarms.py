@@ -2,6 +2,8 @@
 import math
 from collections import deque
 
+from experiment.data import lines_of, parse_object, reading
+
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 
 
@@ -18,6 +20,13 @@ class Alarms:
         if len(self.early) < WINDOW:
             self.early.append(metrics)
         self.late.append(metrics)
+
+    def read(self, path):
+        """Take in the lines of metrics.jsonl that a resumed run has written before."""
+        if path.exists():
+            for number, line in lines_of(path):
+                with reading(path, number):
+                    self.add(parse_object(line))
 
     def new(self):
         """Return the sentences of the alarms that are raised for the first time."""
@@ -43,8 +52,8 @@ def alarms(early, late):
     return out
 
 
-NAMES = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated", "structure",
-         "groups_without_signal")
+NAMES = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
+         "structure", "groups_without_signal")
 
 
 def _mean(rows, name):
@@ -56,8 +65,9 @@ def _exploration(before, now):
     was, entropy = before["entropy"], now["entropy"]
     if entropy < 0.3 * was and not now["success"] > 0.9:
         yield "entropy", (
-            f"entropy fell from {was:.3g} to {entropy:.3g} nats a token, the policy hardly explores; people "
-            "lower --learning_rate, raise --entropy_coef or --kl_coef, or use --clip_eps_high 0.28")
+            f"entropy fell from {was:.3g} to {entropy:.3g} nats a token, the policy hardly "
+            "explores; people lower --learning_rate, raise --entropy_coef or --kl_coef, or use "
+            "--clip_eps_high 0.28")
     if entropy > max(3 * was, 0.5):
         yield "noise", (
             f"entropy rose from {was:.3g} to {entropy:.3g} nats a token, sampling turns to noise; "
@@ -80,28 +90,28 @@ def _length(before, now):
     better = now["success"] > before["success"] + 0.05
     if tokens > 2 * was and not better:
         yield "length", (
-            f"episodes grew from {was:.0f} to {tokens:.0f} sampled tokens and solve no more; people lower "
-            "--max_new_tokens, give length a cost in the reward, or use --loss dr_grpo or dapo")
+            f"episodes grew from {was:.0f} to {tokens:.0f} sampled tokens and solve no more; "
+            "people lower --max_new_tokens, give length a cost, or use --loss dr_grpo or dapo")
     if tokens < 0.4 * was and not better:
         yield "length", (
-            f"episodes shrank from {was:.0f} to {tokens:.0f} sampled tokens and solve no more; people "
-            "read them in report.html: something short is rewarded, or nothing is")
+            f"episodes shrank from {was:.0f} to {tokens:.0f} sampled tokens and solve no more; "
+            "people read them in report.html: something short is rewarded, or nothing is")
     if now["truncated"] > 0.2:
         yield "truncated", (
-            f"{now['truncated']:.0%} of episodes are cut by a token limit; people raise --max_new_tokens "
-            "(one turn) or --max_tokens (the episode), whichever the stop reasons in report.html name")
+            f"{now['truncated']:.0%} of episodes are cut by a token limit; people raise "
+            "--max_new_tokens (one turn) or --max_tokens (the episode), as stop reasons say")
 
 
 def _tools(before, now):
     was, actions = before["actions"], now["actions"]
     if actions < 0.3 * was:
         yield "tools", (
-            f"tool calls an episode fell from {was:.2g} to {actions:.2g}; people check that the reward "
-            "cannot be had without tools, lower --learning_rate, or give more SFT")
+            f"tool calls an episode fell from {was:.2g} to {actions:.2g}; people check that the "
+            "reward cannot be had without tools, lower --learning_rate, or give more SFT")
     if now["structure"] < 0.1:
         yield "structure", (
-            "the model makes hardly any tool call that can be read; people teach it the format first: "
-            "python sft.py with the same --model_path and --env, then start from its --output_dir")
+            "the model makes hardly any tool call that can be read; people teach it the format "
+            "first: python sft.py with the same --model_path and --env, then start from its folder")
 
 
 def _signal(before, now):
@@ -109,5 +119,5 @@ def _signal(before, now):
     if share > 0.9:
         tasks = "harder tasks" if now["success"] > 0.5 else "easier tasks or more SFT"
         yield "signal", (
-            f"in {share:.0%} of groups all advantages are 0 and teach nothing; people take {tasks}, "
-            "a larger --group_size, or --success_rate_lb and --success_rate_ub")
+            f"in {share:.0%} of groups all advantages are 0 and teach nothing; people "
+            f"take {tasks}, a larger --group_size, or --success_rate_lb and --success_rate_ub")

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent: checkpoints/step_NNNNNN in an output folder.
 
-A checkpoint is written beside its place, flushed to the disk, and renamed, so that whatever kills the
-process, what stands in its place is whole. state.json is written last. It holds the size and the
-sha256 of all other files, and a checksum of itself.
+A checkpoint is written beside its place, flushed to the disk, and renamed, so that whatever kills
+the process, what stands in its place is whole. state.json is written last. It holds the size and
+the sha256 of all other files, and a checksum of itself.
 """
 import hashlib
 import shutil
@@ -30,13 +30,15 @@ def newest_checkpoint(output_dir):
     return None
 
 
-# -------------------------------------------------------------------------------- writing and reading
-def write_checkpoint(path, write_files, state):
+# ---------------------------------------------------------------------------- writing and reading
+def write_checkpoint(path, save_model, tokenizer, optimizer, state):
     """Write a checkpoint whole or not at all.
 
     Args:
         path: checkpoints/step_NNNNNN; a checkpoint that is there is replaced.
-        write_files: writes weights, tokenizer and optimizer into the folder it is given.
+        save_model: writes the weights into the folder it is given.
+        tokenizer: is saved beside them, unless it is None.
+        optimizer: what `optimizer_tensors` returns, or None.
         state: what state.json holds beside the fingerprints of these files.
     """
     temporary = path.with_name(f".tmp-{path.name}")
@@ -44,7 +46,12 @@ def write_checkpoint(path, write_files, state):
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        write_files(temporary)
+        save_model(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        if optimizer is not None:
+            from safetensors.torch import save_file
+            save_file(optimizer, temporary / "optimizer.safetensors")
         _seal(temporary, state, path.parent.parent / "config.yaml")
         if path.exists():
             if not (path / "state.json").exists():
@@ -170,8 +177,9 @@ def load_optimizer(optimizer, named_parameters, path):
     names = {p: name for name, p in named_parameters}
     parameters = {names[p]: p for p in _trained(optimizer)}
     for name in sorted(parameters.keys() ^ states.keys()):
-        problem = f"has no state for {name}" if name in parameters else f"{name} is not trained here"
-        raise UserError(f"{path}: {problem}")
+        if name in parameters:
+            raise UserError(f"{path}: has no state for {name}")
+        raise UserError(f"{path}: {name} is not trained here")
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
@@ -185,7 +193,7 @@ def load_optimizer(optimizer, named_parameters, path):
 
 
 def copy_of_state(optimizer):
-    """Return a copy of the weights that the optimizer trains and of its state, or None if it is large."""
+    """Return a copy of the weights that train and of their state, or None if it is large."""
     import torch
     parameters = _trained(optimizer)
     # AdamW has two moments for each weight.

@@ -296,8 +296,9 @@ def nearest(name, known, lead="did you mean ", end="?", otherwise="--help lists 
 
 
 def check_accumulation(config, sequences: int):
-    """Raise UserError if --gradient_accumulation_steps is not what `sequences` and batch_size ask for."""
+    """Raise UserError if a step of so many sequences needs other forward passes."""
     accumulation = config.gradient_accumulation_steps
     if accumulation and accumulation * config.batch_size != sequences:
+        product = accumulation * config.batch_size
         raise UserError(f"a step has {sequences} sequences, but batch_size {config.batch_size} x "
-                        f"gradient_accumulation_steps {accumulation} = {accumulation * config.batch_size}")
+                        f"gradient_accumulation_steps {accumulation} = {product}")

@@ -1,13 +1,16 @@
 """Several processes as one: `torchrun --nproc_per_node=N grpo.py ...`, on one machine or on many.
 
-Every rank holds all weights, made alike from the same seed and files. It plays its share of a step's tasks, the
-episodes of a task together, and then all ranks have all episodes; it takes its share of the step's micro-batches, whose
-losses are divided by counts over the whole step, so that one flat all-reduce gives every rank the gradient that one
-process would have. Rank 0 writes. Beside torch's process group each rank holds a plain connection to rank 0: the kernel
-closes it however a process ends, and so the others learn who is gone, where a collective would only wait.
+Every rank holds all weights, which are equal because seed and files are. It plays its share of a
+step's tasks, the episodes of a task together, and then all ranks have all episodes. It takes its
+share of the step's micro-batches, whose losses are divided by counts over the whole step, so that
+one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
+
+Beside torch's process group each rank holds a plain connection to rank 0. The kernel closes it
+however a process ends, and so the others learn who is gone, where a collective would only wait.
 """
 import atexit
 import functools
+import json
 import os
 import socket
 import sys
@@ -19,126 +22,197 @@ from datetime import timedelta
 from experiment.errors import Stop, UserError
 
 GRACE = 10  # seconds between a rank's end and that of the others, who may save in them
+JOIN_MINUTES = 10  # to wait for all ranks to start
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join():
+    """Return this process's Ranks, as the environment variables of torchrun describe them."""
+    return _joined() if os.environ.get("WORLD_SIZE", "1") != "1" else Ranks(0, 1)
 
 
 @functools.cache
 def _joined():
+    """Return the one Ranks of this process; torch's process group, too, exists once."""
+    for name in VARIABLES:
+        value = os.environ.get(name, "")
+        if not value or name != "MASTER_ADDR" and not value.isdecimal():
+            raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r} and {name} is {value!r}: "
+                            "start several processes with torchrun, or unset WORLD_SIZE")
     return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def join():
-    """This process's Ranks, as torchrun's environment tells: one for its life, as torch's process group is."""
-    return _joined() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else Ranks(int(os.environ.get("RANK", 0)), 1)
+def gone_rank():
+    """Return the name of a rank that is gone, or None. This never waits for other ranks."""
+    return _joined().gone if _joined.cache_info().currsize else None
 
 
 def _close():
-    """While Python still stands: gloo's threads, left to the end of the process, now and then abort it."""
+    # At the end of the process the threads of gloo would now and then abort it.
     import torch.distributed as dist
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Ranks:
-    """rank of world. gone: the rank that has left before the work was done, or None. Alone all of it does nothing.
+    """This process's place among several. In a single process every method is a no-op.
 
-    runs: how many are under way, one within the other. leave(): raises what ends the outermost; set by it.
+    Attributes:
+        rank, world: the number of this process, and how many there are.
+        gone: the name of a rank that left before the work was done, or None.
+        runs: how many runs are under way, one inside the other.
+        leave: raises what ends the outermost run, which sets it.
     """
 
     def __init__(self, rank: int, world: int):
-        self.rank, self.world, self.gone, self.runs, self.leave = rank, world, None, 0, self._lost
+        self.rank, self.world = rank, world
+        self.gone, self.runs, self.leave = None, 0, self._lost
         if world == 1:
             return
         import torch
         import torch.distributed as dist
-        gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+        backend = "gloo"
         if torch.cuda.is_available():
-            if local >= gpus:
-                raise UserError(f"process {local} of this machine has no GPU of its own, there are {gpus}; "
-                                f"--nproc_per_node={gpus}")
-            torch.cuda.set_device(local)
-        # Who waits is waiting for a rollout, however long; who is gone is told by the connections.
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=7))
+            backend = "cpu:gloo,cuda:nccl"
+            self._choose_gpu()
+        # A rank that dies while the others start is noticed like one that dies in a run.
+        self.runs = 1
+        self._connect(self._rendezvous())
+        # A long wait is a long rollout; the connections tell who is gone.
+        self._together(dist.init_process_group, backend, timeout=timedelta(days=7),
+                       store=self.store, rank=rank, world_size=world)
+        self.runs = 0
         atexit.register(_close)
         if rank:
-            from tqdm import tqdm
-            sys.stdout = open(os.devnull, "w")  # what rank 0 says is enough
-            tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
-        self.names = self.gather(f"rank {rank} (process {os.getpid()} on {socket.gethostname()})")
-        self._connect()
+            self._be_silent()
 
-    # ------------------------------------------------------------------------------------------------- shares and sums
+    def launcher(self):
+        """Return the words of a command line that start this many processes."""
+        if self.world == 1:
+            return ["python"]
+        words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', self.world)}"]
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+        if nodes != "1":
+            endpoint = f"--rdzv_endpoint={os.environ['MASTER_ADDR']}:29500"
+            words[1:1] = [f"--nnodes={nodes}", "--rdzv_backend=c10d", endpoint]
+        return words
+
+    def _choose_gpu(self):
+        import torch
+        gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+        if local >= gpus:
+            raise UserError(f"process {local} of this machine has no GPU of its own, there are "
+                            f"{gpus}; --nproc_per_node={gpus}")
+        torch.cuda.set_device(local)
+
+    def _rendezvous(self):
+        """Return the store of all ranks, once all of them have started."""
+        import torch.distributed as dist
+        try:
+            timeout = timedelta(minutes=JOIN_MINUTES)
+            self.store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0][:200]
+            other = f"rank {1 - self.rank} has" if self.world == 2 else "some ranks have"
+            raise Stop(f"{other} not started within {JOIN_MINUTES} minutes: {reason}", 5) from None
+        return self.store
+
+    def _be_silent(self):
+        """Print nothing but errors. What rank 0 prints is enough."""
+        from tqdm import tqdm
+        sys.stdout = open(os.devnull, "w")
+        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
+
+    # ---------------------------------------------------------------------------- shares and sums
     def share(self, n: int) -> range:
-        """This rank's of n things in a row."""
+        """Return this rank's share of n things in a row."""
         return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
 
     def micro_batches(self, n: int, batch_size: int) -> list[slice]:
-        """This rank's of the micro-batches of n sequences; smaller than batch_size where a rank would have none."""
-        if -(-n // batch_size) < (count := min(n, self.world)):
-            return [slice(n * i // count, n * (i + 1) // count) for i in range(count)][self.rank:self.rank + 1]
-        return [slice(i, i + batch_size) for i in range(0, n, batch_size)][self.rank::self.world]
+        """Return this rank's micro-batches of n sequences.
 
-    def gather(self, part) -> list:
-        """Every rank's part, in the order of ranks, on every rank."""
+        They are smaller than batch_size where a rank would otherwise have none.
+        """
+        count = min(n, self.world)
+        if -(-n // batch_size) < count:
+            shares = [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
+            return shares[self.rank:self.rank + 1]
+        starts = range(0, n, batch_size)[self.rank::self.world]
+        return [slice(start, start + batch_size) for start in starts]
+
+    def gather(self, item) -> list:
+        """Return every rank's item, in the order of ranks, on every rank."""
         if self.world == 1:
-            return [part]
+            return [item]
         import torch.distributed as dist
-        parts = [None] * self.world
-        self._together(dist.all_gather_object, parts, part)
-        return parts
+        items = [None] * self.world
+        self._together(dist.all_gather_object, items, item)
+        return items
 
     def first(self, act):
-        """act() on rank 0 alone; every rank gets what it returns, or raises the UserError or Stop that it raises."""
+        """Call act() on rank 0 alone. Every rank returns its result or raises its error."""
+        if self.world == 1:
+            return act()
         out = error = None
         if self.rank == 0:
             try:
                 out = act()
             except (UserError, Stop) as raised:
-                if self.world == 1:
-                    raise
-                error = type(raised), *raised.args, *([raised.code] if isinstance(raised, Stop) else [])
+                code = [raised.code] if isinstance(raised, Stop) else []
+                error = type(raised), *raised.args, *code
         out, error = self.gather((out, error))[0]
         if error:
             until = time.monotonic() + GRACE
+            # A process that ends with something unread takes back what it sent.
             while self.rank == 0 and self.alive and time.monotonic() < until:
-                time.sleep(0.05)  # a process that ends with something unread takes back what it sent
+                time.sleep(0.05)
             raise error[0](*error[1:])
         return out
 
     def total(self, numbers: dict) -> Counter:
-        """The sums of all ranks' numbers, name by name."""
+        """Return the sums of all ranks' numbers, name by name."""
         out = Counter()
-        for part in self.gather(dict(numbers)):
-            out.update(part)
+        for item in self.gather(dict(numbers)):
+            out.update(item)
         return out
 
     def add(self, tensor):
-        """The sum of all ranks' tensors, in place."""
+        """Add up all ranks' tensors in place, and return the tensor."""
         if self.world > 1:
             import torch.distributed as dist
             self._together(dist.all_reduce, tensor)
         return tensor
 
     def add_gradients(self, weights):
-        """p.grad becomes the sum of all ranks' gradients, in one flat all-reduce; a rank without a share adds zeros."""
+        """Make p.grad the sum of all ranks' gradients, in one flat all-reduce.
+
+        A rank without a share adds zeros.
+        """
         if self.world == 1:
             return
         import torch
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in weights])
-        for p, grad in zip(weights, self.add(flat).split([p.numel() for p in weights])):
-            p.grad = torch.empty_like(p) if p.grad is None else p.grad  # memory.HostAdamW holds on to its own
-            p.grad.copy_(grad.view_as(p))
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
+        flat = self.add(torch.cat([grad.flatten() for grad in gradients]))
+        for p, total in zip(weights, flat.split([p.numel() for p in weights])):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            # AdamW on the host holds on to its own gradient tensors.
+            p.grad.copy_(total.view_as(p))
 
     def check_alike(self, weights):
-        """UserError if ranks start from different weights: other files, or another version, on another machine."""
-        own = self.world > 1 and f"{sum(p.detach().double().abs().sum().item() for p in weights):.9g}"
-        if len(set(self.gather(own))) > 1:
-            raise UserError("the ranks start from different weights; give all machines the same files and versions")
+        """Raise UserError if the ranks start from different weights."""
+        if self.world == 1:
+            return
+        total = sum(p.detach().double().abs().sum().item() for p in weights)
+        if len(set(self.gather(f"{total:.9g}"))) > 1:
+            raise UserError("the ranks start from different weights; give all machines the same "
+                            "files and versions")
 
-    # ----------------------------------------------------------------------------------------------------- who is gone
-    def _together(self, collective, *args):
+    # -------------------------------------------------------------------------------- who is gone
+    def _together(self, collective, *args, **options):
+        """Call a collective; if it fails because a rank is gone, leave."""
         try:
-            collective(*args)
+            collective(*args, **options)
         except RuntimeError:
             until = time.monotonic() + GRACE
             while not self.gone and time.monotonic() < until:
@@ -150,26 +224,42 @@ class Ranks:
     def _lost(self):
         raise Stop(f"{self.gone} is gone", 5)
 
-    def _connect(self):
+    def _connect(self, store):
+        """Connect rank 0 with every other rank, and exchange the names that messages use."""
+        name = f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})"
         if self.rank == 0:
-            server = socket.create_server(("", 0), backlog=self.world)
-            self.gather(server.getsockname()[1])
-            self.peers = {}
-            while len(self.peers) < self.world - 1:
-                peer, _ = server.accept()
-                self.peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "big")] = peer
-            server.close()
+            self._accept_peers(store, name)
         else:
-            port = self.gather(None)[0]
-            self.peers = {0: socket.create_connection((os.environ["MASTER_ADDR"], port))}
-            self.peers[0].sendall(self.rank.to_bytes(4, "big"))
+            port = int(store.get("experiment/port"))
+            peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
+            peer.sendall(json.dumps([self.rank, name]).encode() + b"\n")
+            self.peers = {0: peer}
+            self.names = json.loads(_read_line(peer) or self._missing(0))
         self.alive = {*self.peers}
         for rank, peer in self.peers.items():
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
-                if hasattr(socket, name):  # seconds: of a machine without power nothing else is heard
-                    peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            _keep_alive(peer)
             threading.Thread(target=self._watch, args=(rank, peer), daemon=True).start()
+
+    def _accept_peers(self, store, name):
+        self.peers, self.names = {}, [name] * self.world
+        with socket.create_server(("", 0), backlog=self.world) as server:
+            server.settimeout(60 * JOIN_MINUTES)
+            store.set("experiment/port", str(server.getsockname()[1]))
+            while len(self.peers) < self.world - 1:
+                try:
+                    peer, _ = server.accept()
+                except TimeoutError:
+                    self._missing(min({*range(1, self.world)} - {*self.peers}))
+                peer.settimeout(None)
+                line = _read_line(peer)
+                if line:
+                    rank, self.names[rank] = json.loads(line)
+                    self.peers[rank] = peer
+        for peer in self.peers.values():
+            peer.sendall(json.dumps(self.names).encode() + b"\n")
+
+    def _missing(self, rank):
+        raise Stop(f"rank {rank} is gone before all ranks had started", 5)
 
     def _watch(self, rank, peer):
         """Wait until a peer's connection closes; what it said before is who else was gone."""
@@ -181,13 +271,37 @@ class Ranks:
             pass
         self.gone = self.gone or said.decode() or self.names[rank]
         self.alive.discard(rank)
-        for other in self.peers.values() if self.rank == 0 else ():
-            try:
-                other.sendall(self.gone.encode())
-                other.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
+        if self.rank == 0:
+            self._tell_others()
         time.sleep(GRACE)
-        if self.runs:  # the main thread has not noticed: it waits in a collective
+        if self.runs:
+            # The main thread has not noticed, because it waits in a collective.
             os.write(2, f"{self.gone} is gone; so is rank {self.rank}\n".encode())
             os._exit(5)
+
+    def _tell_others(self):
+        for peer in self.peers.values():
+            try:
+                peer.sendall(self.gone.encode())
+                peer.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+
+
+def _read_line(peer):
+    """Return the bytes up to a newline, or b"" if the peer closed before it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = peer.recv(1)
+        if not byte:
+            return b""
+        line += byte
+    return line
+
+
+def _keep_alive(peer):
+    """Notice within seconds that a machine has lost its power, which closes no connection."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)

@@ -37,7 +37,7 @@ def to_json(value, indent=None):
 
 
 def open_to_write(path, mode):
-    """Open a text file to write ("w") or append ("a"). A symbolic link in its place raises OSError."""
+    """Open a text file to write or append. A symbolic link in its place raises OSError."""
     def opener(name, flags):
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
     return open(path, mode, encoding="utf-8", newline="\n", opener=opener)
@@ -56,7 +56,7 @@ def replace_file(path, text):
 
 
 def sync(path):
-    """Flush a file or folder to the disk, so that a power cut after a rename finds what was renamed."""
+    """Flush a file or folder to the disk, so that it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
@@ -65,8 +65,8 @@ def sync(path):
 def fingerprint(path, sample_above=math.inf):
     """Return the size and the sha256 of a file as a dict.
 
-    Of a file larger than `sample_above` bytes only 64 blocks of 1 MiB are hashed, evenly spread from
-    the first, which in a safetensors file holds the header, to the last.
+    Of a file larger than `sample_above` bytes only 64 blocks of 1 MiB are hashed, evenly spread
+    from the first, which in a safetensors file holds the header, to the last.
     """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -103,4 +103,13 @@ def disk_space(path, needed, command):
         free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
         raise Stop(
             f"{path}: cannot be written, it needs {needed} bytes and {free} are free "
-            f"({str(error).strip()}); earlier checkpoints are whole; make room, then: {command}", 4) from None
+            f"({str(error).strip()}); earlier checkpoints are whole; make room, then: {command}",
+            4) from None
+
+
+def check_space(folder, needed):
+    """Raise Stop if fewer than `needed` bytes are free in the folder."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise Stop(f"{folder}: checkpoints need {needed} bytes and {free} are free; "
+                   "make room, or give another --output_dir", 4)

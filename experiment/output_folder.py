@@ -1,4 +1,4 @@
-"""The output folder of a run: who may write there, what --overwrite removes, what --resume continues.
+"""The output folder of a run: who may write there, what is overwritten, what is resumed.
 
 Nothing is removed that a run of ours did not write, and nothing is written through a symbolic link.
 """
@@ -16,7 +16,7 @@ from experiment.errors import UserError
 from experiment.files import disk_space, fingerprint, open_to_write, replace_file, sync, to_json
 
 CONFIG = "config.yaml"
-LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # a JSON object with a "step" per line
+LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
 RESULTS = ("result.json", "report.html", "preference_pairs.json")
 FOLDERS = ("checkpoints", "base")
 # Permissions for one call, which config.yaml does not repeat.
@@ -45,7 +45,7 @@ class OutputFolder:
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self, values):
-        """Take the folder: it is writable, free, and either empty, to be emptied or to be continued.
+        """Take the folder: writable, free, and either empty, to be emptied or to be continued.
 
         Args:
             values: {flag: value} of the run's config. Raises UserError.
@@ -94,8 +94,8 @@ class OutputFolder:
             pid = self.lock.read().strip()
             # A notebook may still hold the lock of its previous run.
             if pid != str(os.getpid()):
-                raise UserError(f"{self.path}: process {pid or '?'} is running there; stop it, or give "
-                                "another --output_dir") from None
+                raise UserError(f"{self.path}: process {pid or '?'} is running there; stop it, or "
+                                "give another --output_dir") from None
         except OSError:
             # This file system has no locks.
             return
@@ -121,12 +121,13 @@ class OutputFolder:
         if not algorithm:
             raise UserError(f"{self.path}: already holds {contents[0]}; give another --output_dir")
         if (self.path / "result.json").exists():
-            raise UserError(f"{self.path}: already holds a {algorithm} run; give another --output_dir, "
-                            "or --overwrite to replace it")
+            raise UserError(f"{self.path}: already holds a {algorithm} run; give another "
+                            "--output_dir, or --overwrite to replace it")
         steps = [int(path.name[5:]) for path in checkpoints(self.path)]
         saved = f"{steps[-1]} steps are saved" if steps else "no step is saved"
-        raise UserError(f"{self.path}: already holds a {algorithm} run, unfinished ({saved}); --resume "
-                        "continues it, --overwrite replaces it, or give another --output_dir")
+        raise UserError(f"{self.path}: already holds a {algorithm} run, unfinished ({saved}); "
+                        "--resume continues it, --overwrite replaces it, or give another "
+                        "--output_dir")
 
     def _overwrite(self, values):
         """Remove what a run of ours wrote, unless this run starts from it."""
@@ -178,7 +179,8 @@ class OutputFolder:
         again = f"`python {self.algorithm}.py --config {CONFIG} --output_dir elsewhere` repeats it"
         kept = {name: value for name, value in values.items() if name not in ONCE}
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
-        self.write(CONFIG, f"# {self.algorithm} run; {again}\n{yaml.safe_dump(kept, sort_keys=False)}")
+        text = yaml.safe_dump(kept, sort_keys=False)
+        self.write(CONFIG, f"# {self.algorithm} run; {again}\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""
@@ -189,7 +191,8 @@ class OutputFolder:
 
     def log_sizes(self):
         """Return {log: bytes}. A checkpoint holds them; what was written later is cut on resume."""
-        return {name: (self.path / name).stat().st_size for name in LOGS if (self.path / name).exists()}
+        paths = [self.path / name for name in LOGS]
+        return {path.name: path.stat().st_size for path in paths if path.exists()}
 
     def sync_logs(self, names):
         """Flush these logs to the disk."""
@@ -197,7 +200,7 @@ class OutputFolder:
             sync(self.path / name)
 
     def fingerprints(self, files):
-        """Return {path: fingerprint} of what a run is made of: these files and base/, where it exists."""
+        """Return {path: fingerprint} of these files and of base/, where it exists."""
         out = {str(path): fingerprint(path, SAMPLE_ABOVE) for path in files}
         for path in sorted(self.path.glob("base/*")):
             if path.is_file():
@@ -206,7 +209,7 @@ class OutputFolder:
 
     # ------------------------------------------------------------------------------------- resuming
     def continue_run(self, config, values, made_of):
-        """Check that the run here can be continued, and discard what was written after its checkpoint.
+        """Check that the run can be continued; discard what was written after its checkpoint.
 
         Args:
             config: the config of this call.
@@ -219,7 +222,8 @@ class OutputFolder:
         """
         algorithm = self.written_by()
         if not algorithm:
-            raise UserError(f"{self.path / CONFIG}: was not written by a run; give another --output_dir")
+            raise UserError(f"{self.path / CONFIG}: was not written by a run; "
+                            "give another --output_dir")
         if algorithm != self.algorithm:
             raise UserError(f"{self.path}: holds a {algorithm} run, not one of {self.algorithm}")
         longer = self._compare(config, values)
@@ -255,10 +259,11 @@ class OutputFolder:
             del changed["max_steps"]
         differences = [f"--{name} is {values[name]} and was {old}" for name, old in changed.items()]
         if changed and _harmless(changed, {**values, **began}, values):
-            print(f"note: {', '.join(differences)}: from here on the numbers may differ by rounding")
+            print(f"note: {', '.join(differences)}: numbers may differ by rounding from here on")
         elif changed:
-            raise UserError(f"{self.path}: --resume continues the run as it began (max_steps may grow), "
-                            f"but {', '.join(differences)}; the same command: {self.command}")
+            raise UserError(f"{self.path}: --resume continues the run as it began (max_steps may "
+                            f"grow), but {', '.join(differences)}; the same command: "
+                            f"{self.command}")
         return longer
 
     def _restore_replaced(self):
@@ -288,12 +293,12 @@ class OutputFolder:
     def _check_ingredients(self, state, made_of, start):
         """Refuse to continue with another model, other data or another environment."""
         if state["model"] != start:
-            raise UserError(f"--model_path has a newer checkpoint than the one this run began with, "
-                            f"{state['model']}: it is now {start}; move it away, or begin anew")
+            raise UserError("--model_path has a newer checkpoint than the one this run began "
+                            f"with, {state['model']}: now {start}; move it away, or begin anew")
         for path in sorted(state["made_of"].keys() | made_of.keys()):
             if state["made_of"].get(path) != made_of.get(path):
-                raise UserError(f"{path}: is not the file this run began with; give it back, or begin "
-                                "anew with another --output_dir")
+                raise UserError(f"{path}: is not the file this run began with; put that back, or "
+                                "begin anew with another --output_dir")
         for name, recorded in state["versions"].items():
             if version(name) != recorded:
                 print(f"note: {name} is {version(name)}, the checkpoint was written by {recorded}: "
@@ -315,7 +320,7 @@ class OutputFolder:
 
 
 def newest_start(config):
-    """Return what the run starts from: of an output folder its newest checkpoint, else model_path."""
+    """Return what the run starts from: model_path, or the newest checkpoint in it."""
     path = getattr(config, "model_path", None)
     if path and os.path.isdir(path):
         return str(newest_checkpoint(path) or path)
@@ -343,7 +348,8 @@ def _remove_checkpoint(path):
         listed = [path / name for name in read_json(path / "state.json")["files"]]
     except (UserError, KeyError, TypeError):
         # The list is damaged. Nothing else leaves such files in such a folder.
-        listed = [file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja")]
+        suffixes = (".safetensors", ".json", ".jinja")
+        listed = [file for file in path.iterdir() if file.suffix in suffixes]
     files = [file for file in listed if file.resolve().is_relative_to(path.resolve())]
     for file in [*files, path / "state.json"]:
         file.unlink(missing_ok=True)

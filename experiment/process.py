@@ -18,7 +18,7 @@ def give_back_memory():
 
 
 def peak_memory_mb():
-    """Return the peak in MiB so far: what torch allocated on the GPU, or else this process's resident set."""
+    """Return the peak in MiB: what torch allocated on the GPU, else the resident set."""
     torch, status = sys.modules.get("torch"), Path("/proc/self/status")
     if torch and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20

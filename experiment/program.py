@@ -46,7 +46,7 @@ def main(config_class, train, doc):
 
 
 def _explain(error, run):
-    """Return (one line, exit status) for what ended a run; the line is None where a traceback says more."""
+    """Return (one line, exit status) for what ended a run; None if a traceback is better."""
     notes = " ".join(["", *getattr(error, "__notes__", ())])
     reason = " ".join(str(error).split())
     if isinstance(error, Stop):
@@ -66,9 +66,9 @@ def _explain(error, run):
     if memory or "can't allocate memory" in reason:
         step = f", step {run.step}" if run else ""
         first_line = str(error).strip().split("\n")[0][:200]
-        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line} A smaller --batch_size "
-                "(outside grpo with more --gradient_accumulation_steps) gives the same result with less "
-                f"memory{notes}"), 1
+        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line} A smaller "
+                "--batch_size (outside grpo with more --gradient_accumulation_steps) gives the "
+                f"same result with less memory{notes}"), 1
     return None, 1
 
 
@@ -76,8 +76,8 @@ def _explain(error, run):
 def guard_streams():
     """Make stdin, stdout and stderr safe to use, however the process was started.
 
-    A descriptor that is closed is opened on the null device, or the next file that is opened would get
-    its number and with it all that is printed. What the terminal cannot show is written in escapes.
+    A descriptor that is closed is opened on the null device, or the next file that is opened would
+    get its number and with it all that is printed. What the terminal cannot show is escaped.
     """
     for descriptor in (0, 1, 2):
         try:

@@ -3,7 +3,7 @@ import hashlib
 
 
 def mix(*numbers_and_texts):
-    """Return a 63-bit seed that is the same on every machine. All randomness here is mix(seed, step, ...)."""
+    """Return a 63-bit seed that is the same on every machine."""
     for item in numbers_and_texts:
         # repr(np.int64(1)) is not repr(1).
         if type(item) not in (int, float, str, bool, type(None)):

@@ -1,8 +1,10 @@
-"""Signals end a run where nothing is lost: SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal)."""
+"""SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) end a run where nothing is lost."""
 import os
 import signal
 import threading
+import time
 
+from experiment.distributed import gone_rank
 from experiment.errors import Stop
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,7 +47,11 @@ class Signals:
 
     def stop(self):
         """Return the Stop that ends the process."""
-        words = f"stopped by {signal.Signals(self.signum).name}"
+        # torchrun ends all ranks as soon as one is gone, and it is that one that has to be named.
+        time.sleep(0.2 if "RANK" in os.environ else 0)
+        gone = gone_rank()
+        words = f"{gone} is gone; " if gone else ""
+        words += f"stopped by {signal.Signals(self.signum).name}"
         if self.run:
             words += self.run.how_to_continue()
         return Stop(words, 128 + self.signum)

@@ -120,13 +120,13 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(folder, place, program, *words):  # noqa: F811
+def start(folder, place, program, *first, words=()):  # noqa: F811
     """Two processes as torchrun makes them, without its agent: nobody but they themselves hears of an end."""
     port, out = str(free_port()), []
     for rank in "01":
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2",
                "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        out.append(subprocess.Popen([sys.executable, ROOT / program, "--model_path", place / "base", "--output_dir", "r", *words], cwd=folder,
+        out.append(subprocess.Popen([sys.executable, ROOT / program, *first, "--model_path", place / "base", "--output_dir", "r", *words], cwd=folder,
                                     env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
     return out
 
@@ -142,7 +142,7 @@ def wait_for_lines(folder, pair, n):
 @pytest.mark.parametrize("dead", [1, 0])
 def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(place, tmp_path, dead):  # noqa: F811
     words = "--tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 0 --lora_r 2 --max_steps 5000".split()
-    pair = start(tmp_path, place, "grpo.py", *words, "--save_every", "1")
+    pair = start(tmp_path, place, "grpo.py", words=[*words, "--save_every", "1"])
     try:
         wait_for_lines(tmp_path, pair, 2)
         pair[dead].kill()
@@ -165,7 +165,7 @@ def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(place,
 
 
 def test_a_signal_to_all_ranks_saves_and_says_how_to_go_on(place, tmp_path):  # noqa: F811
-    pair = start(tmp_path, place, "sft.py", *"--max_samples 40 --batch_size 4 --eval_tasks 0 --lora_r 2 --max_steps 5000".split())
+    pair = start(tmp_path, place, "sft.py", words="--max_samples 40 --batch_size 4 --eval_tasks 0 --lora_r 2 --max_steps 5000".split())
     try:
         wait_for_lines(tmp_path, pair, 2)
         for p in pair:
@@ -188,3 +188,49 @@ def test_what_the_user_can_mend_ends_all_ranks_with_exit_status_2(place, tmp_pat
     errors = [p.communicate(timeout=120)[1] for p in pair]
     assert [p.returncode for p in pair] == [2, 2], errors
     assert all("already holds a sft run, unfinished" in e and "Traceback" not in e for e in errors), errors
+
+
+DIES = """
+import os, sys
+place, dead = sys.argv.pop(1), sys.argv.pop(1)
+import torch.distributed, agent, experiment.run, grpo
+from experiment import distributed, program
+def dies_in(owner, name, after=0):
+    whole, calls = getattr(owner, name), [0]
+    def call(*args, **options):
+        calls[0] += 1
+        if calls[0] > after:
+            os._exit(9)
+        return whole(*args, **options)
+    setattr(owner, name, call)
+if os.environ["RANK"] == dead:
+    owner, name, after = {"join": (torch.distributed, "init_process_group", 0), "load": (grpo, "load_model", 0), "evaluate": (grpo, "evaluate", 0),
+                          "rollout": (grpo, "rollout", 2), "update": (torch.nn.utils, "clip_grad_norm_", 2), "save": (experiment.run.Run, "save", 1),
+                          "finish": (experiment.run.Run, "finish", 0)}[place]
+    dies_in(owner, name, after)
+program.main(grpo.Config, lambda config: grpo.train(config), "")
+"""
+
+
+@pytest.mark.parametrize("dead", ["1", "0"])
+@pytest.mark.parametrize("where", ["join", "load", "evaluate", "rollout", "update", "save", "finish"])
+def test_the_dead_rank_is_named_wherever_it_dies(place, tmp_path, where, dead):  # noqa: F811
+    (tmp_path / "dies.py").write_text(DIES)
+    words = "--env equations --tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 2 --lora_r 2 --max_steps 3 --save_every 1"
+    pair = start(tmp_path, place, tmp_path / "dies.py", where, dead, words=words.split())
+    try:
+        _, errors = pair[1 - int(dead)].communicate(timeout=120)
+    finally:
+        for p in pair:
+            p.kill()
+            p.wait()
+    assert pair[int(dead)].returncode == 9 and pair[1 - int(dead)].returncode == 5, errors[-3000:]
+    assert "Traceback" not in errors and re.search(rf"rank {dead} \(process {pair[int(dead)].pid} on [^)]*\) is gone", errors), errors[-3000:]
+
+
+@pytest.mark.parametrize("name, value", [("RANK", None), ("RANK", "x"), ("MASTER_ADDR", None), ("MASTER_PORT", "http"), ("WORLD_SIZE", "two")])
+def test_half_of_torchruns_variables_is_one_line(tmp_path, name, value):
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", name: value}
+    done = subprocess.run([sys.executable, ROOT / "sft.py", "--output_dir", tmp_path / "r"], capture_output=True, text=True,
+                          env={k: v for k, v in env.items() if v is not None})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"{name} is {value or ''!r}: start several processes with torchrun" in done.stderr, done.stderr
