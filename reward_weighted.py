@@ -372,7 +372,7 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(weights)
                 loss_sum = sum(run.ranks.gather(loss_sum))
                 grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-                if run.accept_update(batch, loss_sum, grad_norm):
+                if run.accept_update(batch, loss_sum, grad_norm, more=True):
                     optimizer.step()
                 optimizer.zero_grad()
                 totals.update(loss=loss_sum, grad_norm=grad_norm)

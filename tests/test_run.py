@@ -15,6 +15,7 @@ import yaml
 from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
 from experiment.config import flag
+from experiment.files import finite
 from experiment.run import Run
 from experiment.errors import UserError
 from experiment.seeds import mix
@@ -244,7 +245,7 @@ def test_resume_drops_later_steps_and_cut_lines(tmp_path):
 def test_result(tmp_path):
     book = started(tmp_path)
     result = dict(success_before=None, success_after=0.5, seconds=float("nan"), peak_memory_mb=1, steps=2, seed=0)
-    assert book.write_result(result) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
+    assert book._write_result(finite(result)) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import reward_weighted
 import sft
 from agent import rollout
 from experiment import run
+from experiment import run as experiment_run
 from experiment.alarms import alarms
 from experiment.checkpoint import checkpoints, newest_checkpoint, remove
 from experiment.config import options
@@ -61,13 +62,13 @@ def at(monkeypatch, place, name, when, signum):  # noqa: F811
 
 
 @pytest.mark.parametrize("name, target, call, signum, done", [
-    ("sft, full", (sft, "token_logprobs"), 3, signal.SIGTERM, 1),                  # first micro-batch of step 1
-    ("sft, full", (sft, "token_logprobs"), 4, signal.SIGTERM, 1),                  # its second one
+    ("sft, full", (experiment_run, "mix"), 3, signal.SIGTERM, 1),                  # first micro-batch of step 1
+    ("sft, full", (experiment_run, "mix"), 4, signal.SIGTERM, 1),                  # its second one
     ("grpo, LoRA", (Engine, "step"), 2, signal.SIGINT, 0),                # a decode step of step 0's rollout
     ("grpo, LoRA", (grpo, "summarise"), 2, signal.SIGINT, 1),                      # after step 1's episodes were written
     ("grpo, LoRA", (torch.nn.utils, "clip_grad_norm_"), 4, signal.SIGTERM, 2),     # step 1's second update
-    ("grpo, LoRA", (grpo, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
-    ("dpo, full", (dpo, "pair_loss"), 3, signal.SIGTERM, None),
+    ("grpo, LoRA", (experiment_run, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
+    ("dpo, full", (experiment_run, "mix"), 3, signal.SIGTERM, None),
     ("reward_weighted, LoRA", (Engine, "step"), 3, signal.SIGTERM, 0),
     ("reward_weighted, LoRA", (Engine, "step"), 9, signal.SIGTERM, None),         # in the second iteration's
     ("reward_weighted, LoRA", (reward_weighted, "reward_weighted_loss"), 3, signal.SIGINT, 1),
@@ -100,7 +101,7 @@ def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_afte
 
 def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(place, tmp_path, monkeypatch):  # noqa: F811
     at(monkeypatch, sft, "token_logprobs", lambda number: number == 2, signal.SIGTERM)
-    monkeypatch.setattr(grpo, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 3, "batch_size": 4})
+    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 3, "batch_size": 4})
     with Signals(), pytest.raises(Stop, match="grpo.py --config .* --resume") as caught:
         grpo.train(config(grpo, place, tmp_path, model_path="tiny", max_steps=1))
     assert caught.value.code == 143
@@ -195,7 +196,8 @@ def test_weights_and_optimizer_are_unchanged_and_the_third_in_a_row_stops(place,
 def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
     book = Run(sft.Config(output_dir=str(tmp_path)), "sft")
     assert book.accept_update([], 1.0, 2.0) and book.updated
-    assert not book.accept_update([], float("nan"), 0.0) and not book.accept_update([], 1.0, float("inf"))
+    for book.step, (loss, norm) in enumerate([(float("nan"), 0.0), (1.0, float("inf"))], 1):
+        assert not book.accept_update([], loss, norm)
     assert book.accept_update([], 1.0, 2.0) and book.bad == 0  # three in a row, not three in all
     assert sorted(path.name for path in tmp_path.glob("bad*")) == ["bad_step_1.json", "bad_step_2.json"]
     Run(sft.Config(output_dir=str(tmp_path), overwrite=True), "sft")
@@ -229,7 +231,7 @@ def test_rewards_that_are_not_finite_skip_their_step_and_the_third_in_a_row_stop
         module.train(config(module, place, tmp_path / "o", env=f"{tmp_path}/w.py:W", lora_r=2, **{**steps, "eval_tasks": 0}))
     assert caught.value.code == 3
     bad = [json.loads(path.read_text()) for path in sorted((tmp_path / "o").glob("bad_step_*.json"))]
-    assert len(bad) == (3 if module is grpo else 1) and all("nan" in [t["reward"] for t in step["episodes"]] for step in bad)
+    assert len(bad) == 3 and all("nan" in [t["reward"] for t in step["episodes"]] for step in bad)
     for path in checkpoints(tmp_path / "o"):
         tensors = load_file(path / "adapter_model.safetensors")
         assert not any(v.any() for k, v in tensors.items() if "lora_B" in k) and all(v.isfinite().all() for v in tensors.values())
@@ -301,3 +303,69 @@ def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):
         book.write_line(step, {**HEALTHY, "entropy": 0.07 if step < 6 else 0.001, "actions": 3.0 if step < 10 else 0.0}, {})
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
     assert [re.sub(" fell.*", "", line) for line in alarms] == ["ALARM, step 9: entropy", "ALARM, step 13: tool calls an episode"]
+
+
+# ------------------------------------------------------------------------------------------- whatever ends a run saves it
+@pytest.mark.parametrize("fault", [RuntimeError("broken"), KeyboardInterrupt(), MemoryError(), BrokenPipeError(32, "Broken pipe"), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize("target, call, saved", [
+    ((grpo, "token_logprobs"), 3, 1),                        # the first micro-batch of step 1 (two updates of one each)
+    ((torch.nn.utils, "clip_grad_norm_"), 4, 1),             # between the two updates of step 1: the first is taken back
+    ((run.Run, "write_line"), 2, 2),                         # after step 1, whose line is not written yet
+    ((run.Run, "_save"), 2, 2)], ids=str)
+def test_any_error_saves_the_last_whole_step_and_resuming_is_never_having_stopped(place, tmp_path, monkeypatch, fault, target, call, saved):  # noqa: F811
+    module, options = options_of("grpo, LoRA", place)
+    paid(monkeypatch, module)
+    options |= {"batch_size": 16, "updates_per_step": 2, "kl_coef": 0.0, "eval_every": 0}
+    module.train(config(module, place, tmp_path / "whole", **options))
+    again = config(module, place, tmp_path / "stopped", **options, save_every=3 if target[1] != "_save" else 1)
+    owner, name = target
+    with monkeypatch.context() as patch:
+        calls, whole = [0], getattr(owner, name)
+
+        def broken(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] == call:
+                raise fault
+            return whole(*args, **kwargs)
+        patch.setattr(owner, name, broken)
+        with pytest.raises(type(fault)) as caught:
+            module.train(again)
+    assert newest_checkpoint(tmp_path / "stopped").name == f"step_{saved:06d}"
+    assert f"step {saved} is saved; continue with: python grpo.py --config" in caught.value.__notes__[-1]
+    again.resume = "newest"
+    module.train(again)
+    assert {path.name for path in tmp_path.iterdir()} >= {"whole", "stopped"}
+    for folder in (tmp_path / "whole", tmp_path / "stopped"):
+        for path in checkpoints(folder)[:-1]:
+            remove(path)
+    assert_equal(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGTERM])
+def test_sighup_and_closed_streams(place, tmp_path, signum):  # noqa: F811
+    """stdin, stdout and stderr are closed before the start; the run saves on a signal and its exit status tells which."""
+    words = f"--model_path {place}/base --max_samples 20 --batch_size 4 --max_steps 4000 --eval_tasks 0 --lora_r 2 --output_dir r"
+    first = subprocess.Popen(["sh", "-c", f"exec {sys.executable} {ROOT}/sft.py {words} <&- >&- 2>&-"], cwd=tmp_path)
+    while not (tmp_path / "r" / "metrics.jsonl").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.send_signal(signum)
+    assert first.wait(60) == 128 + signum
+    assert newest_checkpoint(tmp_path / "r") and steps_of(tmp_path / "r")
+    for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)  # nothing that was printed went into a file
+
+
+def test_nohup_keeps_ignoring_sighup():
+    code = ("import os, signal\nfrom experiment.signals import Signals\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+            "with Signals():\n    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "went on\n"
+
+
+@pytest.mark.parametrize("pipe", ["| head -c 1 >/dev/null", "2>&1 | head -c 1 >/dev/null", ">&- 2>&-", "</dev/null >/dev/full"])
+def test_a_closed_pipe_never_matters(place, tmp_path, pipe):  # noqa: F811
+    words = f"--model_path {place}/base --max_samples 20 --batch_size 4 --max_steps 3 --eval_tasks 2 --lora_r 2 --output_dir r"
+    done = subprocess.run(["bash", "-c", f"{sys.executable} {ROOT}/sft.py {words} {pipe}; echo ${{PIPESTATUS[0]}} >code"], cwd=tmp_path, capture_output=True, text=True)
+    assert (tmp_path / "code").read_text() == "0\n", done.stderr
+    assert json.loads((tmp_path / "r" / "result.json").read_text())["steps"] == 3
