@@ -118,7 +118,7 @@ CASES = {
     "dpo, plays": (dpo, dict(lora_r=2, lora_dropout=0.2, num_tasks=6, max_steps=4, batch_size=4, eval_every=3)),
     "dpo, full": (dpo, dict(lora_r=0, trajectories="episodes.jsonl", max_steps=4, batch_size=4, learning_rate=1e-4)),
     "reward_weighted, LoRA": (reward_weighted, dict(
-        lora_r=2, lora_dropout=0.2, max_steps=2, tasks_per_step=4, batch_size=4, num_epochs=1,
+        lora_r=2, lora_dropout=0.2, max_steps=4, tasks_per_step=4, batch_size=4, num_epochs=1,
         gradient_accumulation_steps=2, reward_bias=0.5, reward_scaling=3.0)),
     "sft, AdamW on the host": (sft, dict(lora_r=2, lora_dropout=0.2, memory="small", max_steps=4,
                                          max_samples=20, batch_size=4)),
