@@ -2,15 +2,14 @@
 
     y = W x + scale B A x        W (out, in) is frozen, A (r, in) and B (out, r) train in float32
 
-The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`, and computes its
-output with it. Other files read that object only through the functions of this file, so that another adapter (DoRA,
-for instance, in tests/test_dora.py) is one subclass of `Adapter`.
+The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`,
+and computes its output with it. Other files read that object only through the functions here, so
+that another adapter (DoRA, for instance, in tests/test_dora.py) is one subclass of `Adapter`.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
 import math
 import re
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +26,12 @@ from experiment.process import give_back_memory
 
 @dataclass
 class Settings:
-    """What `add_lora` gave a model, in the names of PEFT's adapter_config.json. It stands at `model.lora_settings`.
+    """What `add_lora` gave a model, in PEFT's names. It stands at `model.lora_settings`.
 
-    `fresh` is True while the adapter is the one that was drawn, so that the model without it is the starting policy.
-    `apart` is True where the weights cannot hold a merged adapter, because they have 4 bits or are streamed. `kind` is
-    the class of the adapters.
+    Attributes:
+        fresh: True while the model without its adapter is the policy that the run started from.
+        apart: True where the weights cannot hold a merged adapter (4-bit or streamed weights).
+        kind: the class of the adapters.
     """
     r: int
     lora_alpha: float
@@ -56,18 +56,18 @@ class Adapter(nn.Module):
         B: (out, r), zero at the start.
         active: False makes the Linear the plain one.
         base: the frozen weight while the Linear holds the merged one, else None.
-        packed: a decoder's copy of the merged weights in another layout, or None. See `keep_packed`.
-        cast: A and B in the dtype of the model, kept while decoding beside weights that cannot be merged.
-        peft_entries: what PEFT's adapter_config.json says of this kind of adapter besides the settings.
+        packed: a decoder's copy of the merged weight in another layout (`keep_packed`), or None.
+        cast: A and B in the model's dtype, kept while decoding beside weights that stay apart.
+        peft_entries: what adapter_config.json says of this kind besides the settings.
     """
     peft_entries = {}
 
     def __init__(self, linear, r: int, scale: float, dropout: float, generator):
         super().__init__()
-        bound = 1 / math.sqrt(linear.in_features)
+        bound, device = 1 / math.sqrt(linear.in_features), linear.weight.device
         A = (torch.rand(r, linear.in_features, generator=generator) * 2 - 1) * bound
-        self.A = nn.Parameter(A.to(linear.weight.device))
-        self.B = nn.Parameter(torch.zeros(linear.out_features, r, device=linear.weight.device))
+        self.A = nn.Parameter(A.to(device))
+        self.B = nn.Parameter(torch.zeros(linear.out_features, r, device=device))
         self.scale, self.dropout, self.active = scale, dropout, True
         self.base = self.packed = self.cast = None
 
@@ -86,10 +86,12 @@ class Adapter(nn.Module):
         A, B = self.factors(x)
         x = F.dropout(x, self.dropout, training=self.training)
         update = F.linear(F.linear(x, A), B) * self.scale
-        return output + update if output.dtype == torch.float32 else _DitheredSum.apply(output, update)
+        if output.dtype == torch.float32:
+            return output + update
+        return _DitheredSum.apply(output, update)
 
     def give_gradients(self, linear, x, output):
-        """Return `output`, which a merged weight computed from x, such that A and B get their gradients from it."""
+        """Return `output`, which a merged weight computed from x, with gradients for A and B."""
         return _MergedLoRA.apply(output, x, *self.factors(x), self.scale, recomputable.get(x))
 
     def factors(self, x):
@@ -100,17 +102,21 @@ class Adapter(nn.Module):
         if x.dtype == torch.float16:
             factors = Unscaled.apply(self.A, x), Unscaled.apply(self.B, x)
         else:
-            factors = [weight.to(x.device, x.dtype, non_blocking=True) for weight in (self.A, self.B)]
-        self.cast = factors if keep else self.cast
+            where = {"device": x.device, "dtype": x.dtype, "non_blocking": True}
+            factors = self.A.to(**where), self.B.to(**where)
+        if keep:
+            self.cast = factors
         return factors
 
     def merge(self, linear):
-        """Put the effective weight in place of the frozen one, which `unmerge` brings back bit for bit."""
-        self.base = linear.weight.data if self.base is None else self.base
+        """Put the effective weight in place of the frozen one, which `unmerge` brings back."""
+        if self.base is None:
+            self.base = linear.weight.data
         linear.weight.data = dithered(self.effective_weight(self.base), self.base.dtype)
 
     def unmerge(self, linear):
-        linear.weight.data, self.base, self.packed = self.base, None, None
+        linear.weight.data = self.base
+        self.base = self.packed = None
 
 
 def adapted_forward(linear, x):
@@ -124,14 +130,14 @@ def adapted_forward(linear, x):
     return adapter.give_gradients(linear, x, output) if torch.is_grad_enabled() else output
 
 
-# Activations that backward can compute again instead of keeping them: tensor -> function without arguments.
+# Activations that backward can compute again: tensor -> function without arguments.
 recomputable = WeakTensorKeyDictionary()
 
 
 class _MergedLoRA(torch.autograd.Function):
-    """The identity on output = (W + scale B A) x, which gives A and B the gradients they have in that sum.
+    """The identity on output = (W + scale B A) x, with the gradients that A and B have in it.
 
-    The gradient of x passes through the merged weight. If x is `recomputable`, it is computed again and not kept.
+    The gradient of x passes through the merged weight. A `recomputable` x is not kept.
     """
 
     @staticmethod
@@ -143,23 +149,19 @@ class _MergedLoRA(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, A, B = ctx.saved_tensors
-        # The tensors that the function holds are then freed together with this node's.
-        recompute, ctx.recompute = ctx.recompute, None
-        x = recompute() if recompute else x
+        if ctx.recompute:
+            x, ctx.recompute = ctx.recompute(), None  # what it holds is freed with this node
         x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
         grad_A = (g @ B * ctx.scale).T @ x
         grad_B = ((x @ A.T * ctx.scale).T @ g).T
         return grad, None, grad_A, grad_B, None, None
 
 
-GRADIENT_SCALE = 2.0**12  # llm.logprobs multiplies by it: float16 ends at 6e-8, where a token's gradient soon is
+GRADIENT_SCALE = 2.0**12  # by llm.logprobs: the gradient of a token is soon below float16's 6e-8
 
 
 class Unscaled(torch.autograd.Function):
-    """A float32 weight in float16, on the device of `like`, whose gradient returns in float32 and without the scale.
-
-    In float16 a loss must therefore be computed from the numbers of `token_logprobs`, as all losses here are.
-    """
+    """A float32 weight in float16, like x. Its gradient returns in float32, without the scale."""
 
     @staticmethod
     def forward(ctx, weight, like):
@@ -171,17 +173,17 @@ class Unscaled(torch.autograd.Function):
         return grad.to(ctx.device, torch.float32) / GRADIENT_SCALE, None
 
 
-# ------------------------------------------------------------------------------------------------ adding and asking
-def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear", use_rslora: bool = False,
-             seed: int = 0, apart: bool = False, kind=Adapter):
+# -------------------------------------------------------------------------------- adding and asking
+def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear",
+             use_rslora: bool = False, seed: int = 0, apart: bool = False, kind=Adapter):
     """Give every targeted Linear an adapter, and freeze everything else.
 
     Args:
         r: the rank.
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
-        dropout: applied to the adapter's input, only while training.
-        targets: "all-linear" (every Linear of the text layers, so neither vision towers nor routers nor the output
-            head), names separated by commas, or PEFT's list or regular expression of module names.
+        dropout: on the adapter's input, only while training.
+        targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
+            output head), names separated by commas, or PEFT's list or regular expression of names.
         seed: of the draws for A.
         apart: True if the weights cannot hold a merged adapter.
         kind: the class of the adapters.
@@ -198,63 +200,66 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     model.lora_settings = Settings(r, alpha, dropout, targets, use_rslora, apart=apart, kind=kind)
 
 
-ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by the last part of their names
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts: the end of their names
 MATCHING_SECONDS = 5  # for a regular expression over all module names: some take hours
 
 
 def _targeted(model, targets):
-    """Return {name: Linear} of the targets, and the targets themselves as a list or a regular expression."""
+    """Return {name: Linear} of the targets, and the targets as a list or a regular expression."""
     if isinstance(targets, str) and re.fullmatch(r"[\w,. -]+", targets) and targets != "all-linear":
         targets = [t.strip() for t in targets.split(",")]
-    every = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    every = _linears(model)
     if targets == "all-linear":
         names = _text_layers(model, every)
     elif isinstance(targets, str):
         names = _matching(targets, every)
     else:
-        names = [name for name in every if any(_is_called(name, t) for t in targets)]
-    linears = {name: every[name] for name in names if every[name] is not model.get_output_embeddings()}
+        names = [name for name in every if f".{name}".endswith(tuple(f".{t}" for t in targets))]
     listed = [] if isinstance(targets, str) else targets
-    unknown = [t for t in listed if not any(_is_called(name, t) for name in linears)]
-    if not linears or unknown:
-        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in every}))
+    unknown = [t for t in listed if not any(f".{name}".endswith(f".{t}") for name in names)]
+    if not names or unknown:
+        known = ", ".join(sorted({name.split(".")[-1] for name in every}))
         raise UserError(f"--lora_target_modules: no Linear called {', '.join(unknown) or targets}; "
                         f"the model has: {known}")
-    return linears, targets
+    return {name: every[name] for name in names}, targets
 
 
-def _is_called(name: str, target: str) -> bool:
-    """True if a module's dotted name is this target, or ends in it."""
-    return name == target or name.endswith("." + target)
+def _linears(model) -> dict:
+    """Return {name: Linear} of all Linears but the output head."""
+    head = model.get_output_embeddings()
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not head}
 
 
-def _text_layers(model, names) -> list:
-    """Return the names of Linears in the text decoder that are no routers."""
+def _text_layers(model, linears) -> list:
+    """Return the names of the Linears in the text decoder that are no routers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     text = set(decoder.modules())
-    return [name for name in names if model.get_submodule(name) in text and name.rsplit(".", 1)[-1] not in ROUTERS]
+    names = [name for name, linear in linears.items() if linear in text]
+    return [name for name in names if name.split(".")[-1] not in ROUTERS]
 
 
 def _matching(pattern: str, names) -> list:
     """Return the names that a regular expression matches as a whole."""
     import regex  # transformers needs it too; unlike re it knows a time limit
-    deadline = time.monotonic() + MATCHING_SECONDS
+    matched, deadline = [], time.monotonic() + MATCHING_SECONDS
     try:
-        pattern = regex.compile(pattern)
-        return [name for name in names if pattern.fullmatch(name, timeout=max(1e-3, deadline - time.monotonic()))]
+        for name in names:
+            left = max(1e-3, deadline - time.monotonic())
+            if regex.fullmatch(pattern, name, timeout=left):
+                matched.append(name)
     except (regex.error, TimeoutError, RecursionError) as error:
-        reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else str(error)[:100]
-        raise UserError(f"--lora_target_modules {pattern!s:.60}: as a regular expression it {reason}; "
-                        "list the names, separated by commas") from None
+        reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else error
+        raise UserError(f"--lora_target_modules {pattern:.60}: as a regular expression it "
+                        f"{reason}; list the names, separated by commas") from None
+    return matched
 
 
 def _names_for_peft(model, linears) -> list:
-    """Return names by which PEFT finds exactly these Linears: the last parts of their names, or all of them in full."""
-    short = sorted({name.rsplit(".", 1)[-1] for name in linears})
-    head = model.get_output_embeddings()
-    others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-              and name not in linears and name.rsplit(".", 1)[-1] in short]
-    return sorted(linears) if others else short
+    """Return names by which PEFT finds exactly these Linears: short ones if they suffice."""
+    ends = {name.split(".")[-1] for name in linears}
+    ambiguous = any(name.split(".")[-1] in ends for name in _linears(model).keys() - linears.keys())
+    return sorted(linears) if ambiguous else sorted(ends)
 
 
 def settings(model) -> Settings | None:
@@ -273,45 +278,39 @@ def adapters(model) -> dict:
 
 
 def adapter_tensors(model) -> dict:
-    """Return {name in PEFT's files: parameter} of the adapter, which is what is saved and loaded."""
+    """Return {name in PEFT's files: parameter} of what an adapter's file holds."""
     return {f"base_model.model.{name}.{leaf}": tensor for name, linear in adapters(model).items()
             for leaf, tensor in linear.lora.tensors().items()}
 
 
 def effective_weight(module, weight):
-    """Return W + scale B A in float32, (out, in), for the weight W of this Linear, or W if it has no adapter."""
+    """Return W + scale B A in float32, (out, in), for the weight W of this Linear."""
     return module.lora.effective_weight(weight) if is_adapted(module) else weight
 
 
-def changes_nothing(model) -> bool:
-    """True if B is zero everywhere."""
-    return not any(linear.lora.B.any() for linear in adapters(model).values())
-
-
 def whole_policy(module) -> bool:
-    """True if the weight of this module is all that it computes with: no adapter, an inactive or a merged one."""
+    """True if this module computes with its weight alone: without, or with a merged adapter."""
     return not is_adapted(module) or not module.lora.active or module.lora.base is not None
 
 
-# ------------------------------------------------------------------------------------------------- 16-bit rounding
-LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the 23 that float32 has behind the leading one
+# ---------------------------------------------------------------------------------- 16-bit rounding
+LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 behind the leading one
 
 
 def dithered(total, dtype, by_column: bool = False):
-    """Round float32 sums of a 16-bit number and an update to 16 bits, such that on average no update is lost.
+    """Round float32 sums of a 16-bit number and an update such that on average no update is lost.
 
-    An update smaller than half the distance to the next 16-bit number would vanish if the sum were rounded to the
-    nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here such an update moves the
-    number by the whole distance with a probability that makes the mean right. Random bits are added below the last bit
-    that 16-bit numbers have, then everything below it is cut off. A zero update changes nothing.
-
-    The random bits are constants. Therefore rollout, update, evaluation and `lora.py merge` compute with the same
-    weights, and a change from one step to the next is a change of the adapter.
+    An update below half the distance to the next 16-bit number would vanish if the sum were rounded
+    to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here it
+    moves the number by the whole distance, with a probability that makes the mean right: random
+    bits are added below the last bit that 16-bit numbers have, and the rest is cut off. A zero
+    update changes nothing. The random bits are constants. Therefore rollout, update, evaluation and
+    `lora.py merge` compute with the same weights.
 
     Args:
-        total: float32, (out, in) or (..., out), contiguous; overwritten.
-        dtype: of the result. Everything but bfloat16 and float16 is converted without random bits.
-        by_column: True gives all rows the same random bits, so that a row does not depend on its place in a batch.
+        total: float32, (out, in) or (..., out), contiguous. It is overwritten.
+        dtype: of the result. Only bfloat16 and float16 need random bits.
+        by_column: True gives all rows the same random bits, whatever their place in a batch.
     """
     if dtype not in LOST_BITS:
         return total.to(dtype)
@@ -333,11 +332,11 @@ def _noise(device, n: int):
 
 
 class _DitheredSum(torch.autograd.Function):
-    """output + update (..., out) in 16 bits, rounded by `dithered`. Both get the gradient of the sum."""
+    """output + update (..., out), rounded by `dithered`, with the gradients of the sum."""
 
     @staticmethod
     def forward(ctx, output, update):
-        ctx.mark_dirty(update)  # The sum is written over the update, some rows in float32 at a time.
+        ctx.mark_dirty(update)  # the sum is written over it, some rows in float32 at a time
         rows = max(1, len(_noise(output.device, LOST_BITS[output.dtype])) // output.shape[-1])
         for y, u in zip(output.flatten(0, -2).split(rows), update.flatten(0, -2).split(rows)):
             u.copy_(dithered(y.float().add_(u), y.dtype, by_column=True))
@@ -348,18 +347,18 @@ class _DitheredSum(torch.autograd.Function):
         return grad, grad
 
 
-# ---------------------------------------------------------------------------------------------------------- merging
+# ------------------------------------------------------------------------------------------ merging
 @contextmanager
 def merged(model, update: bool = False):
-    """Inside the block the adapted weights are W + scale B A. After it the base weights are back, bit for bit.
+    """Inside the block the adapted weights are W + scale B A. The base returns bit for bit.
 
-    A and B still get their gradients, so rollout and update can use the very same weights. Weights in 16 bits are
-    rounded by `dithered`, so that small updates are not lost. Leave the block before the optimizer steps.
-
-    A merged adapter has no dropout: with update=True an adapter with dropout therefore stays beside the weights. So
-    does one beside 4-bit or streamed weights. While decoding (inference mode) it is then cast once, not at every step.
+    A and B still get their gradients, so rollout and update can use the very same weights. Weights
+    in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
+    the optimizer steps. A merged adapter has no dropout: with update=True an adapter with dropout
+    stays beside the weights. So does one beside 4-bit or streamed weights; while decoding
+    (inference mode) it is cast once, not at every step.
     """
-    linears = [linear for linear in adapters(model).values() if linear.lora.active and linear.lora.base is None]
+    linears = [linear for linear in adapters(model).values() if not whole_policy(linear)]
     if update and any(linear.lora.dropout for linear in linears):
         linears = []
     apart = linears and settings(model).apart
@@ -381,10 +380,10 @@ def merged(model, update: bool = False):
 def merge_kept(model, count: int = 4) -> float:
     """Return the share of the adapter's update that survives merging, 1.0 where nothing is lost.
 
-    It is the projection <merged - W, update> / <update, update> over `count` of the adapted Linears.
+    It is the projection <merged - W, update> / <update, update> over `count` of the Linears.
     """
     kept = whole = 0.0
-    linears = [] if settings(model) is None or settings(model).apart else list(adapters(model).values())
+    linears = [] if not settings(model) or settings(model).apart else list(adapters(model).values())
     for linear in linears[::max(1, len(linears) // count)]:
         base = linear.weight.data if linear.lora.base is None else linear.lora.base
         effective = linear.lora.effective_weight(base)
@@ -408,10 +407,9 @@ def packed(linears):
 
 
 def keep_packed(linears, weight):
-    """Keep a decoder's copy of merged weights until they are unmerged, and free the weights themselves.
+    """Keep a decoder's copy of merged weights until they are unmerged, and free the weights.
 
-    A forward pass of the stock modules that comes before that merges the weight it needs again. Linears whose weights
-    are not merged are left alone.
+    A forward pass of the stock modules merges again what it needs. Unmerged Linears are left alone.
     """
     if all(is_adapted(linear) and linear.lora.base is not None for linear in linears):
         for linear in linears:
@@ -419,9 +417,9 @@ def keep_packed(linears, weight):
             linear.weight.data = linear.weight.data.new_empty(0)
 
 
-# --------------------------------------------------------------------------------------------- the reference policy
+# ----------------------------------------------------------------------------- the reference policy
 def freeze_reference(model) -> dict | None:
-    """Return a copy of what trains, taken before the first update, or None for a fresh adapter, which needs none."""
+    """Return a copy of what trains before the first update, None for a fresh adapter."""
     if settings(model) and settings(model).fresh:
         return None
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -431,8 +429,8 @@ def freeze_reference(model) -> dict | None:
 def reference(model, frozen: dict | None):
     """Inside the block the model is the policy that this run started from.
 
-    Either the fresh adapter is off, or the frozen copies are in place. They are merged where the update merges, so
-    that policy and reference round alike and their divergence is 0 before the first update.
+    Either the fresh adapter is off, or the frozen copies are in place. They are merged where the
+    update merges, so that the KL divergence is 0 before the first update.
     """
     _exchange(model, frozen, False)
     try:
@@ -457,5 +455,4 @@ def _exchange(model, frozen, active: bool):
 
 if __name__ == "__main__":
     import runpy
-    sys.argv[0] = "lora.py"
     runpy.run_module("llm.merge", run_name="__main__")

@@ -1,14 +1,17 @@
-"""What adapter folders in PEFT's format say: the base model, the settings, how the base was stored."""
+"""What adapter folders in PEFT's format hold: the base model, the settings, the tensors."""
 import math
 import os
 
 from experiment.data import read_json, reading
+from experiment.errors import UserError
 
-# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that are set are refused.
-UNDERSTOOD = {"peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
-              "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
-              "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
-              "qalora_group_size", "runtime_config", "ensure_weight_tying"}
+# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that
+# are set are refused.
+UNDERSTOOD = {
+    "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
+    "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying"}
 
 
 MAX_PATTERN = 500  # characters of target_modules as a regular expression
@@ -23,7 +26,8 @@ def adapter_base(folder: str) -> str:
     base = read_json(path).get("base_model_name_or_path")
     with reading(path):
         if not base or not isinstance(base, str) or "\0" in base:
-            raise ValueError("no base_model_name_or_path; write the base model's folder or hub id there")
+            raise ValueError("no base_model_name_or_path; "
+                             "write the base model's folder or hub id there")
     if not os.path.exists(base):
         for beside in (os.path.join(folder, "base"), os.path.join(folder, "..", "..", "base")):
             if os.path.isdir(beside):
@@ -32,7 +36,7 @@ def adapter_base(folder: str) -> str:
 
 
 def read_settings(folder: str) -> dict:
-    """Return adapter_config.json. UserError names what is wrong, or what of PEFT is not understood here."""
+    """Return adapter_config.json. UserError names what is wrong or not understood here."""
     path = _config_path(folder)
     config = read_json(path)
     with reading(path):
@@ -71,15 +75,17 @@ def _check_values(config):
             raise ValueError(f"{name} must be true or false, not {config[name]!r:.60}")
     targets = config.get("target_modules")
     names = [targets] if isinstance(targets, str) else targets
-    if not isinstance(names, list) or not names or not all(type(name) is str and name for name in names):
+    if not isinstance(names, list) or not names or not all(type(n) is str and n for n in names):
         raise ValueError("target_modules must be a name, a list of names, or a regular expression, "
                          f"not {targets!r:.60}")
     if isinstance(targets, str) and len(targets) > MAX_PATTERN:
-        raise ValueError(f"target_modules has {len(targets)} characters; a regular expression may have {MAX_PATTERN}")
+        raise ValueError(f"target_modules has {len(targets)} characters; "
+                         f"a regular expression may have {MAX_PATTERN}")
 
 
 def refuse_other_settings(folder: str, adapter: dict, alpha, targets, use_rslora):
-    """Refuse settings of a fresh adapter that differ from those of the adapter whose training continues.
+    """Refuse settings of a fresh adapter that differ from those of the adapter whose training
+    continues.
 
     Args:
         folder, adapter: the adapter's folder, and its adapter_config.json.
@@ -87,26 +93,30 @@ def refuse_other_settings(folder: str, adapter: dict, alpha, targets, use_rslora
         targets: "all-linear" if the user said nothing.
         use_rslora: False if the user said nothing.
     """
+    stored = adapter["target_modules"]
     said = {}
     if alpha is not None:
         said["lora_alpha"] = alpha, adapter["lora_alpha"]
     if use_rslora:
-        said["use_rslora"] = use_rslora, bool(adapter.get("use_rslora"))
-    if targets != "all-linear":
-        listed = sorted(t.strip() for t in targets.split(",")) if isinstance(targets, str) else sorted(targets)
-        stored = adapter["target_modules"]
-        same = targets == stored or isinstance(stored, list) and listed == sorted(stored)
-        said["lora_target_modules"] = targets, targets if same else stored
+        said["use_rslora"] = True, bool(adapter.get("use_rslora"))
+    if targets != "all-linear" and targets != stored:
+        said["lora_target_modules"] = _listed(targets), _listed(stored)
     for name, (value, stored) in said.items():
         if value != stored:
-            stored = ",".join(stored) if isinstance(stored, list) else stored
-            with reading(folder):
-                raise ValueError(f"is an adapter with {name} {stored}, which --{name} {value} cannot change; "
-                                 "leave that flag out, or merge the adapter first (python lora.py merge)")
+            raise UserError(f"{folder}: is an adapter with {name} {stored}, which --{name} {value} "
+                            "cannot change; leave that flag out, or merge the adapter first "
+                            "(python lora.py merge)")
+
+
+def _listed(targets) -> str:
+    """Return target modules as one text, whatever their order."""
+    names = targets.split(",") if isinstance(targets, str) else targets
+    return ",".join(sorted(name.strip() for name in names))
 
 
 def quantization_of(folder: str) -> str:
-    """Return how the base of an adapter was stored: "" (as in its files), "nf4", "int8" (the head) or "nf4,int8"."""
+    """Return how the base of an adapter was stored: "" (as in its files), "nf4", "int8" (the head)
+    or "nf4,int8"."""
     from safetensors import safe_open
     try:
         with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:

@@ -6,8 +6,8 @@ import os
 import shlex
 import sys
 
-from experiment.errors import UserError
 import llm.loading as loading
+from experiment.errors import UserError
 from lora import settings
 
 
@@ -35,7 +35,8 @@ def main(words: list[str]) -> int:
         if names:  # it may be the adapter's base: the adapter would then be applied twice
             raise UserError(f"{folder}: is not empty; give a new folder")
         merge(*words[1:])
-        print(f"merged into a plain model folder. Talk to it:\n  python agent.py --model_path {shlex.quote(folder)}")
+        print("merged into a plain model folder. Talk to it:\n"
+              f"  python agent.py --model_path {shlex.quote(folder)}")
     except UserError as error:
         print(f"lora.py: {error}", file=sys.stderr)
         return 2

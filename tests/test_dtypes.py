@@ -37,5 +37,6 @@ def test_one_step(place, tmp_path, monkeypatch, name, dtype, lora_r):  # noqa: F
     step = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
     assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
     if name == "grpo":
-        assert step["kl"] == 0  # policy and reference are the same weights, in every dtype
+        # The weights are the same bits. With gradients attention is another kernel than without, which 16 bits show.
+        assert step["kl"] == 0 if dtype == "float32" else 0 <= step["kl"] < 1e-3
         assert abs(step["first_ratio"] - 1) < (1e-3 if dtype == "float32" else 0.02)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import lora
 from experiment.errors import UserError
-from llm import loading
+from llm import model_files
 from llm.facts import facts
 from llm.loading import is_tiny, load_model, newest, save_model
 from llm.merge import merge
@@ -299,7 +299,7 @@ def test_a_hub_id_whose_tokenizer_is_not_cached_yet_goes_to_the_hub(tiny, monkey
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda source, **options: real(tiny, **options))
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda source, **options: real_config(tiny, **options))
-    monkeypatch.setattr(loading, "_read_tokenizer", read_tokenizer)
+    monkeypatch.setattr(model_files, "read_tokenizer", read_tokenizer)
     monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: asked.append(1))
     assert load_model("some/model", device="cpu")[1] is tokenizer and asked
 

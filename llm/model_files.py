@@ -1,0 +1,131 @@
+"""Reading a model and its tokenizer from a folder or from the Hugging Face hub."""
+import os
+
+import torch
+
+from experiment.errors import UserError
+from llm.memory import Techniques
+from llm.skeleton import fill, skeleton, tensor_reader
+from llm.tiny import make_tiny
+
+
+def _tiny_model(seed, dtype, device, chosen):
+    """Return the tiny model in this dtype, and its tokenizer."""
+    model, tokenizer = make_tiny(seed)
+    if chosen.frozen_base or device.type == "meta":
+        whole = model.to(device).state_dict()
+        model = skeleton(model.config, model.dtype if dtype == "auto" else dtype)
+        fill(model, whole.__getitem__, device, chosen)
+    elif dtype != "auto":
+        # Not model.to(dtype), which would round the RoPE frequencies, a buffer.
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+    return model, tokenizer
+
+
+def read_model(source: str, dtype, device, chosen: Techniques, seed: int):
+    """Return the model and tokenizer of a folder, of a hub id, or the tiny ones of this seed."""
+    from huggingface_hub import model_info
+    if source == "tiny":
+        return _tiny_model(seed, dtype, device, chosen)
+    _check_source(source, device)
+    read = _read_sparingly if chosen.frozen_base or device.type == "meta" else _read_whole
+    try:
+        # Files on this machine first: without a network the hub's own order costs a minute.
+        try:
+            return read(source, dtype, device, chosen, local_files_only=True)
+        except (OSError, UserError):  # UserError: the weights are cached, the tokenizer is not
+            if os.path.isdir(source):
+                raise
+            model_info(source, timeout=10)  # fails at once where from_pretrained tries for a minute
+            return read(source, dtype, device, chosen)
+    except UserError:
+        raise
+    except Exception as error:  # OSError, SafetensorError, ...: name the place, keep the cause
+        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
+
+
+def _check_source(source, device):
+    if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
+        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
+                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+    if os.path.isdir(source) and device.type != "meta":
+        names = os.listdir(source)
+        if not any(name.endswith(".safetensors") for name in names):
+            pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
+            raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else
+                            f"{source}: no .safetensors file")
+
+
+def _read_sparingly(source, dtype, device, chosen, **where):
+    """Read the model a tensor at a time, each in the form in which it will stay."""
+    from huggingface_hub import snapshot_download
+    from transformers import GenerationConfig
+    config = _read_config(source, **where)
+    stored = real_dtype(config.dtype or torch.float32, device)
+    model = skeleton(config, stored if dtype == "auto" else dtype)
+    if device.type == "meta":
+        read = model.state_dict().__getitem__  # shapes are all there is
+    elif os.path.isdir(source):
+        read = tensor_reader(source)
+    else:
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        read = tensor_reader(snapshot_download(source, allow_patterns=patterns, **where))
+    fill(model, read, device, chosen)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(source, **where)
+    except OSError:
+        pass  # from_config made one
+    return model, read_tokenizer(source, **where)
+
+
+def _read_whole(source, dtype, device, chosen, **where):
+    """Read the model as transformers does."""
+    from transformers import AutoModelForCausalLM
+    config = _read_config(source, **where)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source, config=config, dtype=dtype, attn_implementation=config._attn_implementation,
+        trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+        adapter_kwargs=where, **where)
+    if report["missing_keys"]:  # transformers would continue with random numbers there
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise UserError(f"{source}: no weights for {missing}: the model is incomplete")
+    return model, read_tokenizer(source, **where)
+
+
+def _read_config(source, **where):
+    """Return the model's config with the attention set to transformers' own.
+
+    What a folder's config.json says of attention is not used: it may name a kernel to download.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{source}: is a quantized model; "
+                        "give the original one, and --load_in_4bit for 4 bits")
+    classes = AutoModelForCausalLM._model_mapping
+    model_class = classes[type(config)] if type(config) in classes else None
+    has_sdpa = getattr(model_class, "_supports_sdpa", False)
+    config._attn_implementation = "sdpa" if has_sdpa else "eager"
+    return config
+
+
+def read_tokenizer(source: str, **where):
+    from transformers import AutoTokenizer
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
+    except Exception as error:
+        raise UserError(f"{source}: no tokenizer could be read ({first_line(error)})") from None
+
+
+def real_dtype(dtype, device):
+    """Return float16 in place of bfloat16 on a GPU that only emulates it (before Ampere)."""
+    if dtype == torch.bfloat16 and device.type == "cuda":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.float16
+    return dtype
+
+
+def first_line(error) -> str:
+    """Return the first line of an exception's message, at most 200 characters of it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
