@@ -185,8 +185,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
             output head), names separated by commas, or PEFT's list or regular expression of names.
         seed: of the draws for A.
-        apart: True if the weights cannot hold a merged adapter.
-        kind: the class of the adapters.
+        apart, kind: see `Settings`.
     """
     linears, targets = _targeted(model, targets)
     model.requires_grad_(False)
@@ -358,9 +357,8 @@ def merged(model, update: bool = False):
     stays beside the weights. So does one beside 4-bit or streamed weights; while decoding
     (inference mode) it is cast once, not at every step.
     """
-    linears = [linear for linear in adapters(model).values() if not whole_policy(linear)]
-    if update and any(linear.lora.dropout for linear in linears):
-        linears = []
+    linears = [linear for linear in adapters(model).values() if not whole_policy(linear)
+               and not (update and linear.lora.dropout)]
     apart = linears and settings(model).apart
     try:
         for linear in linears:
@@ -378,10 +376,7 @@ def merged(model, update: bool = False):
 
 
 def merge_kept(model, count: int = 4) -> float:
-    """Return the share of the adapter's update that survives merging, 1.0 where nothing is lost.
-
-    It is the projection <merged - W, update> / <update, update> over `count` of the Linears.
-    """
+    """Return <merged - W, update> / <update, update> over some Linears: 1.0 if nothing is lost."""
     kept = whole = 0.0
     linears = [] if not settings(model) or settings(model).apart else list(adapters(model).values())
     for linear in linears[::max(1, len(linears) // count)]:
@@ -429,27 +424,24 @@ def freeze_reference(model) -> dict | None:
 def reference(model, frozen: dict | None):
     """Inside the block the model is the policy that this run started from.
 
-    Either the fresh adapter is off, or the frozen copies are in place. They are merged where the
-    update merges, so that the KL divergence is 0 before the first update.
+    It is merged where the update merges, so that the KL divergence is 0 before the first update.
     """
-    _exchange(model, frozen, False)
+    _exchange(model, frozen)
     try:
         with merged(model, update=True):
             yield
     finally:
-        _exchange(model, frozen, True)
+        _exchange(model, frozen)
 
 
-def _exchange(model, frozen, active: bool):
-    """Swap what trains with its frozen copy, or, if there is none, switch the adapter."""
-    if any(linear.lora.base is not None for linear in adapters(model).values()):
-        raise RuntimeError("leave the block of lora.merged before entering that of lora.reference")
-    if frozen is None:
-        for linear in adapters(model).values():
-            linear.lora.active = active
-        return
+def _exchange(model, frozen):
+    """Swap what trains with its frozen copy, or, if there is none, switch the adapter off or on."""
+    for linear in adapters(model).values():
+        if linear.lora.base is not None:
+            raise RuntimeError("leave the block of lora.merged before that of lora.reference")
+        linear.lora.active ^= frozen is None
     for name, p in model.named_parameters():
-        if name in frozen:
+        if frozen and name in frozen:
             p.data, frozen[name] = frozen[name], p.data
 
 

@@ -16,7 +16,7 @@ ALGORITHMS = {
     "sft": (sft, dict(max_samples=8, batch_size=2)),
     "grpo": (grpo, dict(tasks_per_step=2, kl_coef=0.1, updates_per_step=1)),
     "dpo": (dpo, dict(num_tasks=6, batch_size=4)),
-    "reward_weighted": (reward_weighted, dict(max_steps=1, tasks_per_step=2, batch_size=4, num_epochs=1)),
+    "reward_weighted": (reward_weighted, dict(tasks_per_step=2, batch_size=4, num_epochs=1)),
 }
 
 
@@ -27,8 +27,7 @@ def test_one_step(place, tmp_path, monkeypatch, name, dtype, lora_r):  # noqa: F
     module, options = ALGORITHMS[name]
     if hasattr(module, "rollout"):
         monkeypatch.setattr(module, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
-    options = {**options, "max_steps": 1} if name != "reward_weighted" else options
-    settings = config(module, place, tmp_path / "out", dtype=dtype, lora_r=lora_r, learning_rate=1e-4, **options)
+    settings = config(module, place, tmp_path / "out", dtype=dtype, lora_r=lora_r, learning_rate=1e-4, max_steps=1, **options)
     if dtype != "float32" and not lora_r:  # what trains is float32
         with pytest.raises(UserError, match="--dtype is for weights that stay as they are; give --lora_r, e.g. 16, or --dtype float32"):
             module.train(settings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lora
-from llm.engine import generate
+from bench.completions import generate
 from llm.loading import load_model, save_model
 from llm.logprobs import token_logprobs
 from llm.merge import merge
