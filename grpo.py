@@ -476,8 +476,7 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(weights)
                 totals = run.ranks.total(totals)
                 grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-                more = update + 1 < config.updates_per_step
-                if run.accept_update(batch, totals["loss"], grad_norm, more):
+                if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step > 1):
                     optimizer.step()
                 optimizer.zero_grad()
                 if update == 0:  # the policy is still the sampler: 1 and 0, but for rounding

@@ -40,7 +40,9 @@ class Stop(BaseException):
 
 
 class EnvironmentFault(RuntimeError):
-    """The code of an environment raised, did not return, or broke the contract. No model and no setting is to blame.
+    """The code of an environment raised, did not return, or broke the contract.
+
+    No model and no setting is to blame.
 
     Inside a rollout it ends one episode. It ends the run if it happens too often.
     """

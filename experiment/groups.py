@@ -2,7 +2,7 @@
 
 
 def group_shares(batch, advantages):
-    """Return the shares of groups whose episodes all succeed, all fail, differ, or teach nothing."""
+    """Return shares of groups whose episodes all succeed, all fail, differ, or teach nothing."""
     successes, signal = {}, {}
     for t, row in zip(batch, advantages):
         successes.setdefault(t.group_id, []).append(t.info["success"])

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: keep a layer's input alone and run the layer again in the backward pass."""
+"""Gradient checkpointing: keep only a layer's input and run it again in the backward pass."""
 from functools import partial
 
 import torch
@@ -35,7 +35,8 @@ def tile_mlps(model, tokens: int):
     """
     for layer in layers_of(model):
         mlp = getattr(layer, "mlp", None)
-        if mlp and all(isinstance(m, nn.Linear) or not list(m.parameters()) for m in mlp.children()):
+        if mlp and all(isinstance(m, nn.Linear) or not list(m.parameters())
+                       for m in mlp.children()):
             mlp.forward = partial(tiled, mlp.forward, tokens)
 
 
@@ -58,7 +59,8 @@ def recompute(run, *inputs, before=None, offload: bool = False):
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
-    return _Recompute.apply(run, before, offload, inputs[0].new_empty(0, requires_grad=True), *inputs)
+    needs_gradient = inputs[0].new_empty(0, requires_grad=True)
+    return _Recompute.apply(run, before, offload, needs_gradient, *inputs)
 
 
 class _Recompute(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Layer streaming: the frozen layers stay in host memory, and two of them at a time on the device."""
+"""Layer streaming: frozen layers stay in host memory, two of them at a time on the device."""
 from functools import partial
 
 import torch

@@ -6,7 +6,7 @@ from llm.loading import load_weights, save_model
 
 @dataclass
 class TrainingState:
-    """The policy and everything that the next step depends on: its weights, its tokenizer, the optimizer's moments."""
+    """What the next step depends on: the policy's weights, its tokenizer, the optimizer's moments."""
 
     model: object
     tokenizer: object
