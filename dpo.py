@@ -369,7 +369,7 @@ def train(config: Config) -> dict:
     if config.dry_run:
         return dry_run(config, len(tasks) * config.group_size, len(held_out_tasks),
                        rows=2 * config.batch_size)
-    run = Run(config, "dpo")  # the output folder: log, checkpoints, resume, signals, torchrun
+    run = Run(config, "dpo", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))

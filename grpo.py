@@ -410,7 +410,7 @@ def train(config: Config) -> dict:
     tasks, held_out = envs.train_and_held_out(config)
     if config.dry_run:
         return dry_run(config, config.tasks_per_step * config.group_size, len(held_out))
-    run = Run(config, "grpo")  # the output folder: log, checkpoints, resume, signals, torchrun
+    run = Run(config, "grpo", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished
     model_path = teach_tiny(config, run)  # "tiny" is made and taught here, another is as it is

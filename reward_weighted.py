@@ -316,7 +316,7 @@ def train(config: Config) -> dict:
     if config.dry_run:
         episodes = config.tasks_per_step * config.group_size if tasks else 0
         return dry_run(config, episodes, len(held_out))
-    run = Run(config, "reward_weighted")  # the output folder: log, checkpoints, resume, signals
+    run = Run(config, "reward_weighted", envs.sources(config.env))  # output folder, resume
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))

@@ -212,7 +212,7 @@ def train(config: Config) -> dict:
     if config.dry_run:
         rows = min(config.batch_size, config.max_samples)
         return dry_run(config, held_out=config.eval_tasks, rows=rows, merge=False)
-    run = Run(config, "sft")  # the output folder: log, checkpoints, resume, signals, torchrun
+    run = Run(config, "sft", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))

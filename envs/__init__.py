@@ -97,6 +97,12 @@ def load(name: str) -> type:
     return cls
 
 
+def sources(env_names: str | None) -> list[str]:
+    """Return the files that define these environments."""
+    names = names_of(env_names) if env_names else []
+    return [inspect.getsourcefile(load(name)) for name in names]
+
+
 def load_registered(name: str) -> type:
     """Return the class of an environment that data names. Data never chooses which code runs."""
     if name not in ENVS:

@@ -9,11 +9,12 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-from experiment.checkpoint import checkpoints, newest_checkpoint, read_state, remove
+from experiment.checkpoint import checkpoints, read_state, remove
 from experiment.config import convert, options
 from experiment.data import read_json, read_text, read_yaml, reading
 from experiment.errors import UserError
-from experiment.files import disk_space, fingerprint, open_to_write, replace_file, sync, to_json
+from experiment.files import disk_space, open_to_write, replace_file, sync, to_json
+from experiment.ingredients import newest_start
 
 CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
@@ -26,7 +27,6 @@ FREE = (*ONCE, "output_dir", "save_every", "dry_run")
 HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "memory",
             "save_trajectories", "eval_every")
 SAME_NUMBERS = ("plain", "checkpoint")  # settings of --memory
-SAMPLE_ABOVE = 2**30  # bytes; of larger files of model weights only samples are hashed
 
 
 class OutputFolder:
@@ -199,14 +199,6 @@ class OutputFolder:
         for name in names:
             sync(self.path / name)
 
-    def fingerprints(self, files):
-        """Return {path: fingerprint} of these files and of base/, where it exists."""
-        out = {str(path): fingerprint(path, SAMPLE_ABOVE) for path in files}
-        for path in sorted(self.path.glob("base/*")):
-            if path.is_file():
-                out[f"base/{path.name}"] = fingerprint(path, SAMPLE_ABOVE)
-        return out
-
     # ------------------------------------------------------------------------------------- resuming
     def continue_run(self, config, values, made_of):
         """Check that the run can be continued; discard what was written after its checkpoint.
@@ -214,7 +206,7 @@ class OutputFolder:
         Args:
             config: the config of this call.
             values: {flag: value} of it.
-            made_of: `fingerprints` of the files this run would be made of.
+            made_of: the `ingredients` of this call.
 
         Returns:
             (result, None, None) of a finished run, else (None, checkpoint, its state), where both
@@ -317,14 +309,6 @@ class OutputFolder:
         for path in self._bad_steps():
             if not state or int(path.stem[9:]) >= state["step"]:
                 path.unlink()
-
-
-def newest_start(config):
-    """Return what the run starts from: model_path, or the newest checkpoint in it."""
-    path = getattr(config, "model_path", None)
-    if path and os.path.isdir(path):
-        return str(newest_checkpoint(path) or path)
-    return path
 
 
 def _harmless(changed, before, after):

@@ -1,6 +1,6 @@
 """A run: an output folder, and what surrounds each step of a training loop.
 
-    run = Run(config, "grpo", made_of)   enter the folder, verify the checkpoint to resume
+    run = Run(config, "grpo", sources)   enter the folder, verify the checkpoint to resume
     with run:                            whatever ends the block early saves the last whole step
         for step in run.steps(...):      resume, evaluate, log, save, stop on signals
             for rows in run.micro_batches(batch, step): ...
@@ -32,12 +32,12 @@ from experiment.config import convert, options
 from experiment.distributed import join
 from experiment.errors import Stop, UserError, printable
 from experiment.files import check_space, disk_space, finite, to_json
-from experiment.output_folder import OutputFolder, newest_start
+from experiment.ingredients import ingredients, newest_start
+from experiment.output_folder import OutputFolder
 from experiment.process import peak_memory_mb
 from experiment.seeds import mix
 from experiment.signals import active_signals
 
-DATA_FLAGS = ("dataset", "eval_dataset", "trajectories")  # name files, separated by commas
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 BAD_STEPS = 3  # steps in a row that are not finite end the run
 
@@ -53,19 +53,19 @@ class Run:
         rollout_seconds: of the present step; `agent.rollout` adds to it.
     """
 
-    def __init__(self, config, algorithm, made_of=list):
+    def __init__(self, config, algorithm, sources=()):
         """Enter the output folder. Make the run before anything is put in its `base/`.
 
         Args:
             config: the filled config.
             algorithm: the name of the program.
-            made_of: returns the paths of the files that the run depends on beside its data files:
-                weights it starts from, source of its environment. No run is resumed on others.
+            sources: the paths of the files that define its environment. No run is resumed on
+                others, nor on other weights or data.
 
         Raises UserError if a value is out of bounds, or the folder cannot be written, is in use, or
         holds a run that is neither to be resumed nor to be overwritten.
         """
-        self.config, self.algorithm, self.made_of = config, algorithm, made_of
+        self.config, self.algorithm, self.sources = config, algorithm, sources
         flags = options(type(config))
         values = {name: convert(getattr(config, name), flags[name], f"--{name}") for name in flags}
         self.ranks = join()
@@ -96,7 +96,7 @@ class Run:
         self.ingredients = None
         self.start = newest_start(self.config)
         if values.get("resume") and self.files.written_by():
-            self.ingredients = self._fingerprints()
+            self.ingredients = self._ingredients()
             opened = self.files.continue_run(self.config, values, self.ingredients)
         elif values.get("resume"):
             self.files.refuse_a_run()
@@ -104,12 +104,8 @@ class Run:
         self.files.write_config(values)
         return opened
 
-    def _fingerprints(self):
-        """Return the fingerprints of all files that the run depends on."""
-        values = [getattr(self.config, name, None) or "" for name in DATA_FLAGS]
-        paths = [path.strip() for path in ",".join(values).split(",")]
-        return self.files.fingerprints(
-            [path for path in paths if os.path.isfile(path)] + self.made_of())
+    def _ingredients(self):
+        return ingredients(self.config, self.sources, self.folder / "base")
 
     @property
     def command(self):
@@ -369,7 +365,7 @@ class Run:
             self.bad = self.state["bad"]
             self.alarms.read(self.folder / "metrics.jsonl")
         elif self.writes and self.ingredients is None:
-            self.ingredients = self._fingerprints()
+            self.ingredients = self._ingredients()
         size = sum(p.numel() * p.element_size() for p in trained)
         # A checkpoint holds the weights and the two moments of AdamW. Three are kept.
         needed = 3 * size * max(3 - len(checkpoints(self.folder)), 1)
@@ -398,7 +394,7 @@ class Run:
         path = self.folder / "checkpoints" / f"step_{step:06d}"
         if self.writes:
             if self.ingredients is None:
-                self.ingredients = self._fingerprints()
+                self.ingredients = self._ingredients()
             marks = self.files.log_sizes() if self.marks is None else self.marks
             self.files.sync_logs(marks)
             state = {"step": step, "algorithm": self.algorithm, "extra": extra,

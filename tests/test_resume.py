@@ -1,5 +1,6 @@
 """--resume: a run killed in every step and gone on with is, bit for bit, the run that was never stopped."""
 import json
+import random
 import os
 import re
 import subprocess
@@ -383,3 +384,125 @@ def test_episodes_survive_the_file(place, tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_text("".join(to_json(t.to_json()) for t in episodes))
     assert [t.to_json() for t in read_trajectories(str(path))] == [t.to_json() for t in episodes]
+
+
+# ------------------------------------------------------------------------------------------ what a run was made of
+ENVIRONMENT = '''
+class E:
+    """Answers."""
+    def reset(self, **_):
+        return "x"
+    def look(self) -> str:
+        """Look."""
+        return "y"
+    def get_reward(self):
+        return 1.0
+    def _expert(self):
+        return "z"
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{"i": i + (1000 if split == "test" else 0)} for i in range(n)]
+'''
+
+
+@pytest.mark.parametrize("changed", ["base/model.safetensors", "base/config.json", "e.py", "adapter/adapter_model.safetensors"])
+def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, changed):
+    import shutil
+    shutil.copytree(place / "base", tmp_path / "base")
+    shutil.copytree(place / "adapter", tmp_path / "adapter")
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(settings.read_text().replace(str(place / "base"), str(tmp_path / "base")))
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
+    again = toy(place, tmp_path / "run", env=f"{tmp_path}/e.py:E", model_path=str(tmp_path / ("adapter" if "adapter" in changed else "base")), lora_r=2)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    again.resume = "newest"
+    path = tmp_path / changed
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if changed.endswith("safetensors") else data + b"\n")
+    with pytest.raises(UserError, match=f"{path.name}: is not the file this run began with"):
+        sft.train(again)
+    path.write_bytes(data)
+    assert sft.train(again)["steps"] == 3
+
+
+def test_the_schedule_belongs_to_the_run(place, tmp_path):
+    """A run that is made longer continues at a tenth of the peak; the first steps are those of the short run."""
+    sft.train(toy(place, tmp_path / "run", warmup_steps=0))
+    sft.train(replace(toy(place, tmp_path / "run", warmup_steps=0, resume="newest"), max_steps=6))
+    rates = [json.loads(line)["learning_rate"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx([1e-3, 0.7e-3, 0.4e-3, 1e-4, 1e-4, 1e-4])
+
+
+def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):
+    """One bit at random places, in every file of a checkpoint in turn. bench/faults.py does it at 1,000 places."""
+    stopped(tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step_000002"
+    whole, draw = read_state(folder), random.Random(0)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert len(files) > 4
+    for i in range(200):
+        path = files[i % len(files)]
+        with open(path, "r+b") as file:
+            at = draw.randrange(path.stat().st_size)
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1 << draw.randrange(8)]))
+            file.flush()
+            try:
+                assert read_state(folder) == whole, path
+            except UserError as error:
+                assert path.name in str(error) and "\n" not in str(error)
+            file.seek(at)
+            file.write(byte)
+    assert read_state(folder) == whole
+
+
+# ---------------------------------------------------------------------------------------- what we did not write
+def test_overwrite_removes_only_what_a_run_wrote(place, tmp_path):
+    folder = tmp_path / "run"
+    sft.train(toy(place, folder))
+    kept = [folder / name for name in ("notes.txt", "checkpoints/mine/model.safetensors", "checkpoints/step_000003/notes.txt",
+                                       "base/mine.txt", "bad_step_by_hand.json", "checkpoints/step_999999/model.safetensors")]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    sft.train(toy(place, folder, overwrite=True, seed=1))
+    assert all(path.read_text() == "mine" for path in kept)
+    (tmp_path / "stranger" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "stranger" / "checkpoints" / "weights").write_text("mine")
+    for options in ({"overwrite": True}, {}, {"resume": "newest"}):
+        with pytest.raises(UserError, match="stranger: (holds|already holds) checkpoints"):
+            sft.train(toy(place, tmp_path / "stranger", **options))
+    assert (tmp_path / "stranger" / "checkpoints" / "weights").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "result.json", "report.html", "checkpoints", "base", ".lock", "trajectories.jsonl"])
+def test_nothing_is_written_through_a_symbolic_link(place, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    target = tmp_path / "elsewhere" if name in ("checkpoints", "base") else tmp_path / "elsewhere" / "file"
+    (tmp_path / "run" / name).symlink_to(target)
+    for options in ({}, {"overwrite": True}, {"resume": "newest"}):
+        with pytest.raises(UserError, match=f"{name}: is a symbolic link, which a run does not write through"):
+            sft.train(toy(place, tmp_path / "run", **options))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_output_dir_is_refused(place, name):
+    with pytest.raises(UserError, match="--output_dir is empty; give the name of a folder"):
+        sft.train(toy(place, name))
+
+
+def test_a_changed_digit_in_state_json_cuts_no_log(stopped, tmp_path):
+    again = stopped(tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step_000002" / "state.json"
+    log = tmp_path / "run" / "metrics.jsonl"
+    before = log.read_bytes()
+    size = json.loads(path.read_text())["lines"]["metrics.jsonl"]
+    path.write_text(path.read_text().replace(f'"metrics.jsonl": {size}', f'"metrics.jsonl": {size - 9}'))
+    with pytest.raises(UserError, match="state.json: damaged .its checksum differs"):
+        sft.train(again)
+    assert log.read_bytes() == before
