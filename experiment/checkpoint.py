@@ -54,15 +54,21 @@ def write_checkpoint(path, save_model, tokenizer, optimizer, state):
             save_file(optimizer, temporary / "optimizer.safetensors")
         _seal(temporary, state, path.parent.parent / "config.yaml")
         if path.exists():
-            if not (path / "state.json").exists():
-                raise UserError(f"{path}: was not written by a run; move it away")
             shutil.rmtree(replaced, ignore_errors=True)
-            path.rename(replaced)
+            path.rename(replaced if (path / "state.json").exists() else _free_name(path))
         temporary.rename(path)
         sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _free_name(path):
+    """Return a name beside the path for a folder that no run of ours has written."""
+    number = 1
+    while path.with_name(f"kept_{number}_{path.name}").exists():
+        number += 1
+    return path.with_name(f"kept_{number}_{path.name}")
 
 
 def _seal(folder, state, file_with_mode):

@@ -336,14 +336,15 @@ def test_the_best_checkpoint_is_kept(tmp_path):
 
 def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(place, stopped, tmp_path):
     again = stopped(tmp_path / "run")
-    code = ("import sys, time; from experiment.run import Run; from experiment.errors import UserError; import sft\n"
+    code = ("import sys, time; from experiment.errors import UserError; import sft\n"
+            "sft.load_model = lambda *_, **__: (print('held', flush=True), time.sleep(60))\n"
             f"config = sft.Config(**{dict(vars(again), resume='newest')!r})\n"
-            "try:\n    held = Run(config, 'sft'); print('held', flush=True); time.sleep(60)\n"
+            "try:\n    sft.train(config)\n"
             "except UserError as error:\n    print(error)")
-    first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while "held" not in (line := first.stdout.readline()):
-            assert line, "the first process ended"
+            assert line, first.stderr.read()
         with pytest.raises(UserError, match=f"run: process {first.pid} is running there; stop it, or give another"):
             sft.train(again)
     finally:
@@ -469,6 +470,7 @@ def test_overwrite_removes_only_what_a_run_wrote(place, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
     sft.train(toy(place, folder, overwrite=True, seed=1))
+    kept[2] = folder / "checkpoints/kept_1_step_000003/notes.txt"
     assert all(path.read_text() == "mine" for path in kept)
     (tmp_path / "stranger" / "checkpoints").mkdir(parents=True)
     (tmp_path / "stranger" / "checkpoints" / "weights").write_text("mine")
