@@ -7,7 +7,6 @@ dummy conversation. That also works for templates that rewrite history.
 
 import json
 import os
-from itertools import takewhile
 from typing import NamedTuple
 
 from llm.recorded import recorded_ids
@@ -15,7 +14,8 @@ from llm.template import Template, within_limits
 from llm.tool_calls import NAME
 
 # Words that no template contains. Where they come out tells what a template does with a text.
-USER, REPLY, ANSWER, ARG, ARG2, RESULT, ABOUT, THOUGHT = (f"zq{c}zq" for c in "abcdefgh")
+SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq zqhzq"
+USER, REPLY, ANSWER, ARG, ARG2, RESULT, ABOUT, THOUGHT = SENTINELS.split()
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -87,7 +87,7 @@ class Chat:
         self.tool_names = _names_of(tools)
         source = str(tokenizer.chat_template)
         if source not in _TRIED:
-            within_limits(lambda: self._probe(tools), self._template.name)
+            within_limits(self._template.name, self._probe, tools)
             _TRIED.add(source)
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
@@ -111,7 +111,9 @@ class Chat:
             introduction.append(messages.pop(0)["content"])
         if self._tools_text:
             introduction.append(self._tools_text)
-        first = messages[1 if messages[0]["role"] == "system" else 0]
+        first = messages[0]
+        if first["role"] == "system":
+            first = messages[1]
         first["content"] = "\n\n".join([*introduction, first["content"]])
         return self._template.ids([self._message(**message) for message in messages])
 
@@ -138,7 +140,9 @@ class Chat:
         shared = len(os.path.commonprefix([prompt, whole]))
         turn = self._continue_prompt(prompt[shared:], whole[shared:])
         stop = self.call_stop_id if calls else self.answer_stop_id
-        return [*takewhile(lambda token_id: token_id != stop, turn), stop]
+        if stop in turn:
+            turn = turn[: turn.index(stop)]
+        return [*turn, stop]
 
     def results(self, calls: list[dict], results: list[str], sampled_stop: int | None) -> list[int]:
         """Return the ids that follow a calling turn: its results, then the generation prompt.
@@ -162,8 +166,9 @@ class Chat:
 
     def text(self, ids: list[int]) -> str:
         """Return what the model wrote, control tokens spelled out, without the stop token."""
-        stopped = bool(ids) and ids[-1] in self.stop_ids
-        return self._template.decode(ids[:-1] if stopped else ids)
+        if ids and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        return self._template.decode(ids)
 
     def _suffix(self, dummy, end, sampled_stop):
         """Return the ids of a dummy conversation that follow its assistant turn."""
@@ -224,7 +229,7 @@ class Chat:
 
     def _called(self, calls, results):
         """Return a dummy conversation: user, assistant with calls, results."""
-        shown = calls if self._many_calls else calls[:1]
+        shown = calls[: None if self._many_calls else 1]
         messages = [self._message("user", USER), self._message("assistant", "", shown)]
         for i, (call, result) in enumerate(zip(calls, results, strict=True)):
             fields = {"tool_call_id": f"call{i:05d}", "name": self._template.clean(call["name"])}
@@ -255,10 +260,10 @@ class Chat:
                 "given as text"
             )
         self._answer_end = self._call_end = self._end_of_turn(answered, ANSWER, ANSWER)
-        if self.native_tools:
-            last = ARG2 if self._many_calls else ARG
-            dummy = self._called(calls, [RESULT, RESULT])
-            self._call_end = self._end_of_turn(dummy, ARG, last)
+        if self.native_tools and self._many_calls:
+            self._call_end = self._end_of_turn(two_calls, ARG, ARG2)
+        elif self.native_tools:
+            self._call_end = self._end_of_turn(self._called(calls, [RESULT, RESULT]), ARG, ARG)
         self.answer_stop_id = self._answer_end.stop_id
         self.call_stop_id = self._call_end.stop_id
 

@@ -23,11 +23,12 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError("messages must be a list of objects")
-    assistants = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    while messages and messages[-1].get("role") != "assistant":
+        messages = messages[:-1]
     ids, mask = [], []
     calls, call_ids = [], []  # of the last assistant message
     since = []  # the messages since then
-    for i, message in enumerate(messages[: max(assistants, default=-1) + 1]):
+    for i, message in enumerate(messages):
         try:
             _check_role(message.get("role"), since, calls, bool(ids))
             text, new_calls = _read_message(message)
@@ -45,7 +46,7 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         since, calls = [], new_calls
         call_ids = [call.get("id") for call in message.get("tool_calls") or []]
     if not any(mask):
-        without = ' without "loss": 0' if assistants else ""
+        without = ' without "loss": 0' if messages else ""
         raise ValueError(f"nothing to train: no assistant message{without}")
     return ids, mask
 
@@ -117,9 +118,10 @@ def _text_of(content, default):
     if content is None and default is not None:
         return default
     if isinstance(content, list):
-        texts = [item.get("text") if isinstance(item, dict) else None for item in content]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(texts)
+        try:
+            return "".join([item["text"] for item in content])
+        except (TypeError, KeyError):
+            pass  # refused below
     if not isinstance(content, str):
         kind = type(content).__name__
         raise ValueError(f"content must be text or text parts, got {kind}")

@@ -161,16 +161,17 @@ def _is_control(token) -> bool:
     return not is_text
 
 
-def within_limits(function, name: str) -> None:
+def within_limits(name: str, function, *args) -> None:
     """Try a function that renders templates in a child process, with bounded time and memory.
 
     Only the kernel can end a template such as `{{ 10 ** (10 ** 10) }}`: it stays inside one
     instruction that holds the interpreter's lock, so no thread or signal handler ever wakes.
 
     Args:
-        function: called without arguments. Its exceptions are ignored, because the caller meets
-            them again when it calls the function itself.
         name: the model or folder that the error names.
+        function: what to try. Its exceptions are ignored, because the caller meets them again
+            when it calls the function itself.
+        args: arguments of the function.
 
     Raises:
         ValueError: the function needs more than SECONDS of processor time or BYTES of memory.
@@ -180,7 +181,7 @@ def within_limits(function, name: str) -> None:
         status = 0
         try:
             _limit_this_process()
-            function()
+            function(*args)
         except Exception as error:
             status = int(isinstance(error, MemoryError))
         finally:

@@ -7,13 +7,14 @@ with ordinary tokens means the same as the added token.
 
 import ast
 import json
-import math
 import re
+import sys
 import warnings
 
 MAX_CALLS = 64  # in one turn
 MAX_DEPTH = 64  # nesting of lists and objects in the arguments
-MAX_DIGITS = 300  # of an integer, about what a float can hold; Python does not print 5,000
+MAX_DIGITS = 308  # of an integer, as in a float; Python refuses to print 5,000
+TOO_LONG = f"a number of more than {MAX_DIGITS} digits"
 MAX_PYTHON = 100_000  # characters handed to Python's own parser
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
@@ -96,39 +97,35 @@ def check_call(raw) -> dict:
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise ValueError(f"the arguments of {name} must be an object, got {kind}")
-    level = [arguments]
-    for _ in range(MAX_DEPTH):
-        if not all(map(_is_sound, level)):
-            raise ValueError(
-                f"the arguments of {name} must be JSON with finite numbers and whole characters"
-            )
-        level = _children(level)
-        if not level:
-            return {"name": name, "arguments": arguments}
-    raise ValueError(f"the arguments of {name} are nested too deep")
+    try:
+        _check_value(arguments, depth=1)
+    except ValueError as error:
+        raise ValueError(f"the arguments of {name} {error}") from None
+    return {"name": name, "arguments": arguments}
 
 
-def _is_sound(value):
-    """True if a value, its children aside, is JSON that any other program can read."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return abs(value) < 10**MAX_DIGITS
-    if isinstance(value, str):
-        return not _SURROGATE.search(value)
-    return value is None or isinstance(value, (list, dict))
-
-
-def _children(values):
-    """Return the keys and values of all objects and the items of all lists among the values."""
+def _check_value(value, depth):
+    """Raise ValueError unless a value is JSON that any other program can read."""
     children = []
-    for value in values:
-        if isinstance(value, dict):
-            children += value.keys()
-            children += value.values()
-        elif isinstance(value, list):
-            children += value
-    return children
+    match value:
+        case dict():
+            children = [*value, *value.values()]
+            sound = True
+        case list():
+            children = value
+            sound = True
+        case str():
+            sound = not _SURROGATE.search(value)
+        case int() | float():
+            sound = abs(value) <= sys.float_info.max
+        case _:
+            sound = value is None
+    if not sound:
+        raise ValueError("must be JSON with finite numbers and whole characters")
+    if depth > MAX_DEPTH:
+        raise ValueError("are nested too deep")
+    for child in children:
+        _check_value(child, depth + 1)
 
 
 def _error(problem):
@@ -310,6 +307,8 @@ def _python_call(node):
 def _literal(node):
     """Return the value of a Python literal, JSON's true, false and null included."""
     match node:
+        case ast.Constant(value=int() as value) if value > sys.float_info.max:
+            raise ValueError(TOO_LONG)
         case ast.Constant(value=value):
             return value
         case ast.Name(id=name) if name in _LITERALS:
@@ -334,7 +333,7 @@ def _unique(pairs):
 def _integer(digits):
     """Return a JSON integer, unless it is longer than any number that a tool can use."""
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of more than {MAX_DIGITS} digits")
+        raise ValueError(TOO_LONG)
     return int(digits)
 
 

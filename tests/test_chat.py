@@ -104,8 +104,8 @@ def test_results_of_one_turn_come_in_one_rendering_and_forced_stops_come_first(n
     assert text.count("first result") == text.count("second result") == 1 and text.index("first") < text.index("second")
     assert c.results(TWO, ["first result", "second result"], None)[1:] == both
     assert c.results([], ["error: not JSON"], c.call_stop_id)  # a turn none of whose calls could be read
-    reply = c.reply("go on", c.answer_stop_id)
-    assert c.reply("go on", None)[1:] == reply and c.reply("go on", 1)[0] in c.tokenizer.added_tokens_decoder
+    reply = c.reply("continue", c.answer_stop_id)
+    assert c.reply("continue", None)[1:] == reply and c.reply("continue", 1)[0] in c.tokenizer.added_tokens_decoder
     assert c.call_stop_id not in c.start_ids and c.answer_stop_id not in c.start_ids
 
 

@@ -242,7 +242,7 @@ def test_a_template_that_fails_is_refused_in_one_line():
 
 def test_a_template_is_tried_once(monkeypatch):
     tried = []
-    monkeypatch.setattr("llm.chat.within_limits", lambda function, name: tried.append(name))
+    monkeypatch.setattr("llm.chat.within_limits", lambda name, function, *args: tried.append(name))
     tokenizer = byte_level()
     tokenizer.chat_template += "{# tried once #}"
     Chat(tokenizer, TOOLS)

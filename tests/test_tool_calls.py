@@ -151,6 +151,30 @@ def test_bad_calls_become_short_errors(body, why):
     assert errors[0].isprintable() and errors[0].encode()
 
 
+LONG = "9" * 5000
+TEXT_OF_DIGITS = f"<tool_call><function=f><parameter=a>{LONG}</parameter></function></tool_call>"
+
+
+@pytest.mark.parametrize("number", [LONG, "-" + LONG, "9" * 400, LONG + ".5", "1e" + LONG, "0x" + "f" * 5000, "-0x" + "f" * 400])
+def test_numbers_longer_than_any_float_are_errors_the_model_can_read(number):
+    """Python refuses to read and to print integers of more than 4,300 digits: neither may end a run."""
+    texts = [f'{{"name": "f", "arguments": {{"a": [{number}]}}}}', f"[f(a=[{number}])]", f"[f(a={{{number}: 1}})]", f'{{"name": {number}, "arguments": {{}}}}',
+             json.dumps({"name": "f", "arguments": f'{{"a": {number}}}'}), f'<|tool_call>call:f{{a:{number}}}<tool_call|>',
+             f"<tool_call>f<arg_key>a</arg_key><arg_value>[{number}]</arg_value></tool_call>", f'to=functions.f<|message|>{{"a": {number}}}']
+    for text in texts + [tagged(text) for text in texts]:
+        content, calls, errors = parse_tool_calls(text)
+        json.dumps([content, calls, errors], allow_nan=False).encode()
+        assert all(len(error) <= 300 and "set_int_max_str_digits" not in error for error in errors)
+        assert not any(isinstance(value, int) for call in calls for value in call["arguments"].values())
+    assert not parse_tool_calls(tagged(texts[0]))[1] and len(parse_tool_calls(tagged(texts[0]))[2]) == 1
+
+
+def test_a_long_number_in_a_tag_is_text_for_the_tool():
+    assert parse_tool_calls(TEXT_OF_DIGITS)[1:] == ([{"name": "f", "arguments": {"a": LONG}}], [])
+    number = "9" * 308
+    assert parse_tool_calls(tagged(f'{{"name": "f", "arguments": {{"a": {number}}}}}'))[1] == [{"name": "f", "arguments": {"a": int(number)}}]
+
+
 def test_two_calls_nested_and_mixed():
     assert parse_tool_calls(f"<tool_call>{GOOD}</tool_call><tool_call>{GOOD}</tool_call>")[1:] == ([CALL, CALL], [])
     assert parse_tool_calls(f"<tool_call><tool_call>{GOOD}</tool_call></tool_call>")[1] == [CALL]
