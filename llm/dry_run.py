@@ -11,7 +11,7 @@ from llm.memory import SETTINGS, techniques
 
 
 def dry_run(config, episodes: int = 0, held_out: int = 0, rows: int | None = None,
-            merge: bool | None = None) -> dict:
+            merge: bool = True) -> dict:
     """Print the memory that a step of this run needs and return it in MiB, by its phase.
 
     On a GPU the run's longest batch is then tried in earnest. On a CPU the count is exact.
@@ -21,32 +21,29 @@ def dry_run(config, episodes: int = 0, held_out: int = 0, rows: int | None = Non
         episodes: episodes of a step's rollout
         held_out: episodes of an evaluation
         rows: sequences in one forward pass of the update; None: batch_size, at most the episodes
-        merge: True if the update runs on merged weights; None: if the adapter has no dropout
-
-    The loss itself is left out: beside the (T, V) logits its (B, T) tensors are nothing.
+        merge: True if the update runs on merged weights where it can
 
     Raises Stop with status 1 if the run's own setting does not fit.
     """
     rows = rows or min(config.batch_size, episodes or config.batch_size)
-    merge = not config.lora_dropout if merge is None else merge
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit = free_memory(kind)
     print(f"There are {mib(limit)} of free {'GPU ' * (kind == 'cuda')}memory.", flush=True)
-    needs, own = {}, {}
+    needs = {}
     for memory in tqdm(SETTINGS, "counting", leave=False):
         flags = flags_of(config, memory)
         work = workload(config, memory, rows, merge, episodes, held_out)
         try:
             peaks = measure(load_options(config, memory), work, kind)
         except UserError as error:
+            if memory == config.memory:
+                raise
             tqdm.write(f"{flags} cannot be used: {error}.")
             continue
         needs[memory] = need(peaks, kind)
         tqdm.write(sentence(flags, work, peaks, kind))
         if memory == config.memory:
-            own = peaks
-    if not own:
-        raise Stop(f"{flags_of(config, config.memory)} cannot be used", 1)
+            own_work, own_peaks = work, peaks
     fitting = [memory for memory in needs if needs[memory] <= limit]
     advice = advise(config, needs, fitting, rows)
     if config.memory not in fitting:
@@ -54,9 +51,8 @@ def dry_run(config, episodes: int = 0, held_out: int = 0, rows: int | None = Non
                    f"{mib(needs[config.memory])} and {mib(limit)} are free. {advice}", 1)
     print(advice)
     if kind == "cuda":
-        work = workload(config, config.memory, rows, merge, episodes, held_out)
-        own = attempt(config, work, kind)
-    return {phase: nbytes / MIB for phase, nbytes in own.items()}
+        own_peaks = attempt(config, own_work, kind)
+    return {phase: nbytes / MIB for phase, nbytes in own_peaks.items()}
 
 
 def workload(config, memory: str, rows: int, merge: bool, episodes: int, held_out: int) -> Workload:
