@@ -86,7 +86,7 @@ class Adapter(nn.Module):
         A, B = self.factors(x)
         x = F.dropout(x, self.dropout, training=self.training)
         update = F.linear(F.linear(x, A), B) * self.scale
-        if output.dtype == torch.float32:
+        if output.dtype not in LOST_BITS:
             return output + update
         return _DitheredSum.apply(output, update)
 
