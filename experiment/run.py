@@ -74,6 +74,7 @@ class Run:
         self.folder = self.files.path
         self.alarms = Alarms()
         self.step = self.bad = 0
+        self.opened = time.time()
         self.rollout_seconds = 0.0
         self.saved_at = time.monotonic()
         self.looping = self.updated = False
@@ -178,7 +179,9 @@ class Run:
         self.before = extra.get("before", {})
         if not extra and evaluate_before:
             self.before = evaluate()
+        # Earlier sessions count. Making, teaching and evaluating a model is not training.
         self.began = time.time() - extra.get("seconds", 0.0)
+        self.opened -= extra.get("seconds", 0.0)
         for note in first_notes(self.before, self.config) if self.algorithm != "sft" else ():
             print(note)
         self.looping, self.marks = True, self.files.log_sizes()
@@ -423,7 +426,7 @@ class Run:
         print(f"written: {self.folder}\nnext:    {command}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"), "steps": self.total,
-                  "seed": self.config.seed, "seconds": time.time() - self.began,
+                  "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
         result = self.ranks.first(lambda: self._write_result(finite(result)))
         self.ranks.runs -= 1
