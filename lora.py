@@ -336,8 +336,6 @@ class _DitheredSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, update):
         ctx.mark_dirty(update)  # the sum is written over it, some rows in float32 at a time
-        if output.dtype not in LOST_BITS:
-            return update.add_(output)
         rows = max(1, len(_noise(output.device, LOST_BITS[output.dtype])) // output.shape[-1])
         for y, u in zip(output.flatten(0, -2).split(rows), update.flatten(0, -2).split(rows)):
             u.copy_(dithered(y.float().add_(u), y.dtype, by_column=True))
