@@ -32,10 +32,11 @@ from llm.tiny import make_tiny  # noqa: E402
 
 SAVE_EVERY = 2
 CONFIGS = {
-    "sft": lambda base: sft.Config(base, max_samples=24, max_steps=30, batch_size=4, eval_tasks=0, learning_rate=1e-3,
-                                   save_every=SAVE_EVERY),
-    "grpo": lambda base: grpo.Config(base, tasks_per_step=2, group_size=2, max_steps=30, max_new_tokens=4, eval_tasks=0,
-                                     max_tokens=200, learning_rate=1e-3, entropy_coef=0.1, save_every=SAVE_EVERY)}
+    "sft": lambda base: sft.Config(model_path=base, max_samples=24, max_steps=30, batch_size=4, eval_tasks=0,
+                                   learning_rate=1e-3, save_every=SAVE_EVERY),
+    "grpo": lambda base: grpo.Config(model_path=base, tasks_per_step=2, group_size=2, max_steps=30, max_new_tokens=4,
+                                     max_tokens=200, eval_tasks=0, learning_rate=1e-3, entropy_coef=0.1,
+                                     save_every=SAVE_EVERY)}
 
 
 def start(module, config) -> int:
