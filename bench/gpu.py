@@ -79,7 +79,7 @@ def arguments(argv=None):
 
 
 class Essay:
-    """The world of the part grpo: a long question, no end, a reward that differs within a group."""
+    """The environment of the part grpo: a long question, no end, a reward that differs within a group."""
 
     system_prompt, played = "Write.", 0
 

@@ -445,7 +445,7 @@ def test_every_option_runs_and_logs_finite_numbers(start, recorded, tmp_path, op
 
 
 def test_from_a_world_alone_it_plays_pairs_trains_and_tells(start, tmp_path, capsys, monkeypatch):
-    """The whole run on an untaught model: in this world every other episode is paid, whatever is said."""
+    """The whole run on an untaught model: in this environment every other episode is paid, whatever is said."""
     (tmp_path / "w.py").write_text(
         "class Luck:\n    episodes = 0\n"
         "    def reset(self, n=0, **_):\n        Luck.episodes += 1\n        self.luck = Luck.episodes % 2\n        return f'Say {n}'\n"

@@ -64,7 +64,7 @@ class Bandit:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a world, a model that knows its format but not its answer, and 40 episodes that it played."""
+    """A folder with an environment, a model that knows its format but not its answer, and 40 episodes that it played."""
     folder = tmp_path_factory.mktemp("bandit")
     (folder / "bandit.py").write_text(WORLD)
     env = f"{folder}/bandit.py:Bandit"

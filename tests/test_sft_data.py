@@ -74,7 +74,7 @@ def spelled(tokenizer, episode):
 # -------------------------------------------------------------------------------------------------- the lessons
 @pytest.mark.parametrize("case", FAMILIES)
 def test_same_chat_through_sft_and_rollout_gives_the_same_ids(case):
-    """Played by a world through `Episode`, and written down: calls, text beside them, results, a second go."""
+    """Played by an environment through `Episode`, and written down: calls, text beside them, results, a second go."""
     tokenizer = make_tiny()[1] if case == "tiny" else real(case[5:]) if case.startswith("real:") else small(case)
     world = envs.load("gsm8k")
     chat, watch = Chat(tokenizer, envs.schemas(world)), Watch([world], 10.0)
