@@ -30,7 +30,7 @@ def main():
     parser.add_argument("--model_path", default=".real/smollm2")
     parser.add_argument("--gsm8k", default="../shared/data/gsm8k/train.jsonl")
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "real_model"))
-    parser.add_argument("--sft_steps", type=int, default=60, help="0: continue from OUT/sft, which an earlier call made")
+    parser.add_argument("--sft_steps", type=int, default=60, help="0: continue from an earlier OUT/sft")
     parser.add_argument("--grpo_steps", type=int, default=20)
     parser.add_argument("--gsm8k_steps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

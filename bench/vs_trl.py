@@ -137,7 +137,7 @@ def ours(args) -> dict:
 
 
 def our_step(model, tokenizer, optimizer, prompts, step: int, args):
-    """The step of grpo.py without its environment and its log -> {"rollout", "step"} in seconds, completions (by prompt).
+    """The step of grpo.py without environment and log -> {"rollout", "step"} in seconds, completions (by prompt).
 
     optimizer None: stop before it, the gradients stay.
     """
