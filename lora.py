@@ -8,8 +8,10 @@ that another adapter (DoRA, for instance, in tests/test_dora.py) is one subclass
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
+import importlib
 import math
 import re
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -446,5 +448,5 @@ def _exchange(model, frozen):
 
 
 if __name__ == "__main__":
-    import runpy
-    runpy.run_module("llm.merge", run_name="__main__")
+    # By its name, because llm imports this file.
+    sys.exit(importlib.import_module("llm.merge").main(sys.argv[1:]))

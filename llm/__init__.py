@@ -1,5 +1,16 @@
-"""Language models: from messages to tokens to probabilities."""
-from llm.loading import load_model, save_model
-from llm.logprobs import token_logprobs
+"""Language models: from messages to tokens to probabilities. These names are the public interface.
 
-__all__ = ["load_model", "save_model", "token_logprobs"]
+Modules inside the package import each other by their full names and never from here.
+"""
+from llm.batches import batches_of_like_length, cheapest_order, shuffled_batches, turn_index
+from llm.dry_run import dry_run
+from llm.loading import is_tiny, load_model, model_options, save_model
+from llm.logprobs import score, token_logprobs
+from llm.merge import merge
+from llm.optimizer import adamw
+from llm.training_state import TrainingState
+
+__all__ = [
+    "TrainingState", "adamw", "batches_of_like_length", "cheapest_order", "dry_run", "is_tiny",
+    "load_model", "merge", "model_options", "save_model", "score", "shuffled_batches",
+    "token_logprobs", "turn_index"]

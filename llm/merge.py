@@ -41,7 +41,3 @@ def main(words: list[str]) -> int:
         print(f"lora.py: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
