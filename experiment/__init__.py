@@ -1,1 +1,27 @@
-"""From flags to an output folder to a report: everything in a run that has no equation."""
+"""From flags to an output folder to a report: everything in a run that has no equation.
+
+What the algorithms use stands here. The modules of this package import each other directly.
+"""
+from experiment.config import (
+    MemoryFlags,
+    ModelFlags,
+    RolloutFlags,
+    RunFlags,
+    TrainingFlags,
+    auto,
+    check_accumulation,
+    fill,
+    flag,
+    imitation_learning_rate,
+    nearest,
+    preference_learning_rate,
+)
+from experiment.data import read_rows
+from experiment.episodes import pass_at_k, problem, summarise
+from experiment.errors import EnvironmentFault, UserError
+from experiment.files import replace_file, to_json
+from experiment.groups import group_shares
+from experiment.process import give_back_memory
+from experiment.program import main
+from experiment.run import Run
+from experiment.seeds import mix
