@@ -226,7 +226,6 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                                      "environment; default: its own tasks")
     max_samples: int | None = flag(None, "pairs, drawn at random; default: all", low=1)
     learning_rate: float | None = auto(preference_learning_rate)
-    warmup_steps: int = 10
     batch_size: int = flag(8, "pairs in one forward pass: memory only")
     num_epochs: int = flag(5, "passes over the pairs")
     output_dir: str = "runs/dpo"

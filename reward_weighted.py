@@ -209,7 +209,6 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     num_epochs: int = flag(2, "passes over the episodes of a round, or over the recorded ones")
     gradient_accumulation_steps: int = flag(2, "forward passes of an update", low=1)
     learning_rate: float | None = auto(imitation_learning_rate)
-    warmup_steps: int = 1
     weighting: str = flag("exp", "of A = R - baseline; filter ranks R",
                           choices=("exp", "linear", "filter"))
     weight_per: str = flag("turn", "R: the episode's reward, or the turn's return-to-go",

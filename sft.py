@@ -63,7 +63,6 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
-    warmup_steps: int = 20
     batch_size: int = 32
     num_epochs: int = 4
     output_dir: str = "runs/sft"

@@ -260,7 +260,7 @@ def prepare(place):
     model, _ = load_model(str(base), lora_r=4)
     save_model(model, str(place / "adapter"))
     words = ["--dtype", "float32", "--max_steps", 1, "--eval_tasks", 0, "--model_path", base]
-    play = "--tasks_per_step 4 --group_size 2 --batch_size 8 --max_new_tokens 8 --save_trajectories 8".split()
+    play = "--tasks_per_step 4 --group_size 2 --batch_size 8 --max_new_tokens 8".split()
     problem = outcome(program(grpo, *words, *play, "--output_dir", place / "grpo"), "")
     problem = problem or outcome(
         program(sft, *words, "--dataset", place / "good.jsonl", "--output_dir", place / "run"), "")

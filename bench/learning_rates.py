@@ -44,7 +44,7 @@ def main():
     taught = os.path.join(args.out, "sft")
     if not os.path.exists(os.path.join(taught, "result.json")):
         sft.train(sft.Config(
-            model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, warmup_steps=5, max_samples=400,
+            model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, max_samples=400,
             expert_noise=0.7, max_turns=6, batch_size=8, max_steps=60, eval_tasks=0, seed=args.seed,
             dtype="bfloat16", overwrite=True))
     rows = {}

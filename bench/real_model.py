@@ -48,7 +48,7 @@ def main():
     common = {"dtype": "bfloat16", "seed": args.seed, "overwrite": True}
     taught, learned, math = (os.path.join(args.out, name) for name in ("sft", "grpo", "gsm8k"))
     rows = {"sft": {} if not args.sft_steps else sft.train(sft.Config(
-        model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, warmup_steps=5, max_samples=400,
+        model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, max_samples=400,
         expert_noise=0.7, max_turns=6, batch_size=8, gradient_accumulation_steps=1, max_steps=args.sft_steps,
         eval_tasks=0, **common))}
     rows["grpo"] = grpo.train(grpo.Config(

@@ -104,7 +104,7 @@ def measure(point) -> dict:
         grpo.train(grpo.Config(
             model_path=folder, env=f"{__file__}:Library", dataset=str(tasks), eval_dataset=str(tasks), eval_tasks=0,
             output_dir=str(out), tasks_per_step=2, group_size=sizes["group_size"], batch_size=4, max_steps=1 + repeats,
-            lora_r=8, save_trajectories=0))
+            lora_r=8))
     timing, metrics = ([json.loads(line) for line in (out / name).read_text().splitlines()][1:]
                        for name in ("timing.jsonl", "metrics.jsonl"))
     assert all(m["turns"] == sizes["turns"] and m["completion"] == 1 for m in metrics), metrics[0]

@@ -52,7 +52,6 @@ SYNONYMS = {
     "resume": "resume_anyway resume_from_checkpoint",
     "save_every": "save_steps save_freq",
     "updates_per_step": "num_iterations ppo_epochs",
-    "warmup_steps": "warmup_ratio num_warmup_steps",
     "weight_decay": "wd",
 }
 

@@ -167,7 +167,6 @@ class ModelFlags:
     lora_dropout: float = flag(0.0, "dropout on the input of the adapter, in updates only",
                                low=0, high=0.99)
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas")
-    use_rslora: bool = flag(False, "scale the adapter by alpha / sqrt(rank)")
     dtype: str | None = auto(best_dtype, "dtype of the frozen weights; auto: as they are stored",
                              choices=("float32", "bfloat16", "float16", "auto"))
 
@@ -217,8 +216,6 @@ class TrainingFlags:
 
     heading = "training"
     learning_rate: float | None = auto(policy_learning_rate, "AdamW step size at its peak", low=0)
-    warmup_steps: int = flag(
-        5, "steps of linear warm-up; after them a linear decay to a tenth of the peak", low=0)
     weight_decay: float = flag(0.0, "weight decay of AdamW", low=0)
     max_grad_norm: float | None = auto(1.0, "gradients of a larger norm are clipped to it", above=0)
     batch_size: int = flag(16, "sequences in one forward pass: memory only", low=1)
@@ -241,8 +238,6 @@ class RunFlags:
     seed: int = flag(0, "seed of everything random", low=0)
     save_every: int | None = auto(
         0, "steps between checkpoints; 0: after 10 minutes of training each, and at the end", low=0)
-    save_trajectories: int = flag(
-        16, "episodes of each step kept in trajectories.jsonl; 0: none", low=0)
     eval_tasks: int = flag(
         200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)

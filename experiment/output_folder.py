@@ -25,7 +25,7 @@ ONCE = ("overwrite", "resume")
 # What a resumed run may change without a word, and what it may change with a note.
 FREE = (*ONCE, "output_dir", "save_every", "dry_run")
 HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "memory",
-            "save_trajectories", "eval_every")
+            "eval_every")
 SAME_NUMBERS = ("plain", "checkpoint")  # settings of --memory
 
 

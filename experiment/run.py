@@ -39,6 +39,8 @@ from experiment.seeds import mix
 from experiment.signals import active_signals
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
+WARMUP_STEPS = 20  # at most
+LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 BAD_STEPS = 3  # steps in a row that are not finite end the run
 
 
@@ -152,10 +154,11 @@ class Run:
     def learning_rate(self, step):
         """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
 
-        The decay lasts as long as the run was meant to when it began. A run that is resumed with a
-        larger --max_steps continues at a tenth.
+        The warm-up lasts a tenth of the steps, at most WARMUP_STEPS. Both last as long as the run
+        was meant to when it began: resumed with a larger --max_steps, it continues at a tenth.
         """
-        warmup = min(1.0, (step + 1) / max(self.config.warmup_steps, 1))
+        warmup_steps = max(1, min(WARMUP_STEPS, self.schedule // 10))
+        warmup = min(1.0, (step + 1) / warmup_steps)
         decay = 1 - 0.9 * min(step / max(self.schedule, 1), 1.0)
         return self.config.learning_rate * warmup * decay
 
@@ -261,8 +264,8 @@ class Run:
         self.line.update(metrics)
 
     def log_episodes(self, trajectories):
-        """Append the first `save_trajectories` episodes of the step to trajectories.jsonl."""
-        self.trajectories(self.step, trajectories[:self.config.save_trajectories])
+        """Append the first LOGGED_EPISODES episodes of the step to trajectories.jsonl."""
+        self.trajectories(self.step, trajectories[:LOGGED_EPISODES])
 
     def trajectories(self, step, items):
         """Append episodes to trajectories.jsonl."""

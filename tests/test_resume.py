@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def rewarded(episodes):
 
 def config(module, place, out, **options):
     common = dict(model_path=str(place / "base"), env="equations", output_dir=str(out), save_every=1,
-                  learning_rate=1e-3, warmup_steps=2, eval_tasks=0 if module is sft else 2)
+                  learning_rate=1e-3, eval_tasks=0 if module is sft else 2)
     if module is not sft:
         common |= dict(group_size=3, max_tokens=200, max_new_tokens=6)
     return module.Config(**{**common, **options})
@@ -429,10 +430,19 @@ def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, ch
 
 def test_the_schedule_belongs_to_the_run(place, tmp_path):
     """A run that is made longer continues at a tenth of the peak; the first steps are those of the short run."""
-    sft.train(toy(place, tmp_path / "run", warmup_steps=0))
-    sft.train(replace(toy(place, tmp_path / "run", warmup_steps=0, resume="newest"), max_steps=6))
+    sft.train(toy(place, tmp_path / "run"))
+    sft.train(replace(toy(place, tmp_path / "run", resume="newest"), max_steps=6))
     rates = [json.loads(line)["learning_rate"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rates == pytest.approx([1e-3, 0.7e-3, 0.4e-3, 1e-4, 1e-4, 1e-4])
+
+
+@pytest.mark.parametrize("total, warmup", [(2, [1.0, 1.0]), (10, [1.0, 1.0]), (50, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]), (340, [0.05, 0.1])])
+def test_the_warm_up_is_a_tenth_of_the_steps_and_at_most_twenty(total, warmup):
+    run_of = SimpleNamespace(schedule=total, config=SimpleNamespace(learning_rate=2.0))
+    for step, share in enumerate(warmup):
+        assert run.Run.learning_rate(run_of, step) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
+    assert run.Run.learning_rate(run_of, 30) < 2.0
+    assert run.Run.learning_rate(run_of, total) == pytest.approx(0.2)
 
 
 def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):

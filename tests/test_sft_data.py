@@ -462,7 +462,7 @@ def test_a_few_rows_are_all_learnt_from(tokenizer, tmp_path):
 # ------------------------------------------------------------------------------------------------------- train
 def test_chat_rows_are_learnt_without_a_world(tmp_path, capsys):
     path = write(tmp_path, [{"prompt": f"say {n}", "completion": "yes"} for n in range(60)])
-    result = sft.train(sft.Config(dataset=path, output_dir=str(tmp_path / "o"), max_steps=10, batch_size=8, warmup_steps=1))
+    result = sft.train(sft.Config(dataset=path, output_dir=str(tmp_path / "o"), max_steps=10, batch_size=8))
     assert result["held_out_loss"] < 1 and result["success_after"] is None
     assert "env: null" in (tmp_path / "o" / "config.yaml").read_text()  # --config repeats it: still rows to learn from
 
