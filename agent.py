@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 import envs
+from envs.calls import shorten
 from envs.session import Session, Watch
 from experiment.episodes import pass_at_k, problem, summarise
 from experiment.errors import EnvironmentFault, UserError
@@ -110,20 +111,20 @@ class Episode:
         counts = ("tool_calls", "tool_errors", "unreadable_calls", "parsed_turns", "timeouts")
         info = {"env": session.name, "task": session.task, **dict.fromkeys(counts, 0)}
         self.trajectory = Trajectory(group_id=group_id, info=info)
-        self.begin()
+        self.reset()
 
     @ends_on_fault
-    def begin(self):
+    def reset(self):
         """Reset the environment and render the prompt."""
         question, system_prompt, max_turns = self.session.start()
         self.max_turns = self.limits.max_turns or max_turns
         messages = [{"role": "user", "content": question}]
         if system_prompt:
             messages.insert(0, {"role": "system", "content": system_prompt})
-        self.open(messages)
+        self.set_prompt(messages)
 
-    def open(self, messages: list[dict]):
-        """Begin the trajectory with these messages."""
+    def set_prompt(self, messages: list[dict]):
+        """Start the trajectory with these messages."""
         t = self.trajectory
         t.messages, t.token_ids = messages, self.chat.prompt(messages)
         t.loss_mask = [0] * len(t.token_ids)
@@ -181,7 +182,7 @@ class Episode:
         if reply is None or self.session.done:
             return self.finish("done")
         self.trajectory.messages.append({"role": "user", "content": reply})
-        return self.go_on(self.chat.reply(reply, self.stop_id))
+        return self.append(self.chat.reply(reply, self.stop_id))
 
     @ends_on_fault
     def take_results(self, job):
@@ -207,10 +208,10 @@ class Episode:
         self.tool_tokens += len(ids)
         if self.tool_tokens > self.limits.max_tool_tokens:
             return self.finish("max_tool_tokens")
-        return self.go_on(ids)
+        return self.append(ids)
 
-    def go_on(self, ids: list[int]):
-        """Continue with tokens that the model did not sample, if there is room for them."""
+    def append(self, ids: list[int]):
+        """Append tokens that the model did not sample, or end the episode if there is no room."""
         t = self.trajectory
         if len(t.rewards) >= self.max_turns:
             return self.finish("max_turns")
@@ -243,20 +244,11 @@ class Episode:
         """End the episode because its environment failed. Its reward is not the policy's doing."""
         t = self.trajectory
         if not t.token_ids:
-            self.open([{"role": "user", "content": ""}])
+            self.set_prompt([{"role": "user", "content": ""}])
         t.stop_reason = "error"
         t.info.update(success=False, error=message)
         t.rewards = [reward if math.isfinite(reward) else 0.0 for reward in t.rewards]
         t.reward = math.fsum(t.rewards)
-
-
-def shorten(text: str, limit: int) -> str:
-    """Return about `limit` characters of a tool's result: its head, how much was cut, its tail."""
-    limit = min(max(limit, 40), 4000)
-    if len(text) <= limit:
-        return text
-    cut = f"\n[... {len(text) - limit} characters cut ...]\n"
-    return text[:limit * 3 // 4] + cut + text[-limit // 4:]
 
 
 # ------------------------------------------------------------------------------ many episodes

@@ -178,3 +178,12 @@ def step(env, name: str, arguments: dict) -> StepResult:
 def valid_actions(env) -> list[str]:
     """Return the names of the tools that may be called now: none once the episode is done."""
     return [] if getattr(env, "done", False) else list(tools(env))
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return about `limit` characters of a tool's result: its head, how much was cut, its tail."""
+    limit = min(max(limit, 40), 4000)
+    if len(text) <= limit:
+        return text
+    cut = f"\n[... {len(text) - limit} characters cut ...]\n"
+    return text[:limit * 3 // 4] + cut + text[-limit // 4:]

@@ -157,7 +157,7 @@ def ask(episode: Episode) -> bool:
         print()
         return False
     if question and not episode.trajectory.stop_reason:
-        episode.open([*messages[:-1], {"role": "user", "content": question}])
+        episode.set_prompt([*messages[:-1], {"role": "user", "content": question}])
     return True
 
 
