@@ -413,8 +413,7 @@ def train(config: Config) -> dict:
     run = Run(config, "grpo", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished
-    model_path = teach_tiny(config, run)  # "tiny" is made and taught here, another is as it is
-    model, tokenizer = load_model(model_path, **model_options(config))
+    model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
     # beta2 0.95: LoRA starts with small gradients. `run.steps` sets every step's learning rate.
@@ -434,28 +433,28 @@ def train(config: Config) -> dict:
             run.log(**summarise(trajectories), merge_kept=merge_kept(model))
             run.log_episodes(trajectories)
             batch = cheapest_order(trajectories, config.batch_size)
-            token_ids, sampled_mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
+            token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
             # 2. Where an option needs them: the tokens' log-probs under other weights or numerics.
             ref_logprobs, trainer_logprobs = rescore(
-                config, model, start_policy, batch, token_ids, sampled_mask, run)  # (B, T) each
+                config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
 
             # 3. Advantages: every token answers for its episode's reward, or for its turn's.
             rewards = [t.rewards for t in batch]
             if config.kl_coef and config.kl_estimator == "k1":
-                k1 = kl_estimate(trainer_logprobs, ref_logprobs, sampled_mask, "k1")  # (B, T)
-                rewards = subtract_kl(rewards, k1, sampled_mask, config.kl_coef)
+                k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
+                rewards = subtract_kl(rewards, k1, mask, config.kl_coef)
             advantages = token_advantages(
-                rewards, sampled_mask, [t.group_id for t in batch], config.credit,
+                rewards, mask, [t.group_id for t in batch], config.credit,
                 scale=config.scale_rewards)  # (B, T)
             run.log(**group_shares(batch, advantages))
-            old_logprobs, mask = sampled_logprobs, sampled_mask  # what the loss compares with
             if config.mask_truncated:
-                mask = sampled_mask * torch.tensor([[not t.truncated] for t in batch]).to(mask)
+                mask = mask * torch.tensor([[not t.truncated] for t in batch]).to(mask)
+            old_logprobs = sampled_logprobs  # what the ratio of the loss compares with
             if config.importance_correction:
                 old_logprobs = trainer_logprobs
                 advantages = advantages * importance_correction(
-                    old_logprobs, sampled_logprobs, mask, config.importance_correction)
+                    trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
             # 4. Updates. Divided by the step's counts, micro-batches' losses add up to its loss.

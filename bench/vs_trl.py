@@ -151,9 +151,10 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from llm.static_engine import make_engine
     from lora import merged
     began = now()
-    with merged(model):
-        engine = make_engine(model, slots=len(prompts) * args.samples, tokens=max(map(len, prompts)) + args.tokens)
-        sampled = generate(engine, prompts, group_size=args.samples, max_new_tokens=args.tokens, seed=step)
+    with merged(model):  # the engine goes when `generate` returns, and its KV cache with it, as in agent.rollout
+        sampled = generate(make_engine(model, slots=len(prompts) * args.samples,
+                                       tokens=max(map(len, prompts)) + args.tokens),
+                           prompts, group_size=args.samples, max_new_tokens=args.tokens, seed=step)
     rollout = now() - began
     assert all(len(ids) == args.tokens for ids, _ in sampled)
     batch = []
