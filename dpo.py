@@ -41,17 +41,10 @@ from agent import Trajectory, collate, evaluate, judged, rollout, rollout_option
 from envs.demonstrations import read_trajectories, registered_envs
 from envs.preferences import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
                               split_pairs, write_pairs)
-from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                               fill, flag, nearest, preference_learning_rate)
-from experiment.errors import UserError
-from experiment.program import main
-from experiment.run import Run
-from llm.batches import shuffled_batches
-from llm.dry_run import dry_run
-from llm.loading import is_tiny, load_model, model_options
-from llm.logprobs import token_logprobs
-from llm.optimizer import adamw
-from llm.training_state import TrainingState
+from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
+                        UserError, auto, fill, flag, main, nearest, preference_learning_rate)
+from llm import (TrainingState, adamw, dry_run, is_tiny, load_model, model_options,
+                 shuffled_batches, token_logprobs)
 from lora import merged
 from sft import teach_tiny
 

@@ -22,19 +22,11 @@ import torch
 
 import envs
 from agent import collate, evaluate, judged, rollout, rollout_options, scale_rewards
-from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                               check_accumulation, fill, flag)
-from experiment.episodes import summarise
-from experiment.errors import UserError
-from experiment.groups import group_shares
-from experiment.program import main
-from experiment.run import Run
-from llm.batches import cheapest_order, turn_index
-from llm.dry_run import dry_run
-from llm.loading import is_tiny, load_model, model_options
-from llm.logprobs import score, token_logprobs
-from llm.optimizer import adamw
-from llm.training_state import TrainingState
+from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
+                        UserError, auto, check_accumulation, fill, flag, group_shares, main,
+                        summarise)
+from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
+                 score, token_logprobs, turn_index)
 from lora import freeze_reference, merge_kept, merged, reference
 from sft import teach_tiny
 

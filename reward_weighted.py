@@ -29,20 +29,12 @@ import numpy as np
 import torch
 
 import envs
-from agent import (Trajectory, collate, evaluate, judged, rollout, rollout_options, scale_rewards,
-                   summarise)
+from agent import Trajectory, collate, evaluate, judged, rollout, rollout_options, scale_rewards
 from envs.demonstrations import read_trajectories, registered_envs
-from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                               fill, flag, imitation_learning_rate)
-from experiment.errors import UserError
-from experiment.program import main
-from experiment.run import Run
-from llm.batches import cheapest_order, shuffled_batches, turn_index
-from llm.dry_run import dry_run
-from llm.loading import is_tiny, load_model, model_options
-from llm.logprobs import token_logprobs
-from llm.optimizer import adamw
-from llm.training_state import TrainingState
+from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
+                        UserError, auto, fill, flag, imitation_learning_rate, main, summarise)
+from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
+                 shuffled_batches, token_logprobs, turn_index)
 from lora import merged
 from sft import teach_tiny
 

@@ -27,21 +27,11 @@ from agent import Limits, collate, evaluate
 from envs.demonstrations import (EXPECTED, Encoder, Row, describe, imitates_rows,
                                  read_demonstrations, read_trajectories, registered_envs, split)
 from envs.expert import demonstrate
-from experiment.config import (MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                               imitation_learning_rate)
-from experiment.data import read_rows
-from experiment.errors import UserError
-from experiment.files import replace_file, to_json
-from experiment.program import main
-from experiment.run import Run
-from experiment.seeds import mix
-from llm.batches import batches_of_like_length
-from llm.dry_run import dry_run
-from llm.loading import is_tiny, load_model, model_options
-from llm.logprobs import token_logprobs
-from llm.merge import merge
-from llm.optimizer import adamw
-from llm.training_state import TrainingState
+from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, UserError, auto,
+                        fill, flag, imitation_learning_rate, main, mix, read_rows, replace_file,
+                        to_json)
+from llm import (TrainingState, adamw, batches_of_like_length, dry_run, is_tiny, load_model, merge,
+                 model_options, token_logprobs)
 
 TINY = {"learning_rate": 3e-3, "dtype": "float32"}  # defaults of the tiny model
 
