@@ -29,6 +29,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ from tqdm import tqdm
 
 import envs
 from agent import Trajectory, collate, evaluate, judged, rollout, rollout_options
-from envs.demonstrations import read_trajectories, registered_envs
+from envs.demonstrations import default_env, read_trajectories
 from envs.preferences import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
                               split_pairs, write_pairs)
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
@@ -269,20 +270,22 @@ def chosen_losses(config: Config) -> list[tuple[str, float]]:
 
 def settle(config: Config) -> Config:
     """Return the config with a value in every field that depends on the model or the data."""
-    if config.env is None and config.trajectories:
-        infos = [t.info for episodes in recorded(config) for t in episodes]
-        config = replace(config, env=registered_envs(infos))
-    elif config.env is None and not compares_rows(config):
-        config = replace(config, env="equations")
-    lengths = envs.lengths(config.env) if config.env else {}
-    return fill(config, TINY if is_tiny(config.model_path) else {}, lengths)
+    if config.env is None and not compares_rows(config):
+        config = replace(config, env=default_env(config.trajectories))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
 
 
 # -------------------------------------------------------------------------------------------- data
-def recorded(config: Config, tokenizer=None, vocabulary: int = 0) -> list[list[Trajectory]]:
-    """Return the episodes of each file of --trajectories; a tokenizer refuses another model's."""
-    paths = [path.strip() for path in config.trajectories.split(",")]
-    return [read_trajectories(path, tokenizer, vocabulary) for path in paths]
+def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
+    """Return the pairs of the given files, or [] if none are given: they are then played."""
+    if compares_rows(config):
+        return read_pairs(config.dataset, tokenizer, config.env)
+    if not config.trajectories:
+        return []
+    vocabulary = model.get_input_embeddings().num_embeddings
+    files = [read_trajectories(path.strip(), tokenizer, vocabulary)
+             for path in config.trajectories.split(",")]
+    return make_pairs(files, config)
 
 
 def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
@@ -365,20 +368,16 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
-    vocabulary = model.get_input_embeddings().num_embeddings
-    files = recorded(config, tokenizer, vocabulary) if config.trajectories else []
-    pairs = read_pairs(config.dataset, tokenizer, config.env) if compares_rows(config) else []
+    pairs = given_pairs(config, model, tokenizer)
     if config.model_path == "tiny":  # files are read by now: a bad row is refused before this
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     if tasks:
-        files = [play(model, tokenizer, tasks, config, run)]
-    pairs, is_held_out = split_pairs(pairs or make_pairs(files, config), config)
+        pairs = make_pairs([play(model, tokenizer, tasks, config, run)], config)
+    pairs, is_held_out = split_pairs(pairs, config)
     write_pairs(run, pairs, is_held_out)
-    seen = [t.info["task"] for episodes in files for t in episodes if t.info.get("task")]
-    held_out_tasks = envs.drop_seen(held_out_tasks, seen)
+    held_out_tasks = envs.drop_seen(held_out_tasks, envs.tasks_of(chain(*pairs)))
     ref_sums = reference_sums(model, pairs, config, run.ranks)  # (N, 2)
     learned, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
-
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
     state = TrainingState(model, tokenizer, optimizer)
@@ -411,7 +410,7 @@ def train(config: Config) -> dict:
             run.ranks.add_gradients(weights)
             totals = run.ranks.total(totals)
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-            episodes = [t for pair in batch for t in pair]
+            episodes = list(chain(*batch))
             if run.accept_update(episodes, totals["loss"], grad_norm):
                 optimizer.step()
             optimizer.zero_grad()

@@ -30,7 +30,7 @@ import torch
 
 import envs
 from agent import Trajectory, collate, evaluate, judged, rollout, rollout_options, scale_rewards
-from envs.demonstrations import read_trajectories, registered_envs
+from envs.demonstrations import default_env, read_trajectories
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main, summarise)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
@@ -228,22 +228,18 @@ def settle(config: Config) -> Config:
     if not config.trajectories and config.group_size == 1 and compares:
         raise UserError("--baseline group compares the episodes of one task, --group_size 1 plays "
                         "one; raise it, or --baseline batch")
-    if config.env is None and config.trajectories:
-        infos = [t.info for t in read_trajectories(config.trajectories)]
-        config = replace(config, env=registered_envs(infos))
-    elif config.env is None:
-        config = replace(config, env="equations")
+    if config.env is None:
+        config = replace(config, env=default_env(config.trajectories))
     if config.max_steps is None:
         config = replace(config, max_steps=config.num_epochs if config.trajectories else ROUNDS)
-    lengths = envs.lengths(config.env) if config.env else {}
-    return fill(config, TINY if is_tiny(config.model_path) else {}, lengths)
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
 
 
 # -------------------------------------------------------------------------------------------- loop
-def recorded(config: Config, tokenizer, vocabulary: int) -> list[Trajectory]:
-    """Return the episodes of --trajectories. UserError: what no weights can be made of."""
+def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
+    """Return the episodes of --trajectories. Raises UserError if no weights can be made of them."""
     path = config.trajectories
-    everything = read_trajectories(path, tokenizer, vocabulary)
+    everything = read_trajectories(path, tokenizer, model.get_input_embeddings().num_embeddings)
     episodes = [t for t in everything if len(t.token_ids) <= config.max_tokens and 1 in t.loss_mask]
     if len(episodes) < len(everything):
         print(f"{len(everything) - len(episodes)} of {len(everything)} episodes exceed "
@@ -289,6 +285,22 @@ def choose_tasks(config: Config) -> tuple[list[dict], list[dict]]:
     return [] if config.trajectories else tasks, held_out
 
 
+def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
+    """Play the group_size episodes of each of the round's tasks; [] if a reward is not finite.
+
+    `play` is `rollout` with all but tasks, group size and step given.
+    """
+    n = config.tasks_per_step
+    round_tasks = envs.draw_tasks(tasks, config.seed, step, n, first=0, n=n)
+    episodes = judged(play(round_tasks, config.group_size, step=step))
+    if not run.accept_rewards(episodes):
+        return []
+    scale_rewards(episodes, config.reward_scaling, config.reward_bias)
+    run.log(**summarise(episodes))
+    run.log_episodes(episodes)
+    return episodes
+
+
 def minibatches(episodes, config: Config, step: int):
     """Yield the batches of num_epochs passes in random order; every episode is in each pass.
 
@@ -311,31 +323,23 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
-    vocabulary = model.get_input_embeddings().num_embeddings
-    data = recorded(config, tokenizer, vocabulary) if config.trajectories else []
-    held_out = envs.drop_seen(held_out, [t.info["task"] for t in data if t.info.get("task")])
+    data = recorded(config, model, tokenizer) if config.trajectories else []
+    held_out = envs.drop_seen(held_out, envs.tasks_of(data))
     if config.model_path == "tiny":  # the file is read by now: a bad row is refused before this
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
     state = TrainingState(model, tokenizer, optimizer)
     options = {"run": run, **rollout_options(config)} if config.env else {}
+    play = partial(rollout, model, tokenizer, config.env, **options)
     test = partial(evaluate, model, tokenizer, config.env, held_out, step=-1, **options)
 
     with run:  # Whatever ends the loop, the last whole round is saved.
         for step in run.steps(config.max_steps, state, test):
             # 1. Episodes: group_size of each task, played by the policy as it is; or the file's.
-            episodes = data
-            if not data:
-                round_tasks = envs.draw_tasks(tasks, config.seed, step, config.tasks_per_step, 0,
-                                              config.tasks_per_step)
-                episodes = judged(rollout(model, tokenizer, config.env, round_tasks,
-                                          config.group_size, step=step, **options))
-                if not run.accept_rewards(episodes):
-                    continue
-                scale_rewards(episodes, config.reward_scaling, config.reward_bias)
-                run.log(**summarise(episodes))
-                run.log_episodes(episodes)
+            episodes = data or collect(play, tasks, config, step, run)
+            if not episodes:
+                continue
 
             # 2. Targets: each token's log-probability is multiplied by the weight of its turn.
             turn_weights, metrics = weigh(episodes, config)

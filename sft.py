@@ -24,7 +24,7 @@ import torch
 
 import envs
 from agent import Limits, collate, evaluate
-from envs.demonstrations import (EXPECTED, Encoder, Row, describe, imitates_rows,
+from envs.demonstrations import (EXPECTED, Encoder, Row, default_env, describe, imitates_rows,
                                  read_demonstrations, read_trajectories, registered_envs, split)
 from envs.expert import demonstrate
 from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, UserError, auto,
@@ -166,7 +166,7 @@ def held_out_tasks(config, env, learned) -> list[dict]:
         if not envs.is_task(env, read_rows(config.dataset)[0]):
             files = ()  # the environment's own tasks
     tasks = envs.tasks(env, "test", config.eval_tasks, config.seed, *files)
-    return envs.drop_seen(tasks, [t.info["task"] for t in learned if t.info.get("task")])
+    return envs.drop_seen(tasks, envs.tasks_of(learned))
 
 
 @torch.no_grad()
@@ -189,10 +189,9 @@ def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> di
 # -------------------------------------------------------------------------------------------- loop
 def settle(config: Config) -> Config:
     """Return the config with a value in every field."""
-    if not config.env and not config.trajectories and not imitates_rows(config.dataset, None):
-        config = replace(config, env="equations")
-    lengths = envs.lengths(config.env) if config.env else {}
-    return fill(config, TINY if is_tiny(config.model_path) else {}, lengths)
+    if not config.env and (config.trajectories or not imitates_rows(config.dataset, None)):
+        config = replace(config, env=default_env(config.trajectories))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
 
 
 def train(config: Config) -> dict:

@@ -148,8 +148,10 @@ def limits(env_names: str) -> dict:
     return {key: max(row[key] for row in stated) for key in LIMITS}
 
 
-def lengths(env_names: str) -> dict:
-    """Return the max_new_tokens and max_tokens that the environments recommend."""
+def lengths(env_names: str | None) -> dict:
+    """Return the max_new_tokens and max_tokens that the environments recommend; {} without any."""
+    if not env_names:
+        return {}
     recommended = limits(env_names)
     return {name: recommended[name] for name in ("max_new_tokens", "max_tokens")}
 
@@ -316,6 +318,11 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
         print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out tasks are also in the "
               "training data: dropped")
     return kept
+
+
+def tasks_of(episodes) -> list[dict]:
+    """Return the tasks that episodes recorded."""
+    return [t.info["task"] for t in episodes if t.info.get("task")]
 
 
 def train_and_held_out(config) -> tuple[list[dict], list[dict]]:

@@ -280,6 +280,17 @@ def shuffled(items: list, seed: int) -> list:
     return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
 
+def default_env(trajectories: str | None) -> str | None:
+    """Return the --env of a run that states none: that of its recorded episodes, or equations.
+
+    trajectories: the flag, one file or several (a,b).
+    """
+    if not trajectories:
+        return "equations"
+    episodes = [t for path in trajectories.split(",") for t in read_trajectories(path.strip())]
+    return registered_envs(t.info for t in episodes)
+
+
 def registered_envs(infos) -> str | None:
     """Return the registered environments that episodes name in their `info` ("a,b"), or None.
 

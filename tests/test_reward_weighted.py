@@ -290,11 +290,11 @@ def test_reward_bias_and_scale_reach_turns_and_episodes_alike(place, tmp_path):
     episodes[0].reward, episodes[1].reward = 4.0, 3.0
     path = write(tmp_path / "two.jsonl", episodes)
     options = dict(trajectories=path, weighting="linear", baseline="none", reward_bias=2.0, reward_scaling=3.0, max_weight=None)
-    tokenizer = load_model(str(place / "base"))[1]
+    model, tokenizer = load_model(str(place / "base"))
     by_turn, whole = (rw.settle(config(place, "", weight_per=per, **options)) for per in ("turn", "episode"))
-    shares, metrics = rw.weigh(rw.recorded(by_turn, tokenizer, 10**5), by_turn)
+    shares, metrics = rw.weigh(rw.recorded(by_turn, model, tokenizer), by_turn)
     assert metrics["weight_max"] == 6 and shares == [[1.0, 1.0]] * 2  # to go: (4 - 2) x 3, (3 - 1) x 3
-    shares, metrics = rw.weigh(rw.recorded(whole, tokenizer, 10**5), whole)
+    shares, metrics = rw.weigh(rw.recorded(whole, model, tokenizer), whole)
     assert metrics["weight_max"] == 6 and shares == [[1.0], [0.5]]
 
 
