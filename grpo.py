@@ -304,7 +304,6 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     kl_estimator: str = flag("k3_ratio", "k1 goes into the reward, the others into the loss",
                              choices=("k1", "k2", "k3", "k3_ratio"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    mask_truncated: bool = flag(False, "do not train on episodes cut by a token limit")
     importance_correction: float | None = flag(
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
         "advantages are weighted by min(trainer / sampler, C)", above=0)
@@ -440,8 +439,6 @@ def train(config: Config) -> dict:
                 rewards, mask, [t.group_id for t in batch], config.credit,
                 scale=config.scale_rewards)  # (B, T)
             run.log(**group_shares(batch, advantages))
-            if config.mask_truncated:
-                mask = mask * torch.tensor([[not t.truncated] for t in batch]).to(mask)
             old_logprobs = sampled_logprobs  # what the ratio of the loss compares with
             if config.importance_correction:
                 old_logprobs = trainer_logprobs

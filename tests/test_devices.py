@@ -76,7 +76,7 @@ def on_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("module, options", [
-    (grpo, {**SMALL, "kl_coef": 0.1}), (grpo, {"memory": "stream"}), (grpo, {"importance_correction": 2.0, "mask_truncated": True}),
+    (grpo, {**SMALL, "kl_coef": 0.1}), (grpo, {"memory": "stream"}), (grpo, {"importance_correction": 2.0}),
     (grpo, {"kl_coef": 0.1, "kl_estimator": "k1", "credit": "episode", "dtype": "float16"}),
     (grpo, {"lora_r": 0, "kl_coef": 0.1, "entropy_coef": 0.1, "loss": "vespo"}), (grpo, {"lora_dropout": 0.1}),
     (sft, SMALL), (sft, {"lora_r": 0}), (dpo, SMALL), (dpo, {"lora_r": 0}), (reward_weighted, SMALL), (reward_weighted, {"lora_r": 0}),

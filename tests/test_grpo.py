@@ -78,7 +78,7 @@ def test_the_same_command_twice_gives_the_same_bytes(base, tmp_path):
 @pytest.mark.parametrize("options", [
     *({"loss": name} for name in grpo.LOSSES), {"credit": "turn"}, {"credit": "process"}, {"credit": "rloo"},
     {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"kl_coef": 0.1, "kl_estimator": "k1"}, {"kl_coef": 0.1, "kl_estimator": "k2"},
-    {"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"updates_per_step": 2}, {"mask_truncated": True}, {"importance_correction": 2.0},
+    {"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"updates_per_step": 2}, {"importance_correction": 2.0},
     {"lora_r": 0, "learning_rate": 1e-5}, {"lora_dropout": 0.1}, {"dtype": "bfloat16"},
     {"clip_eps_high": 0.28}, {"gradient_checkpointing": True}, {"reward_scaling": 0.1, "reward_bias": 1.0}, {"env": "equations,gsm8k"},
 ], ids=str)
