@@ -12,7 +12,6 @@ and encoded again.
 import math
 import runpy
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import product
@@ -185,11 +184,11 @@ class Episode:
         return self.append(self.chat.reply(reply, self.stop_id))
 
     @ends_on_fault
-    def take_results(self, job):
+    def take_results(self):
         """Wait for the results of the turn's calls (`Session.submit`), and append them."""
         t = self.trajectory
         was_stuck = self.session.stuck
-        results = self.session.results(job)
+        results = self.session.results()
         t.info["timeouts"] += self.session.stuck and not was_stuck
         texts = []
         for call, (text, error, gain) in zip(self.calls, results, strict=True):
@@ -275,7 +274,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    with closing(Watch(classes.values(), limits.tool_timeout)) as watch, merged(model):
+    watch = Watch(limits.tool_timeout)
+    with merged(model):
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             session = Session(watch, name, classes[name], tasks[i])
@@ -331,7 +331,7 @@ def decode(engine, episodes, run):
 
 def play(engine, episodes: dict, run=None):
     """Decode the episodes (row -> Episode). Yield each of them after every one of its turns."""
-    waiting = []  # (when to continue, row, job) of the episodes whose tools run
+    waiting = []  # (when to continue, row) of the episodes whose tools run
     engine.add(episodes)
     while engine.busy or waiting:
         if run:
@@ -341,14 +341,14 @@ def play(engine, episodes: dict, run=None):
             if calls is None:
                 yield next_turn(engine, row, episodes[row])
             else:
-                job = episodes[row].session.submit(calls)
-                waiting.append((engine.clock // TOOL_STEPS + 1, row, job))
+                episodes[row].session.submit(calls)
+                waiting.append((engine.clock // TOOL_STEPS + 1, row))
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
-            now = min(due for due, _, _ in waiting)
-        for due, row, job in [entry for entry in waiting if entry[0] <= now]:
-            waiting.remove((due, row, job))
-            episodes[row].take_results(job)
+            now = min(due for due, _ in waiting)
+        for due, row in [entry for entry in waiting if entry[0] <= now]:
+            waiting.remove((due, row))
+            episodes[row].take_results()
             yield next_turn(engine, row, episodes[row])
 
 

@@ -2,12 +2,17 @@
 import asyncio
 import inspect
 import json
+import threading
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 from experiment.data import whole
 from experiment.errors import UserError
+
+# What a tool raises about the arguments that it was given.
+BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError
 
 
 def tools(env) -> dict:
@@ -34,6 +39,7 @@ def schemas(env) -> list[dict]:
     return out
 
 
+# -------------------------------------------------------------------------------------- arguments
 def _fit(value, hint):
     """Return `value` as the type `hint`, or raise TypeError.
 
@@ -44,32 +50,28 @@ def _fit(value, hint):
     kind = origin or hint
     if origin is typing.Annotated:
         return _fit(value, arguments[0])
-    if hint is inspect.Parameter.empty or hint is typing.Any:
+    if hint is typing.Any:
         return value
     if origin in (typing.Union, types.UnionType):
         return _fit_one_of(value, arguments)
     if origin is typing.Literal:
         if value in arguments:
             return value
-    elif kind is float and type(value) in (int, float):
+    elif kind is float and type(value) is int:
         return float(value)
     elif kind is int and type(value) is float and value.is_integer():
         return int(value)
     elif kind is str and type(value) in (int, float):
         return str(value)
-    elif isinstance(kind, type) and isinstance(value, kind):
+    elif isinstance(value, kind) and (kind is bool or type(value) is not bool):
         # True is an int for Python, and no number for us.
-        if kind is bool or type(value) is not bool:
-            return value
+        return value
     raise TypeError
 
 
 def _fit_one_of(value, hints):
     """Return `value` as the first of the types that it fits; an exact match comes first."""
-    if value is None and type(None) in hints:
-        return None
-    exact = [hint for hint in hints if (typing.get_origin(hint) or hint) is type(value)]
-    for hint in [*exact, *hints]:
+    for hint in sorted(hints, key=lambda hint: hint is not type(value)):
         try:
             return _fit(value, hint)
         except TypeError:
@@ -77,83 +79,100 @@ def _fit_one_of(value, hints):
     raise TypeError
 
 
-# What a tool raises about the arguments that it was given.
-BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError
+class WrongCall(Exception):
+    """The model's call cannot be made. The text tells the model why."""
 
 
-def call(env, name: str, arguments: dict, loop=None, faults: list | None = None):
-    """Run one tool call that the model asked for. Return (text for the model, error: bool).
-
-    Unknown tools, arguments that do not fit the signature and exceptions inside the tool are
-    answers to the model.
-
-    Args:
-        loop: an event loop that runs in another thread, where async tools are awaited; None: a
-            loop of the call's own.
-        faults: exceptions that the arguments do not explain (no network, a typo in the tool) are
-            appended to it.
-    """
-    method = tools(env).get(name)
-    if method is None:
-        return f"error: no tool {name!r}; tools: {', '.join(tools(env))}", True
-    # The calls of a turn run one after another; none counts after the one that ended the episode.
-    if getattr(env, "done", False):
-        return "error: the episode is over", True
-    try:
-        fitted, wrong = _fit_arguments(method, arguments)
-        if wrong:
-            return f"error: {name}: {wrong}", True
-        result = method(**fitted)
-        if inspect.isawaitable(result):
-            awaited = _wait(result)
-            if loop:
-                result = asyncio.run_coroutine_threadsafe(awaited, loop).result()
-            else:
-                result = asyncio.run(awaited)
-        return whole(str(result)), False
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        if faults is not None and not isinstance(error, BY_ARGUMENTS):
-            faults.append(f"{name} raised {type(error).__name__}")
-        return _error_text(error), True
-
-
-def _fit_arguments(method, arguments: dict) -> tuple[dict, str | None]:
-    """Return the arguments as the signature wants them, and what is wrong with them or None."""
+def _fit_arguments(name: str, method, arguments: dict) -> dict:
+    """Return the arguments as the signature wants them, or raise WrongCall."""
     parameters = inspect.signature(method).parameters
-    hints = typing.get_type_hints(method)
     takes = f"takes: {', '.join(parameters)}"
     for key in arguments:
         if key not in parameters:
-            return {}, f"unknown argument {key!r}; {takes}"
+            raise WrongCall(f"{name}: unknown argument {key!r}; {takes}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in arguments:
-            return {}, f"missing argument {key!r}; {takes}"
+            raise WrongCall(f"{name}: missing argument {key!r}; {takes}")
+    hints = typing.get_type_hints(method)
     fitted = {}
     for key, value in arguments.items():
-        hint = hints.get(key, inspect.Parameter.empty)
+        hint = hints.get(key, typing.Any)
         try:
             fitted[key] = _fit(value, hint)
         except TypeError:
             want = hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
-            return {}, f"{key} must be {want}, not {json.dumps(value)[:60]}"
-    return fitted, None
+            shown = json.dumps(value)[:60]
+            raise WrongCall(f"{name}: {key} must be {want}, not {shown}") from None
+    return fitted
 
 
-def _error_text(error) -> str:
+# ------------------------------------------------------------------------------------------ calls
+def call(env, name: str, arguments: dict) -> tuple[str, bool]:
+    """Run one tool call that the model asked for. Return (text for the model, error: bool).
+
+    Unknown tools, arguments that do not fit the signature and exceptions inside the tool are
+    answers to the model.
+    """
+    text, error = call_tool(env, name, arguments)
+    return text, error is not None
+
+
+def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | None]:
+    """Run one tool call. Return the text for the model, and the exception that it tells or None."""
     try:
-        return whole(f"error: {type(error).__name__}: {error}"[:300])
+        method = tools(env).get(name)
+        if method is None:
+            raise WrongCall(f"no tool {name!r}; tools: {', '.join(tools(env))}")
+        # The calls of a turn run one after another; none counts after the one that ended it.
+        if getattr(env, "done", False):
+            raise WrongCall("the episode is over")
+        result = method(**_fit_arguments(name, method, arguments))
+        if inspect.isawaitable(result):
+            result = _await(result)
+        return whole(str(result)), None
+    except WrongCall as error:
+        return f"error: {error}", error
+    except BaseException as error:
+        # Signals come to the main thread. In any other thread it was the tool that raised this.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and in_main_thread:
+            raise
+        return f"error: {message_of(error)}", error
+
+
+def message_of(error: BaseException) -> str:
+    """Return the type and the text of an exception, which tools may make unprintable."""
+    name = type(error).__name__
+    try:
+        return whole(f"{name}: {error}")[:290]
     except Exception:
-        return f"error: {type(error).__name__}"
+        return name
 
 
-async def _wait(result):
-    try:
-        return await result
-    except SystemExit as error:
-        # It would end the loop that all async tools share.
-        raise RuntimeError(f"SystemExit: {error}") from None
+def _await(awaitable):
+    """Return what an async tool returns. All of them run in one loop, in a thread of its own."""
+    async def without_exit():
+        try:
+            return await awaitable
+        except SystemExit as error:
+            # It would end the loop.
+            raise RuntimeError(f"SystemExit: {error}") from None
+    with LOOP_LOCK:
+        loop = _event_loop()
+    return asyncio.run_coroutine_threadsafe(without_exit(), loop).result()
 
 
+LOOP_LOCK = threading.Lock()
+
+
+@cache
+def _event_loop():
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+# ------------------------------------------------------------------------------------- Gymnasium
 @dataclass
 class StepResult:
     """One step as Gymnasium reads it. `info` holds the error flag, and success if it is known."""
@@ -161,7 +180,7 @@ class StepResult:
     observation: str
     reward: float
     done: bool
-    info: dict = field(default_factory=dict)
+    info: dict
 
 
 def step(env, name: str, arguments: dict) -> StepResult:

@@ -1,6 +1,5 @@
 """Demonstrations: episodes of the environments' scripted experts, as if a model had played them."""
 import re
-from contextlib import closing
 
 from tqdm import tqdm
 
@@ -17,16 +16,16 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     classes, chats = load_environments(tokenizer, tasks, env_name)
     warn_of_letters(tokenizer, classes)
     trajectories = []
-    with closing(Watch(classes.values(), limits.tool_timeout)) as watch:
-        for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
-            name = task.get("env", env_name)
-            session = Session(watch, name, classes[name], task)
-            episode = Episode(session, chats[name], limits, str(i))
-            while episode.can_start:
-                expert_turn(episode)
-            trajectories.append(episode.trajectory)
-            watch.check_abandoned()
-        watch.check()
+    watch = Watch(limits.tool_timeout)
+    for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
+        name = task.get("env", env_name)
+        session = Session(watch, name, classes[name], task)
+        episode = Episode(session, chats[name], limits, str(i))
+        while episode.can_start:
+            expert_turn(episode)
+        trajectories.append(episode.trajectory)
+        watch.check_abandoned()
+    watch.check()
     return judged(without_too_long(trajectories, limits.max_tokens))
 
 
@@ -40,7 +39,8 @@ def expert_turn(episode: Episode):
     ids = episode.chat.turn(turn, []) if is_text else episode.chat.turn("", turn)
     calls = episode.take_turn(ids, [0.0] * len(ids))
     if calls is not None:
-        episode.take_results(episode.session.submit(calls))
+        episode.session.submit(calls)
+        episode.take_results()
 
 
 def warn_of_letters(tokenizer, classes: dict):

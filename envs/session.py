@@ -3,16 +3,12 @@
 The code of an environment is not ours. It may raise, exit, or never return. Whatever it does ends
 at most its own episode, until it happens so often that the environment must be broken.
 """
-import asyncio
-import inspect
-import math
 import threading
 import time
-from collections import Counter
-from functools import partial
+from collections import Counter, defaultdict
+from concurrent import futures
 
-from envs.calls import call as call_tool
-from envs.calls import tools
+from envs.calls import BY_ARGUMENTS, WrongCall, call_tool, message_of
 from experiment.errors import EnvironmentFault
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
@@ -21,27 +17,17 @@ MIN_CALLS = 20  # fewer calls than this count as this many
 
 
 class Watch:
-    """What the environments of a rollout share: the time-out, the count of faults, an event loop.
+    """What the environments of a rollout share: the time-out and the count of faults."""
 
-    All async tools run in one loop, which has a thread of its own.
-    """
-
-    def __init__(self, classes, timeout: float):
+    def __init__(self, timeout: float):
         self.timeout = timeout
         self.calls = Counter()  # by kind: "tool", "reset()", ...
-        self.faults = Counter()  # by (kind, what happened)
-        self.first = {}  # (kind, what happened) -> the whole message
+        self.faults = defaultdict(list)  # (kind, what happened) -> the whole messages
         self.abandoned = []  # the calls that did not return in time
-        self.loop = None
-        methods = [method for cls in classes for method in tools(cls).values()]
-        if any(map(inspect.iscoroutinefunction, methods)):
-            self.loop = asyncio.new_event_loop()
-            threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def count(self, kind: str, fault: str, message: str):
         """Remember a fault of an environment for `check`."""
-        self.faults[kind, fault] += 1
-        self.first.setdefault((kind, fault), message)
+        self.faults[kind, fault].append(message)
 
     def check_abandoned(self):
         """Raise EnvironmentFault if too many calls were left behind."""
@@ -53,67 +39,13 @@ class Watch:
 
     def check(self):
         """Raise EnvironmentFault if too many calls met the same fault."""
-        for (kind, fault), times in self.faults.items():
+        for (kind, fault), messages in self.faults.items():
             calls = self.calls[kind]
-            if times > MAX_FAULTS * max(calls, MIN_CALLS):
+            if len(messages) > MAX_FAULTS * max(calls, MIN_CALLS):
                 raise EnvironmentFault(
-                    f"{fault} in {times} of {calls} calls: it is broken, and the model cannot help "
-                    "it; what is the model's fault a tool returns as text, or raises as "
-                    f"ValueError; the first: {self.first[kind, fault]}")
-
-    def close(self):
-        """End the thread of the event loop."""
-        if self.loop:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-class Job(threading.Thread):
-    """Calls into one environment that run one after another in a thread.
-
-    A thread that overruns is never joined, because nothing can end it: it is left behind.
-
-    Attributes:
-        steps: the name of the member and a function without arguments, for each call.
-        results: what the calls returned that have ended.
-        error: the exception that ended the job before its last call, or None.
-        abandoned: True once the thread was left behind. It changes nothing any more.
-    """
-
-    def __init__(self, steps: list):
-        super().__init__(daemon=True)
-        self.steps = steps
-        self.results = []
-        self.error = None
-        self.abandoned = False
-        self.began = time.monotonic()
-
-    def run(self):
-        for _, function in self.steps:
-            self.began = time.monotonic()
-            try:
-                result = function()
-            # KeyboardInterrupt too: signals come to the main thread, the environment raised it.
-            except BaseException as error:
-                self.error = error
-                return
-            if self.abandoned:
-                return
-            self.results.append(result)
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until the job has ended. Return False if one of its calls took longer."""
-        while self.is_alive():
-            left = self.began + timeout - time.monotonic()
-            if left <= 0:
-                self.abandoned = True
-                return False
-            self.join(left)
-        return True
-
-    @property
-    def member(self) -> str:
-        """The name of the call that runs now, or that failed."""
-        return self.steps[min(len(self.results), len(self.steps) - 1)][0]
+                    f"{fault} in {len(messages)} of {calls} calls: it is broken, and the model "
+                    "cannot help it; what is the model's fault a tool returns as text, or raises "
+                    f"as ValueError; the first: {messages[0]}")
 
 
 class Session:
@@ -122,7 +54,7 @@ class Session:
     Every method raises EnvironmentFault if the environment fails.
 
     Attributes:
-        reward: the running total as of the last call, as a plain float; NaN if it is no number.
+        reward: the running total as of the last call, as a plain float.
         done: True once the environment has ended the episode.
         stuck: True once a call was left behind. The environment still sits in it, and is not
             touched again.
@@ -133,152 +65,169 @@ class Session:
         self.name = name
         self.cls = cls
         self.task = {key: value for key, value in task.items() if key != "env"}
-        self.env = None
         self.reward = 0.0
         self.done = False
         self.stuck = False
 
     def start(self) -> tuple[str, str | None, int]:
         """Make and reset the environment. Return the question, the system prompt and max_turns."""
-        _, question, system_prompt, max_turns, _ = self._ask(
-            ("__init__()", self._make),
-            ("reset()", lambda: self._text(self.env.reset(**self.task))),
-            ("system_prompt", lambda: self._text(self._get("system_prompt"))),
-            ("max_turns", lambda: int(self._get("max_turns", 8))),
-            ("reward", self._gain))
-        return question or "", system_prompt, max_turns
+        return self._ask(self._start)
 
-    def submit(self, calls: list[dict]) -> Job:
+    def submit(self, calls: list[dict]):
         """Start the tool calls of a turn in a thread. They run one after another."""
-        steps = []
-        for call in calls:
-            steps.append(("done", self._read_done))
-            steps.append((call["name"], partial(self._call, call)))
-            steps.append(("reward", self._gain))
-        job = Job([*steps, ("done", self._read_done)])
-        self.watch.calls["tool"] += len(calls)
+        self.calls = calls
+        self.answers = []
         if not self.stuck:
-            job.start()
-        return job
+            self._begin(self._play)
 
-    def results(self, job: Job) -> list[tuple[str, bool, float]]:
-        """Return text for the model, error flag, and gain of reward of each call of a job."""
-        calls = len(job.steps) // 3
+    def results(self) -> list[tuple[str, bool, float]]:
+        """Return text for the model, error flag, and gain of reward of each call submitted."""
         if self.stuck:
-            return [("error: the tool is still busy", True, 0.0)] * calls
-        in_time = job.wait(self.watch.timeout)
-        answers, gains = job.results[1::3], job.results[2::3]
-        results = [(text, error, gain) for (text, error), gain in zip(answers, gains)]
-        is_tool = len(job.results) % 3 == 1
-        if in_time or not is_tool:
-            self._check_job(job)
-            return results
-        self._abandon(job)
+            return [("error: the tool is still busy", True, 0.0)] * len(self.calls)
+        self._wait()
+        results = []
+        for call, (text, error, gain) in zip(self.calls, list(self.answers)):
+            results.append((text, error is not None, gain))
+            # Other exceptions are not explained by the arguments: no network, a typo in the tool.
+            if not isinstance(error, (WrongCall, *BY_ARGUMENTS, type(None))):
+                fault = f"{call['name']} raised {type(error).__name__}"
+                self.watch.count("tool", fault, self.place(call["name"]))
+        if not self.stuck or self.kind != "tool":
+            self._check()
         late = f"error: TimeoutError: no answer within {self.watch.timeout:g} s"
-        return results + [(late, True, 0.0)] * (calls - len(results))
+        return results + [(late, True, 0.0)] * (len(self.calls) - len(results))
 
     def reply(self, text: str) -> tuple[str | None, float]:
         """Return the message to an answer without a tool call, or None, and the gain of reward."""
-        if self.stuck:
-            return None, 0.0
-        reply, gain, _ = self._ask(
-            ("_reply()", lambda: self._text(self._get("_reply", lambda text: None)(text))),
-            ("reward", self._gain),
-            ("done", self._read_done))
-        return reply, gain
+        return (None, 0.0) if self.stuck else self._ask(self._reply, text)
 
     def score(self) -> tuple[float, dict, bool]:
         """Return the total reward of the episode, its parts, and whether the task was solved."""
-        if self.stuck:
-            return self.reward, {}, False
-        total, parts, solved = self._ask(
-            ("get_reward()", lambda: float(self.env.get_reward())),
-            ("_reward_parts", self._read_parts),
-            ("_check()", lambda: hasattr(self.env, "_check") and (bool(self.env._check()),)))
-        return total, parts, solved[0] if solved else total > 0
+        return (self.reward, {}, False) if self.stuck else self._ask(self._score)
 
     def expert(self) -> str | list[dict]:
         """Return the next turn of the scripted demonstrator."""
-        return self._ask(("_expert()", lambda: self.env._expert()))[0]
+        return self._ask(self._expert)
 
     def place(self, member: str) -> str:
         """Return the words that name environment, member and task."""
         return f"environment {self.name}: {member} on task {str(self.task)[:200]}"
 
-    # ------------------------------------------------------------------- what runs in the threads
-    def _make(self):
+    # --------------------------------------------------------------------- what runs in the thread
+    def _enter(self, member: str, kind: str | None = None):
+        """Begin the call of a member: its time-out starts now."""
+        if self.stuck:
+            # This thread was left behind. It must not change anything any more.
+            raise SystemExit
+        self.member = member
+        self.kind = kind or member
+        self.kinds[self.kind] += 1
+        self.began = time.monotonic()
+
+    def _start(self):
+        self._enter("__init__()")
         self.env = self.cls()
+        self._enter("reset()")
+        question = text_or_none(self.env.reset(**self.task))
+        self._enter("system_prompt")
+        system_prompt = text_or_none(getattr(self.env, "system_prompt", None))
+        self._enter("max_turns")
+        max_turns = int(getattr(self.env, "max_turns", 8))
+        self._gain()
+        return question or "", system_prompt, max_turns
 
-    def _get(self, name, default=None):
-        return getattr(self.env, name, default)
+    def _play(self):
+        for call in self.calls:
+            # Read apart from the tool, which reads it too: a fault of `done` is not the tool's.
+            self._read_done()
+            self._enter(call["name"], "tool")
+            text, error = call_tool(self.env, call["name"], call["arguments"])
+            self.answers.append((text, error, self._gain()))
+        self._read_done()
 
-    def _text(self, value) -> str | None:
-        if not isinstance(value, str | None):
-            raise TypeError(f"{value!r:.60} must be text or None")
-        return value
+    def _reply(self, text):
+        self._enter("_reply()")
+        reply = text_or_none(self.env._reply(text)) if hasattr(self.env, "_reply") else None
+        gain = self._gain()
+        self._read_done()
+        return reply, gain
+
+    def _score(self):
+        self._enter("get_reward()")
+        total = float(self.env.get_reward())
+        self._enter("_reward_parts")
+        parts = getattr(self.env, "_reward_parts", {})
+        parts = {name: float(value) for name, value in parts.items()}
+        self._enter("_check()")
+        solved = bool(self.env._check()) if hasattr(self.env, "_check") else total > 0
+        return total, parts, solved
+
+    def _expert(self):
+        self._enter("_expert()")
+        return self.env._expert()
 
     def _read_done(self):
-        self.done = bool(self._get("done", False))
-
-    def _read_parts(self) -> dict:
-        return {name: float(value) for name, value in self._get("_reward_parts", {}).items()}
+        self._enter("done")
+        self.done = bool(getattr(self.env, "done", False))
 
     def _gain(self) -> float:
         """Return what the running total gained since the last call."""
+        self._enter("reward")
         before = self.reward
-        value = self._get("reward", 0.0)
-        try:
-            # Environments also count in NumPy's numbers, which JSON does not take.
-            self.reward = float(value)
-        except (TypeError, ValueError):
-            self.reward = math.nan
+        # Environments also count in NumPy's numbers, which JSON does not take.
+        self.reward = float(getattr(self.env, "reward", 0.0))
         return self.reward - before
 
-    def _call(self, call: dict) -> tuple[str, bool]:
-        faults = []
-        try:
-            text, error = call_tool(
-                self.env, call["name"], call["arguments"], self.watch.loop, faults)
-        except BaseException as fault:
-            text, error = f"error: {type(fault).__name__}", True
-            faults.append(f"{call['name']} raised {type(fault).__name__}")
-        for fault in faults:
-            self.watch.count("tool", fault, self.place(call["name"]))
-        return text, error
+    # --------------------------------------------------------------------------- and around it
+    def _begin(self, function, *arguments):
+        """Start the function in a thread of its own. It ends with the process, if not before."""
+        self.outcome = futures.Future()
+        self.kinds = Counter()
+        self.began = time.monotonic()
 
-    # --------------------------------------------------------------------------------- and faults
-    def _ask(self, *steps) -> list:
-        """Return what the calls return."""
-        job = Job(list(steps))
-        self.watch.calls.update(member for member, _ in steps)
-        job.start()
-        job.wait(self.watch.timeout)
-        self._check_job(job)
-        return job.results
+        def run(outcome):
+            try:
+                outcome.set_result(function(*arguments))
+            # KeyboardInterrupt too: signals come to the main thread, the environment raised it.
+            except BaseException as error:
+                outcome.set_exception(error)
+        threading.Thread(target=run, args=[self.outcome], daemon=True).start()
 
-    def _abandon(self, job: Job):
-        self.stuck = True
-        self.done = False
-        self.watch.abandoned.append(self.place(job.member))
+    def _wait(self):
+        """Wait for the thread. If one of its calls takes too long, it is left behind."""
+        while not self.outcome.done():
+            left = self.began + self.watch.timeout - time.monotonic()
+            if left <= 0:
+                self.stuck = True
+                self.watch.abandoned.append(self.place(self.member))
+                break
+            futures.wait([self.outcome], left)
+        self.watch.calls.update(self.kinds)
 
-    def _check_job(self, job: Job):
-        """Raise EnvironmentFault if a call of the job raised or did not return in time."""
-        if job.abandoned:
-            self._abandon(job)
-            kind = what = f"did not return within {self.watch.timeout:g} s"
-        elif job.error is not None:
-            kind = f"raised {type(job.error).__name__}"
-            what = f"{kind}: {message_of(job.error)}"
+    def _check(self):
+        """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""
+        error = None if self.stuck else self.outcome.exception()
+        if self.stuck:
+            kind = text = f"did not return within {self.watch.timeout:g} s"
+        elif error is not None:
+            kind = f"raised {type(error).__name__}"
+            text = f"raised {message_of(error)}"
         else:
             return
-        message = f"{self.place(job.member)} {what}"
-        self.watch.count(job.member, f"{job.member} {kind}", message)
+        message = f"{self.place(self.member)} {text}"
+        self.watch.count(self.member, f"{self.member} {kind}", message)
         raise EnvironmentFault(message)
 
+    def _ask(self, function, *arguments):
+        """Return what the function returns."""
+        self._begin(function, *arguments)
+        self._wait()
+        self._check()
+        return self.outcome.result()
 
-def message_of(error: BaseException) -> str:
-    """Return the text of an exception, which environments may make unprintable."""
-    try:
-        return str(error)[:300]
-    except Exception:
-        return "(without a text)"
+
+def text_or_none(value) -> str | None:
+    """Return the value if it is text or None, else raise TypeError."""
+    if not isinstance(value, str | None):
+        raise TypeError(f"{value!r:.60} must be text or None")
+    return value

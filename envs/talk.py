@@ -6,7 +6,6 @@
 import json
 import os
 import re
-from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -132,7 +131,8 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
           "Every question is an episode of its own: the environment starts anew, and the agent "
           "remembers nothing.\nAn empty line asks the task that is shown. Other text is asked in "
           "its place, and the tools still work on the task. Ctrl-D ends.")
-    with merged(model), closing(Watch([cls], limits.tool_timeout)) as watch:
+    watch = Watch(limits.tool_timeout)
+    with merged(model):
         engine = make_engine(model, slots=1, stop_ids=chat.stop_ids | chat.start_ids,
                         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         for number in count():

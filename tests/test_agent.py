@@ -643,11 +643,14 @@ def test_a_running_reward_or_part_that_is_no_finite_number(monkeypatch, value):
         patch.setattr(Box, "end", end)
         patch.setattr(Box, "get_reward", lambda self: 1.0)
         t = play(patch, [call("end")], "fine")
-        assert math.isnan(t.reward) and re.search("environment box.*not finite", t.info["not_finite"])
-    if isinstance(value, float):
-        monkeypatch.setattr(Box, "parts", {"style": value})
-        t = play(monkeypatch, "fine")
-        assert math.isnan(t.reward) and re.search("environment box.*style.*not finite", t.info["not_finite"])
+        if isinstance(value, float):
+            assert math.isnan(t.reward) and re.search("environment box.*not finite", t.info["not_finite"])
+        else:  # as get_reward() that returns no number
+            assert t.stop_reason == "error" and re.search("environment box: reward on task", t.info["error"])
+    monkeypatch.setattr(Box, "parts", {"style": value})
+    t = play(monkeypatch, "fine")
+    told = t.info["not_finite"] if isinstance(value, float) else t.info["error"]
+    assert re.search("environment box.*style.*not finite" if isinstance(value, float) else "environment box: _reward_parts on task", told)
 
 
 def test_a_model_that_diverged_is_named():
@@ -735,6 +738,8 @@ def test_the_process_exits_though_tools_hang(tmp_path):
 
 
 def test_no_thread_is_left_after_a_rollout(monkeypatch):
+    with monkeypatch.context() as patch:
+        play(patch, [call("doze", seconds=0.01)], "fine")  # starts the one loop of all async tools
     before = threading.active_count()
     play(monkeypatch, [call("pay", amount=1), call("doze", seconds=0.01)], "fine")
     until = time.monotonic() + 5

@@ -378,7 +378,6 @@ def test_call_never_raises():
 
 
 def test_an_async_tool_that_exits_does_not_stop_the_loop_of_the_others():
-    import threading
     class Environment:
         async def quits(self):
             raise SystemExit(3)
@@ -386,15 +385,16 @@ def test_an_async_tool_that_exits_does_not_stop_the_loop_of_the_others():
         async def lives(self):
             await asyncio.sleep(0)
             return "alive"
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    answers = []
-    worker = threading.Thread(target=lambda: answers.extend([envs.call(Environment(), "quits", {}, loop), envs.call(Environment(), "lives", {}, loop)]), daemon=True)
-    worker.start()
-    worker.join(5)
+
+        async def loop(self):
+            return id(asyncio.get_running_loop())
+    answers = [envs.call(Environment(), name, {}) for name in ("quits", "lives")]
     assert answers == [("error: RuntimeError: SystemExit: 3", True), ("alive", False)]
-    loop.call_soon_threadsafe(loop.stop)
+    assert envs.call(Environment(), "loop", {}) == envs.call(Environment(), "loop", {})
+
+    async def notebook():  # which runs a loop itself
+        return envs.call(Environment(), "lives", {})
+    assert asyncio.run(notebook()) == ("alive", False)
 
 
 def test_step_is_gymnasiums_reading(tmp_path):

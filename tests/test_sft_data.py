@@ -77,17 +77,17 @@ def test_same_chat_through_sft_and_rollout_gives_the_same_ids(case):
     """Played by an environment through `Episode`, and written down: calls, text beside them, results, a second go."""
     tokenizer = make_tiny()[1] if case == "tiny" else real(case[5:]) if case.startswith("real:") else small(case)
     world = envs.load("gsm8k")
-    chat, watch = Chat(tokenizer, envs.schemas(world)), Watch([world], 10.0)
+    chat, watch = Chat(tokenizer, envs.schemas(world)), Watch(10.0)
     session = Session(watch, "gsm8k", world, {**NATALIA, "num_turns": 2})
     episode = Episode(session, chat, Limits(max_tokens=10**5, max_tool_tokens=10**5), "0")
     written = list(episode.trajectory.messages)
     for content, calls in (("", [CALL]), ("" if case == "gptoss" else "Again:", [CALL]), ("#### 71", []), ("#### 72", [])):
         ids, place = chat.turn(content, calls), len(episode.trajectory.messages) + 1
         if (read := episode.take_turn(ids, [0.0] * len(ids))) is not None:
-            episode.take_results(session.submit(read))
+            session.submit(read)
+            episode.take_results()
         written += [{"role": "assistant", "content": content, "tool_calls": calls}, *episode.trajectory.messages[place:]]
     played = episode.trajectory
-    watch.close()
     assert played.stop_reason == "done" and played.info["success"] and played.info["tool_calls"] == 2
     assert chat.conversation(written) == (played.token_ids, played.loss_mask)
     if case != "gptoss":  # whose channels are part of the text
