@@ -1,11 +1,13 @@
-"""Linear equations, solved by actions: "Solve for x: 3x + 7 = 16".
+"""Linear equations that the agent solves by actions: "Solve for x: 3x + 7 = 16".
 
-Every action is applied to both sides, and the tool answers with the new equation. An action pays
-if the equation is then fewer steps from x alone than any before it in this episode: going in
-circles pays nothing. The right answer pays. Nothing costs, or doing nothing would beat trying.
+An action changes both sides, and the tool answers with the new equation. It is paid if the equation
+is then closer to "x = number" than ever before in this episode, so that going in circles pays
+nothing. The right answer is paid too. Nothing costs, or the policy could learn to do nothing.
 
-    level 1    x + b = c,  ax = c,  x/a = c            level 2    ax + b = c,  x/a + b = c
-    level 3    ax + b = cx + d,  a(x + b) = c          (equations_hard)
+    level 1    x + b = c,  ax = c,  x/a = c           level 2    ax + b = c,  x/a + b = c
+    level 3    ax + b = cx + d,  a(x + b) = c    (the environment equations_hard)
+
+One side of an equation is a pair (a, b) of fractions. It stands for ax + b.
 """
 import re
 import zlib
@@ -15,14 +17,14 @@ from typing import Literal
 import numpy as np
 
 TERM = re.compile(r"([+-]?)(\d{1,9}(?:/[1-9]\d{0,8})?)?(x)?(?:/([1-9]\d{0,8}))?", re.ASCII)
-# Larger numbers are refused, so that equations stay short.
+# An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12
 INVERSE = {"add_terms": "subtract_terms", "subtract_terms": "add_terms",
            "multiply_terms": "divide_terms", "divide_terms": "multiply_terms"}
 
 
 def parse_term(text: str) -> tuple[Fraction, Fraction]:
-    """Return (coefficient of x, constant) of a term: "7" is (0, 7), "x/4" is (1/4, 0)."""
+    """Return (a, b) of a single term: "7" is (0, 7), "x/4" is (1/4, 0). Else raise ValueError."""
     match = TERM.fullmatch(text.replace(" ", ""))
     if not match or not (match[2] or match[3]) or (match[4] and not match[3]):
         raise ValueError(f"{text[:40]!r} is not a term like 7 or 3x")
@@ -31,26 +33,22 @@ def parse_term(text: str) -> tuple[Fraction, Fraction]:
 
 
 def parse_number(text: str) -> Fraction:
-    """Return the value of a term without x."""
-    coefficient, number = parse_term(text)
-    if coefficient:
+    """Return the value of a term without x, or raise ValueError."""
+    a, b = parse_term(text)
+    if a:
         raise ValueError(f"{text[:40]!r} is not a number")
-    return number
+    return b
 
 
 def parse_side(text: str) -> tuple[Fraction, Fraction]:
-    """Return (coefficient of x, constant) of a sum of terms."""
-    text = text.replace(" ", "")
-    pieces = re.findall(r"[+-]?[^+-]+", text)
-    # 2x - -5 must not be read as 2x - 5.
-    if "".join(pieces) != text:
-        raise ValueError(f"{text[:40]!r} is not a sum of terms")
+    """Return (a, b) of a sum of terms such as "3x + 7", or raise ValueError."""
+    pieces = re.split(r"(?<=.)(?=[+-])", text.replace(" ", ""))
     terms = [parse_term(piece) for piece in pieces]
-    return sum((a for a, _ in terms), Fraction(0)), sum((b for _, b in terms), Fraction(0))
+    return sum(a for a, _ in terms), sum(b for _, b in terms)
 
 
-def show(a: Fraction, b: Fraction) -> str:
-    """Return the side a*x + b as text: "3x + 7", "x/4", "-x", "0"."""
+def show(a, b) -> str:
+    """Return the side ax + b as text: "3x + 7", "x/4", "-x", "0"."""
     if not a:
         return str(b)
     x = {1: "x", -1: "-x"}.get(a.numerator, f"{a.numerator}x")
@@ -67,16 +65,16 @@ class Equations:
     system_prompt = "Solve for x with the tools."
     max_turns = 4
     limits = {"max_new_tokens": 64, "max_tokens": 1024}
-    levels = (1, 2, 2, 2)  # what `_tasks` draws from
+    levels = (1, 2, 2, 2)  # `_tasks` draws one of them for each equation
 
-    def reset(self, equation: str, factor: int = 0, noise: float = 0.0, seed: int = 0, **_) -> str:
-        """Begin with an equation such as "3x + 7 = 16" or "2(x + 3) = 10".
+    def reset(self, equation: str, noise: float = 0.0, seed: int = 0, **_) -> str:
+        """Begin an episode with an equation such as "3x + 7 = 16" or "2(x + 3) = 10".
 
-        A share `noise` of the expert's actions is wrong; `seed` chooses them.
+        A share `noise` of the scripted expert's actions is wrong. The seed decides which.
         """
         left, right = equation.split("=")
         bracket = re.fullmatch(r"\s*(-?\d+)\((.*)\)\s*", left)
-        # The equation is factor * (left) = right.
+        # The equation is factor * (left) = right. Without a bracket the factor is 1.
         self.factor = Fraction(bracket[1]) if bracket else Fraction(1)
         self.left = parse_side(bracket[2] if bracket else left)
         self.right = parse_side(right)
@@ -85,8 +83,9 @@ class Equations:
             raise ValueError(f"{equation!r} has no single solution")
         self.solution = (self.right[1] - self.factor * self.left[1]) / a
         self.best = self._distance()
-        self.reward, self.done, self.solved = 0.0, False, False
-        self._reward_parts = {"actions": 0.0, "answer": 0.0}
+        self.reward = 0.0
+        self.done = False
+        self.solved = False
         self._noise = noise
         self._rng = np.random.default_rng([seed, zlib.crc32(equation.encode())])
         return f"Solve for x: {self._equation()}"
@@ -98,7 +97,7 @@ class Equations:
         Args:
             terms: the term, such as 7 or 3x
         """
-        return self._add(1, parse_term(terms))
+        return self._add(*parse_term(terms))
 
     def subtract_terms(self, terms: str) -> str:
         """Subtract a term from both sides.
@@ -106,7 +105,8 @@ class Equations:
         Args:
             terms: the term, such as 7 or 3x
         """
-        return self._add(-1, parse_term(terms))
+        a, b = parse_term(terms)
+        return self._add(-a, -b)
 
     def multiply_terms(self, terms: str) -> str:
         """Multiply both sides by a number.
@@ -132,8 +132,8 @@ class Equations:
         Args:
             operation: the operation's name
         """
-        best = self._best_call()["name"].split("_")[0].replace("state", "answer")
-        return f"{operation}: {'yes' if operation == best else 'no'}. {self._equation()}"
+        verdict = "yes" if operation in self._best_call()["name"] else "no"
+        return f"{operation}: {verdict}. {self._equation()}"
 
     def state_answer(self, value: str) -> str:
         """State the value of x. This ends the episode.
@@ -141,85 +141,91 @@ class Equations:
         Args:
             value: the value, such as 3 or -2/5
         """
-        if self.done:  # TRL does not know `done`
+        # TRL does not know `done` and may call again.
+        if self.done:
             return "error: the episode is over"
         self.solved = parse_number(value) == self.solution
         self.done = True
-        self._pay("answer", 5.0 * self.solved)
+        self.reward += 5.0 * self.solved
         return "right" if self.solved else "wrong"
 
     def get_reward(self) -> float:
         return self.reward
 
+    @property
+    def _reward_parts(self) -> dict:
+        answer = 5.0 * self.solved
+        return {"actions": self.reward - answer, "answer": answer}
+
+    def _check(self) -> bool:
+        return self.solved
+
     # --------------------------------------------------------------------------- the mechanics
-    def _add(self, sign: int, term) -> str:
-        """Add sign * term to both sides. It stands outside of a bracket, which is opened first."""
-        left = self.left[0] * self.factor, self.left[1] * self.factor
-        left, right = ((a + sign * term[0], b + sign * term[1]) for a, b in (left, self.right))
+    def _add(self, a, b) -> str:
+        """Add ax + b to both sides. A bracket on the left is multiplied out first."""
+        left = self.factor * self.left[0] + a, self.factor * self.left[1] + b
+        right = self.right[0] + a, self.right[1] + b
         return self._change(Fraction(1), left, right)
 
     def _multiply(self, number: Fraction) -> str:
-        """Multiply both sides; of a(x + b) only the factor a."""
+        """Multiply both sides by a number. Of a bracket only the factor before it changes."""
         if not number:
             return f"error: both sides times or over 0 is not equivalent. {self._equation()}"
-        right = self.right[0] * number, self.right[1] * number
+        right = number * self.right[0], number * self.right[1]
         if self.factor != 1:
-            return self._change(self.factor * number, self.left, right)
-        return self._change(Fraction(1), (self.left[0] * number, self.left[1] * number), right)
+            return self._change(number * self.factor, self.left, right)
+        left = number * self.left[0], number * self.left[1]
+        return self._change(Fraction(1), left, right)
 
     def _change(self, factor, left, right) -> str:
-        """Take the new equation, and pay for what is simpler than before."""
+        """Make this the equation, pay for getting closer to the solution, and return its text."""
         for number in (factor, *left, *right):
             if abs(number.numerator) > MAX_NUMERATOR or number.denominator > MAX_DENOMINATOR:
                 return f"error: numbers too large. {self._equation()}"
         self.factor, self.left, self.right = factor, left, right
         distance = self._distance()
         if distance < self.best:
-            self._pay("actions", 2.0 * (self.best - distance))
+            self.reward += 2.0 * (self.best - distance)
             self.best = distance
         return self._equation()
-
-    def _pay(self, part: str, amount: float):
-        self.reward += amount
-        self._reward_parts[part] += amount
 
     def _equation(self) -> str:
         left = show(*self.left) if self.factor == 1 else f"{self.factor}({show(*self.left)})"
         return f"{left} = {show(*self.right)}"
 
     def _sides(self):
-        """Return the sides with x on the left: 5 = 2x + 1 is read from the right."""
+        """Return the two sides, first the one with x: 5 = 2x + 1 is read from the right."""
         if self.left[0] or self.factor != 1:
             return self.left, self.right
         return self.right, self.left
 
     def _distance(self) -> int:
-        """Return the number of actions to "x = number": bracket, x right, constant, factor."""
+        """Return how many actions are left: bracket, x on the right, constant, factor of x."""
         (a, b), (c, _) = self._sides()
         if self.factor != 1:
             return 1 + (b != 0) + (a != 1) + (c != 0)
         return (c != 0) + (b != 0) + (a - c != 1)
 
+    # ---------------------------------------------------------------------- the scripted expert
     def _best_call(self) -> dict:
-        """Return the next action on the shortest way."""
+        """Return the next call on the shortest way to the answer."""
         (a, b), (c, d) = self._sides()
         if self.factor != 1:
-            name, number = "divide_terms", str(self.factor)
+            name, terms = "divide_terms", str(self.factor)
         elif c:
-            name = "subtract_terms" if c > 0 else "add_terms"
-            number = show(abs(c), Fraction(0))
+            name, terms = "subtract_terms" if c > 0 else "add_terms", show(abs(c), 0)
         elif b:
-            name, number = "subtract_terms" if b > 0 else "add_terms", str(abs(b))
+            name, terms = "subtract_terms" if b > 0 else "add_terms", str(abs(b))
         elif a == 1:
             return {"name": "state_answer", "arguments": {"value": str(d)}}
         elif a.numerator == 1:
-            name, number = "multiply_terms", str(a.denominator)
+            name, terms = "multiply_terms", str(a.denominator)
         else:
-            name, number = "divide_terms", str(a)
-        return {"name": name, "arguments": {"terms": number}}
+            name, terms = "divide_terms", str(a)
+        return {"name": name, "arguments": {"terms": terms}}
 
     def _expert(self) -> list[dict]:
-        """Return the next demonstrated call. Wrong ones are the inverse, with numbers as copied."""
+        """Return the next demonstrated call. A wrong one is the inverse, with the same number."""
         if self.done:
             return []
         call = self._best_call()
@@ -227,59 +233,47 @@ class Equations:
             call["name"] = INVERSE[call["name"]]
         return [call]
 
-    def _check(self) -> bool:
-        return self.solved
-
+    # ------------------------------------------------------------------------------- the tasks
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n distinct equations. A tenth of all equations, by hash, is the test split."""
         rng = np.random.default_rng([seed, split == "test"])
         tasks = {}
-        misses = 0
+        misses = 0  # in a row; there may be fewer than n equations
         while len(tasks) < (10_000 if n is None else n) and misses < 10_000:
             equation = cls._draw(cls.levels[rng.integers(len(cls.levels))], rng)
-            held_out = zlib.crc32(equation.encode()) % 10 == 0
-            if equation in tasks or held_out != (split == "test"):
-                misses += 1
-                continue
-            misses = 0
-            tasks[equation] = {"equation": equation, "seed": int(rng.integers(2**31))}
+            is_test = zlib.crc32(equation.encode()) % 10 == 0
+            misses += 1
+            if equation not in tasks and is_test == (split == "test"):
+                misses = 0
+                tasks[equation] = {"equation": equation, "seed": int(rng.integers(2**31))}
         return list(tasks.values())
 
     @staticmethod
     def _draw(level: int, rng) -> str:
+        """Return a random equation of a level, whose solution is an integer."""
         def signed(high):
             return int(rng.integers(1, high + 1)) * (-1, 1)[rng.integers(2)]
+
         x, k, a, b = signed(9), signed(6), int(rng.integers(2, 7)), signed(40)
         if level == 3:
             has_bracket = rng.integers(2)
             b = signed(12)
             if has_bracket:
-                return f"{a}({show(Fraction(1), Fraction(b))}) = {a * (x + b)}"
+                return f"{a}({show(1, b)}) = {a * (x + b)}"
             c = int(rng.integers(1, a))
-            right = show(Fraction(c), Fraction((a - c) * x + b))
-            return f"{show(Fraction(a), Fraction(b))} = {right}"
-        choices = [(Fraction(a), b, x), (Fraction(1, a), b, k * a)]
-        if level == 1:
-            choices = [(Fraction(1), b, x), (Fraction(a), 0, x), (Fraction(1, a), 0, k * a)]
+            return f"{show(a, b)} = {show(c, (a - c) * x + b)}"
+        if level == 2:
+            choices = [(a, b, x), (Fraction(1, a), b, k * a)]
+        else:
+            choices = [(1, b, x), (a, 0, x), (Fraction(1, a), 0, k * a)]
         a, b, x = choices[rng.integers(len(choices))]
-        return f"{show(a, Fraction(b))} = {a * x + b}"
+        return f"{show(a, b)} = {a * x + b}"
 
 
 class EquationsHard(Equations):
-    """x on both sides, and brackets."""
+    """Solve equations with x on both sides or with a bracket."""
 
     max_turns = 8
     limits = {"max_new_tokens": 64, "max_tokens": 1536}
     levels = (3,)
-
-
-if __name__ == "__main__":
-    # One noisy demonstration of a few tasks, as a transcript.
-    env = Equations()
-    for task in Equations._tasks("train", 3, seed=0):
-        print(env.reset(**task, noise=0.3))
-        while calls := env._expert():
-            before = env.reward
-            said = getattr(env, calls[0]["name"])(**calls[0]["arguments"])
-            print(f'Action: {calls[0]["name"]} -> Reward: {env.reward - before:.1f} -> "{said}"')

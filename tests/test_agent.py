@@ -582,7 +582,7 @@ def test_tools_that_raise_what_is_no_exception_are_counted(monkeypatch):
     monkeypatch.setattr(Box, "interrupt", interrupt, raising=False)
     with monkeypatch.context() as patch:
         t = play(patch, [call("interrupt")], "fine")
-        assert results_of(t) == ["error: KeyboardInterrupt"] and t.stop_reason == "done"
+        assert results_of(t) == ["error: KeyboardInterrupt: "] and t.stop_reason == "done"
     Script(monkeypatch, [[[call("interrupt")] * 5, "fine"]])
     with pytest.raises(EnvironmentFault, match="interrupt raised KeyboardInterrupt in 5 of 5 calls: it is broken"):
         rollout(MODEL, TOKENIZER, "box", [{}], limits=LONG)
