@@ -28,7 +28,7 @@ def course(out: str, seed: int) -> list[str]:
             f"--output {traces} --seed {seed}",
             f"dpo.py --model_path {sft} --trajectories {traces} --env meetings --learning_rate 1e-3 --num_epochs 2 "
             f"--eval_tasks 1000 --output_dir {dpo} --seed {seed} --overwrite",
-            f"-m experiment.report report {sft} {traces} {dpo} --output {os.path.join(out, 'report.md')}"]
+            f"bench/comparison.py {sft} {traces} {dpo} --output {os.path.join(out, 'report.md')}"]
 
 
 def run(out: str, seed: int) -> dict:

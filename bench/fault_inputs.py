@@ -120,7 +120,7 @@ def training(module, base, place, *words):
 def page(folder):
     def run():
         try:
-            report.main(["html", str(folder)])
+            report.main([str(folder)])
         except (report.UserError, OSError) as error:
             print(f"experiment.report: {' '.join(str(error).split())}", file=sys.stderr)
             sys.exit(2)

@@ -1,83 +1,211 @@
-"""Reports of finished runs: one run as a page, or several runs compared.
+"""report.html: result, curves and episodes of one run, on one page without script or network.
 
-Accuracy is the share of held-out tasks solved (result.json) or, of a .jsonl, of its episodes
-(info.success). What is said of a training run's episodes is said of the last quarter of its steps,
-when its policy was nearly finished.
+    python -m experiment.report RUN      an output folder, or a .jsonl of episodes
 """
 import argparse
+import math
 import sys
+import textwrap
+from html import escape
 from pathlib import Path
 
-from experiment.comparison import comparison
-from experiment.data import whole
+from experiment.checkpoint import newest_checkpoint
+from experiment.curves import curves
+from experiment.data import reading, whole
+from experiment.episodes import transcript
 from experiment.errors import UserError, printable
 from experiment.files import replace_file
-from experiment.page import page
+from experiment.records import Record, number
+from experiment.statistics import difference, wilson
 
-USAGE = """
-    python -m experiment.report html RUN [--output RUN/report.html] [--tokenizer FOLDER]
-    python -m experiment.report report RUN... [--output report.md]"""
+MAX_EPISODES = 24  # on a page
+SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
+LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. Coloured:
+sampled, with probability <i class=s0> over 0.9 </i> <i class=s1> over 0.5 </i>
+<i class=s2> over 0.1 </i> <i class=s3> over 0.01 </i> <i class=s4> below </i>. Framed: the turn's
+reward. Point at a token for its id.</p>"""
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #626b76; --line: #d9dee4; --page: #fff;
+  --card: #f6f7f9; --raw: #9db8dc; --smooth: #1f5fb4; --heat: 251, 146, 60; --good: #15703a;
+  --bad: #b42318 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #98a2ae; --line: #323a44;
+  --page: #14181d; --card: #1b2127; --raw: #41608a; --smooth: #7fb2f5; --heat: 194, 65, 12;
+  --good: #6fcf8f; --bad: #ff8f83 } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0
+  auto; padding: 1rem; max-width: 1180px }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+p, dt, figcaption i, summary span { color: var(--soft) }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: .6rem;
+  margin: 0 }
+.facts div { background: var(--card); border-radius: 6px; padding: .4rem .7rem }
+dt { font-size: .8rem } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(270px, 100%), 1fr));
+  gap: .8rem }
+figure { margin: 0; background: var(--card); border-radius: 6px; padding: .5rem .6rem }
+figcaption { display: flex; justify-content: space-between; gap: .5rem; font-size: .85rem;
+  overflow-wrap: anywhere }
+figcaption > b { white-space: nowrap } svg { display: block; width: 100%; height: auto }
+svg text { font-size: 10px; fill: var(--soft) }
+.raw, .smooth { fill: none; stroke: var(--raw); stroke-width: 1 }
+.smooth { stroke: var(--smooth); stroke-width: 2 }
+details { border-top: 1px solid var(--line); padding: .45rem 0 }
+summary { cursor: pointer; overflow-wrap: anywhere }
+pre { font: 13px/1.75 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
+  margin: .5rem 0 }
+i { font-style: normal; color: var(--soft); unicode-bidi: isolate }
+i[class] { color: var(--ink); border-radius: 2px } .s0 { background: rgba(var(--heat), .15) }
+.s1 { background: rgba(var(--heat), .32) } .s2 { background: rgba(var(--heat), .52) }
+.s3 { background: rgba(var(--heat), .74) } .s4 { background: rgb(var(--heat)) }
+.good { color: var(--good) } .bad { color: var(--bad) }
+pre b { border: 1px solid; border-radius: 4px; padding: 0 .3em; margin-left: .3em }
+"""
+HEAD = """<!doctype html><html lang=en><head><meta charset=utf-8>
+<meta http-equiv=Content-Security-Policy
+  content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name=viewport content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>"""
 
 
-def write_html(name, output=None, tokenizer=None, quiet=False):
-    """Write the page of one run and return its path. Raises UserError as `records.load`.
+def write_html(name, output=None):
+    """Write the page of one run and return its path. Raises UserError.
 
     Args:
         name: an output folder or a .jsonl of episodes.
         output: the file to write; by default beside what is shown.
-        tokenizer: a tokenizer.json or its folder; by default that of the run.
-        quiet: do not print what is missing; the page says it too.
     """
-    text, notes = page(name, tokenizer)
     path = Path(name)
     default = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    return save(output or default, text, [] if quiet else notes)
-
-
-def write_report(names, output="report.md"):
-    """Write the comparison of several runs, in the order given, and return its path."""
-    return save(output, *comparison(names))
-
-
-def save(output, text, notes):
+    text = page(Record(name))
     try:
-        replace_file(Path(output), whole(text))
+        replace_file(Path(output or default), whole(text))
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
-    for note in dict.fromkeys(notes):
-        print(f"note: {printable(note)}", file=sys.stderr)
-    return Path(output)
+        raise UserError(f"{output or default}: cannot be written ({error.strerror})") from None
+    return output or default
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that reports its errors as `main` reports all others, in one line."""
+def page(record):
+    """Return the HTML page of a `Record`."""
+    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
+    parts = [HEAD.format(title=title, style=STYLE)]
+    with reading(record.path / "result.json"):
+        parts.append(facts(record.result))
+    parts.append(curves(record.logs))
+    if record.lines_of_step:
+        parts.append(LEGEND)
+    tokenizer = load_tokenizer(record.path)
+    for step, line, episode in chosen_episodes(record):
+        with reading(record.episode_file, line):
+            parts.append(episode_html(episode, step, tokenizer))
+    if record.config:
+        config = "\n".join(f"{name}: {value}" for name, value in record.config.items())
+        parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
+                     f"<pre>{escape(config)}</pre></details>")
+    return "".join(parts) + "</body></html>\n"
 
-    def error(self, message):
-        raise UserError(f"{message}; --help explains")
+
+def facts(result):
+    """Return the tiles at the top: what result.json holds, successes with 95 % intervals."""
+    values = {name: number(value) for name, value in result.items()}
+    tasks = result.get("held_out_tasks")
+    before, after = result.get("success_before"), result.get("success_after")
+    for name, share in (("success_before", before), ("success_after", after)):
+        if tasks and share is not None:
+            low, high = wilson(share * tasks, tasks)
+            values[name] = f"{share:.3f} ({low:.3f} to {high:.3f})"
+    if tasks and None not in (before, after):
+        gain, low, high = difference(before * tasks, tasks, after * tasks, tasks)
+        values["difference (95 %)"] = f"{gain:+.3f} ({low:+.3f} to {high:+.3f})"
+    tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+             for name, text in values.items() if text != "-"]
+    return f"<dl class=facts>{''.join(tiles)}</dl>"
 
 
+# ----------------------------------------------------------------------------------- episodes
+def chosen_episodes(record):
+    """Yield up to MAX_EPISODES (step, line number, episode) of steps spread over the run.
+
+    The last step comes first, and of each step the best episode.
+    """
+    steps = spread(sorted(record.lines_of_step), MAX_EPISODES // 3)
+    for step in reversed(steps):
+        episodes = list(record.episodes_of([step]))
+        episodes.sort(key=lambda numbered: numbered[1]["reward"], reverse=True)
+        for line, episode in spread(episodes, MAX_EPISODES // len(steps)):
+            yield step, line, episode
+
+
+def spread(items, n):
+    """Return n of the items at even distances, or all if there are fewer."""
+    n = min(n, len(items))
+    return [items[round(i * (len(items) - 1) / max(n - 1, 1))] for i in range(n)]
+
+
+def load_tokenizer(folder):
+    """Return the tokenizer of the run's newest checkpoint, or None."""
+    file = (newest_checkpoint(folder) or folder) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+    with reading(file):
+        return Tokenizer.from_file(str(file))
+
+
+def episode_html(episode, step, tokenizer):
+    """Return one episode: a line to click, then its tokens, or its text without a tokenizer."""
+    asked = [m["content"] for m in episode["messages"] if m["role"] == "user"]
+    question = textwrap.shorten(str(asked[0]) if asked else "", 120)
+    words = [f"step {step}"] if step >= 0 else []
+    words += [f"{name} {number(reward)}" for name, reward in
+              {"reward": episode["reward"], **episode["reward_parts"]}.items()]
+    words += [f"{episode['info']['tool_calls']} calls", str(episode.get("stop_reason")),
+              f"{len(episode['token_ids'])} tokens"]
+    mark = "<b class=bad>✗ no success</b>"
+    if episode["info"].get("success"):
+        mark = "<b class=good>✓ success</b>"
+    body = escape(transcript(episode))
+    if tokenizer and episode["token_ids"]:
+        body = tokens_html(episode, tokenizer)
+    return (f"<details><summary>{mark} <span>{escape(' · '.join(words))}</span><br>"
+            f"{escape(question)}</summary><pre>{body}</pre></details>")
+
+
+def token_texts(tokenizer, ids):
+    """Return the text that each id adds, "·" where it only begins a character."""
+    from tokenizers.decoders import DecodeStream
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, i) or "·" for i in ids]
+
+
+def tokens_html(episode, tokenizer):
+    """Return the tokens, coloured where they were sampled, and the reward behind each turn."""
+    ids, mask, rewards = episode["token_ids"], episode["loss_mask"], iter(episode["rewards"])
+    spans = []
+    for t, text in enumerate(token_texts(tokenizer, ids)):
+        text = escape(text).replace("\n", "↵\n")
+        if not mask[t]:
+            spans.append(f'<i title="id {ids[t]}, not sampled">{text}</i>')
+            continue
+        p = math.exp(min(episode["logprobs"][t], 0.0))
+        level = sum(p < bound for bound in SURPRISE)
+        spans.append(f'<i class=s{level} title="id {ids[t]}, p {p:.3g}">{text}</i>')
+        is_last_of_turn = not any(mask[t + 1:t + 2])
+        if is_last_of_turn:
+            reward = next(rewards, 0.0)
+            spans.append(f"<b class={'bad' if reward < 0 else 'good'}>{reward:+.3g}</b>")
+    return "".join(spans)
+
+
+# ------------------------------------------------------------------------------------ command
 def main(argv):
-    """Write what the command line asks for and print its path. Raises UserError."""
-    parser = Parser("python -m experiment.report", usage=USAGE, allow_abbrev=False)
-    parser.add_argument("command", choices=("html", "report"),
-                        help="one run as a page, or several compared")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="an output folder or a .jsonl")
-    parser.add_argument("--output", help="file to write; by default RUN/report.html or report.md")
-    parser.add_argument("--tokenizer", help="html: folder of a tokenizer.json, not the run's")
+    """Write the page that the command line asks for and print its path. Raises UserError."""
+    parser = argparse.ArgumentParser("python -m experiment.report", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="an output folder, or a .jsonl of episodes")
+    parser.add_argument("--output", help="file to write; by default RUN/report.html")
     args = parser.parse_args(argv)
-    suffix = ".html" if args.command == "html" else ".md"
-    if args.output and not args.output.endswith(suffix):
+    if args.output and not args.output.endswith(".html"):
         # Never write over a file of episodes.
-        raise UserError(f"--output {args.output}: give a name that ends in {suffix}")
-    if args.command == "report":
-        if args.tokenizer:
-            raise UserError("--tokenizer goes with html")
-        written = write_report(args.runs, args.output or "report.md")
-    elif len(args.runs) > 1:
-        raise UserError("html: give one run; `report` compares several")
-    else:
-        written = write_html(args.runs[0], args.output, args.tokenizer)
-    print(f"written: {printable(str(written))}")
+        raise UserError(f"--output {args.output}: give a name that ends in .html")
+    print(f"written: {printable(str(write_html(args.run, args.output)))}")
 
 
 if __name__ == "__main__":

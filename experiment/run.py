@@ -428,7 +428,8 @@ class Run:
         command = next_command(next_step, self.config, *words)
         print(f"written: {self.folder}\nnext:    {command}")
         result = {"success_before": self.before.get("success"),
-                  "success_after": self.after.get("success"), "steps": self.total,
+                  "success_after": self.after.get("success"),
+                  "held_out_tasks": self.after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
         result = self.ranks.first(lambda: self._write_result(finite(result)))
@@ -439,7 +440,7 @@ class Run:
         self.files.write("result.json", to_json(result, indent=1))
         from experiment.report import write_html
         try:
-            write_html(self.folder, quiet=True)
+            write_html(self.folder)
         except (UserError, OSError) as error:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)

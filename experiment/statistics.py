@@ -1,6 +1,5 @@
-"""The statistics of the reports: intervals of proportions, and calibration of probabilities."""
+"""The statistics of the report: intervals of proportions."""
 import math
-from statistics import fmean
 
 # Two-sided 95 % quantile of the normal distribution.
 Z = 1.959964
@@ -32,28 +31,3 @@ def difference(k1, n1, k2, n2):
     low = p2 - p1 - math.hypot(p2 - low2, high1 - p1)
     high = p2 - p1 + math.hypot(high2 - p2, p1 - low1)
     return p2 - p1, low, high
-
-
-def brier(pairs):
-    """Return the mean of (probability - outcome)^2 for outcomes 0 or 1.
-
-    0 is best, and 0.25 is what always saying 0.5 gets.
-    """
-    return fmean((p - y) ** 2 for p, y in pairs)
-
-
-def bins(pairs, count=10):
-    """Sort (probability, ...) tuples into bins of equal width; 1.0 is in the last."""
-    result = [[] for _ in range(count)]
-    for pair in pairs:
-        result[min(int(pair[0] * count), count - 1)].append(pair)
-    return result
-
-
-def calibration_error(pairs):
-    """Return the ECE with 10 bins: sum of n_b / N |mean probability - share of outcomes 1|.
-
-    arXiv 1706.04599, eq. 3. The paper's confidence is that of the predicted class. Here it is the
-    probability stated of outcome 1.
-    """
-    return sum(abs(sum(p - y for p, y in group)) for group in bins(pairs)) / len(pairs)

@@ -1,15 +1,31 @@
-"""report.md: several runs compared in accuracy, calibration, tool use and examples."""
+"""Several runs compared in accuracy, calibration, tool use and examples, as Markdown.
+
+    python bench/comparison.py RUN... [--output report.md]
+
+A RUN is an output folder or a .jsonl of episodes. Accuracy is the share of held-out tasks solved (result.json) or, of a
+.jsonl, of its episodes (info.success). What is said of a training run's episodes is said of the last quarter of its
+steps, when its policy was nearly finished.
+"""
+import argparse
 import json
 import re
+import sys
 from collections import Counter
 from itertools import pairwise
 from operator import itemgetter
+from pathlib import Path
 from statistics import fmean
 
-from experiment.episodes import transcript
-from experiment.records import ceiling, is_number, measure, number, summary
-from experiment.statistics import bins, brier, calibration_error, difference
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from experiment.data import reading, whole  # noqa: E402
+from experiment.episodes import transcript  # noqa: E402
+from experiment.errors import UserError, printable  # noqa: E402
+from experiment.files import replace_file  # noqa: E402
+from experiment.records import Record, number  # noqa: E402
+from experiment.statistics import difference, wilson  # noqa: E402
+
+CUT = ("max_tokens", "max_new_tokens")      # stop reasons of a truncated episode
 MAX_CALLS = 8           # rows of the histogram of calls per episode
 MAX_TOOLS = 16
 MAX_EXAMPLE = 4000      # characters
@@ -219,3 +235,165 @@ def fenced(text):
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}\n"
+
+
+# ------------------------------------------------------------------------------------ figures
+def measure(name):
+    """Return the run as a Record that also has these attributes.
+
+    name: as given. episodes: those of the last quarter of the steps, without their tokens. before, after: (tasks
+    solved, tasks played) or None. measured_on: "held-out" tasks or "episodes", whichever `after` counts. notes: what
+    is odd, for the reader. Raises UserError, which names the line that is no episode.
+    """
+    record = Record(name)
+    record.name, record.notes, record.episodes = str(name), [], []
+    record.before = record.after = None
+    record.measured_on = "episodes"
+    for line, episode in record.episodes_of(late_steps(record)):
+        with reading(record.episode_file, line):
+            transcript(episode)
+            for message in episode["messages"]:
+                for call in message.get("tool_calls", []):
+                    call["name"].strip()
+        # There may be thousands of episodes, and the tokens are most of them.
+        del episode["token_ids"], episode["loss_mask"], episode["logprobs"]
+        episode["info"].setdefault("tool_errors", 0)
+        record.episodes.append(episode)
+    judged = [bool(e["info"]["success"]) for e in record.episodes if "success" in e["info"]]
+    if judged:
+        record.after = sum(judged), len(judged)
+    after = held_out(record, "success_after")
+    if after:
+        record.before = held_out(record, "success_before")
+        record.after, record.measured_on = after, "held-out"
+    return record
+
+
+def late_steps(record):
+    """Return the last quarter of the steps with episodes, when the policy was nearly finished."""
+    steps = sorted(record.lines_of_step)
+    logged = [row.get("step") for log in record.logs[:1] for row in log]
+    last = max(filter(is_number, logged), default=0)
+    if steps and 0 <= 2 * steps[-1] < last:
+        record.notes.append(f"{record.name}: its episodes are of the policy it started from, "
+                            "so they are not counted")
+        return []
+    return [step for step in steps if step < 0 or step >= 0.75 * steps[-1]]
+
+
+def held_out(record, key):
+    """Return (solved, played) of the held-out tasks, or None where the result does not say it.
+
+    It does not if the share is no multiple of 1 / played: fewer tasks were played than asked for.
+    """
+    share = record.result.get(key)
+    played = str(record.result.get("held_out_tasks") or record.config.get("eval_tasks"))
+    if not is_number(share) or not played.isdecimal() or played == "0":
+        return None
+    solved = share * int(played)
+    return (round(solved), int(played)) if abs(solved - round(solved)) < 1e-6 else None
+
+
+def ceiling(record):
+    """Return the accuracy of the best possible agent if the episodes' environment states it."""
+    return mean(filter(is_number, [e["info"].get("ceiling") for e in record.episodes]))
+
+
+def summary(record):
+    """Return {column: text} of the figures that both reports show, "-" where there is none."""
+    result, played = record.result, record.episodes
+    success = [number(result.get(key), ".3f") for key in ("success_before", "success_after")]
+    calls = [e["info"]["tool_calls"] for e in played]
+    errors = [e["info"]["tool_errors"] for e in played]
+    stops = [e.get("stop_reason") for e in played]
+    return {
+        "run": record.name,
+        "algorithm": record.algorithm or "-",
+        "episodes": str(len(played)),
+        "success before -> after": "-" if success == ["-", "-"] else " -> ".join(success),
+        "accuracy (95 %)": accuracy(record),
+        "mean reward": number(mean(e["reward"] for e in played)),
+        "calls per episode": number(mean(calls)),
+        "tool errors per call": number(sum(errors) / max(sum(calls), 1) if played else None, ".3f"),
+        "completion": number(mean(stop == "done" for stop in stops), ".3f"),
+        "truncated": number(mean(stop in CUT for stop in stops), ".3f"),
+        "seconds": number(result.get("seconds")),
+        "peak MiB": number(result.get("peak_memory_mb"))}
+
+
+def accuracy(record):
+    """Return the share of tasks solved, with its interval, as text."""
+    if not record.after:
+        return "-"
+    solved, played = record.after
+    low, high = wilson(solved, played)
+    text = f"{solved / played:.3f} ({low:.3f} to {high:.3f}) of {played} {record.measured_on}"
+    best = ceiling(record)
+    return f"{text}; ceiling {best:.3f}" if best else text
+
+
+def mean(values):
+    values = list(values)
+    return fmean(values) if values else None
+
+
+def is_number(x):
+    return type(x) in (int, float)
+
+
+# --------------------------------------------------------------------------------- statistics
+def brier(pairs):
+    """Return the mean of (probability - outcome)^2 for outcomes 0 or 1.
+
+    0 is best, and 0.25 is what always saying 0.5 gets.
+    """
+    return fmean((p - y) ** 2 for p, y in pairs)
+
+
+def bins(pairs, count=10):
+    """Sort (probability, ...) tuples into bins of equal width; 1.0 is in the last."""
+    result = [[] for _ in range(count)]
+    for pair in pairs:
+        result[min(int(pair[0] * count), count - 1)].append(pair)
+    return result
+
+
+def calibration_error(pairs):
+    """Return the ECE with 10 bins: sum of n_b / N |mean probability - share of outcomes 1|.
+
+    arXiv 1706.04599, eq. 3. The paper's confidence is that of the predicted class. Here it is the
+    probability stated of outcome 1.
+    """
+    return sum(abs(sum(p - y for p, y in group)) for group in bins(pairs)) / len(pairs)
+
+
+# ------------------------------------------------------------------------------------ command
+def write_report(names, output="report.md"):
+    """Write the comparison of several runs, in the order given, and return its path."""
+    text, notes = comparison(names)
+    try:
+        replace_file(Path(output), whole(text))
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
+    for note in dict.fromkeys(notes):
+        print(f"note: {printable(note)}", file=sys.stderr)
+    return Path(output)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="an output folder or a .jsonl of episodes")
+    parser.add_argument("--output", default="report.md", help="file to write, which must end in .md")
+    args = parser.parse_args(argv)
+    if not args.output.endswith(".md"):
+        # Never write over a file of episodes.
+        parser.error(f"--output {args.output}: give a name that ends in .md")
+    print(f"written: {printable(str(write_report(args.runs, args.output)))}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (UserError, OSError) as error:
+        print(f"comparison.py: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
