@@ -274,7 +274,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    watch = Watch(limits.tool_timeout)
+    watch = Watch(limits.tool_timeout, run.watch if run else None)
     with merged(model):
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
@@ -298,6 +298,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     if run:
         trajectories = [t for played in run.ranks.gather(trajectories) for t in played]
         run.rollout_seconds += time.monotonic() - began
+        run.watch = watch
     return without_too_long(trajectories, limits.max_tokens)
 
 

@@ -17,7 +17,7 @@ import envs
 from agent import Trajectory, judged
 from envs import gsm8k, meetings
 from experiment.data import read_rows, reading
-from experiment.errors import UserError, printable
+from experiment.errors import UserError
 from llm.chat import Chat
 
 
@@ -247,7 +247,7 @@ def describe(rows: list[Row], tokenizer):
     for token in tokenizer.all_special_tokens:
         count = sum(token in text for text in texts)
         if count:
-            print(f"{count} rows contain {printable(token)} as text")  # it ends no turn
+            print(f"{count} rows contain {token} as text")  # it ends no turn
 
 
 def split(rows, apart, content, seed: int) -> tuple[list, list]:

@@ -17,13 +17,23 @@ MIN_CALLS = 20  # fewer calls than this count as this many
 
 
 class Watch:
-    """What the environments of a rollout share: the time-out and the count of faults."""
+    """What the environments of a rollout share: the time-out and the count of faults.
 
-    def __init__(self, timeout: float):
+    Args:
+        earlier: the Watch of the run's previous rollout. Of what it saw too rarely to judge the
+            count continues, so that small rollouts do not fail for ever.
+    """
+
+    def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
         self.calls = Counter()  # by kind: "tool", "reset()", ...
         self.faults = defaultdict(list)  # (kind, what happened) -> the whole messages
         self.abandoned = []  # the calls that did not return in time
+        if earlier:
+            rare = {kind: calls for kind, calls in earlier.calls.items() if calls < MIN_CALLS}
+            self.calls.update(rare)
+            self.faults.update({key: messages for key, messages in earlier.faults.items()
+                                if key[0] in rare})
 
     def count(self, kind: str, fault: str, message: str):
         """Remember a fault of an environment for `check`."""

@@ -5,7 +5,6 @@ values. Only the standard library is imported at the top, so that --help answers
 """
 import dataclasses
 import difflib
-import math
 import operator
 import re
 import textwrap
@@ -17,6 +16,8 @@ from pathlib import Path
 from experiment.errors import UserError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# A float32 holds no larger number, and a tensor of int32 no larger count.
+LARGEST = {int: 2**31 - 1, float: 3.4e38}
 BOUNDS = (
     ("low", "at least", operator.ge),
     ("high", "at most", operator.le),
@@ -258,8 +259,9 @@ def convert(value, option, source):
     numbers = (int, float) if option.kind is float else option.kind
     if not isinstance(value, numbers) or isinstance(value, bool) != (option.kind is bool):
         raise UserError(f"{source}: not {KINDS[option.kind]}")
-    if option.kind is float and not math.isfinite(value):
-        raise UserError(f"{source}: not a finite number")
+    # Of NaN every comparison is false.
+    if option.kind in LARGEST and not abs(value) <= LARGEST[option.kind]:
+        raise UserError(f"{source}: not a finite number of at most {LARGEST[option.kind]}")
     if option.choices and value not in option.choices:
         raise UserError(f"{source}: must be one of {', '.join(option.choices)}")
     for name, words, holds in BOUNDS:

@@ -42,6 +42,7 @@ class OutputFolder:
         self.path = Path(path)
         self.algorithm = algorithm
         self.command = command
+        self.is_new = False
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self, values):
@@ -65,6 +66,7 @@ class OutputFolder:
     def _create(self):
         probe = self.path / ".tmp-probe"
         try:
+            self.is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             probe.unlink(missing_ok=True)
             with open_to_write(probe, "w") as file:
@@ -74,6 +76,11 @@ class OutputFolder:
             reason = "is a file" if os.path.isfile(self.path) else getattr(error, "strerror", error)
             raise UserError(
                 f"{self.path}: cannot write there ({reason}); give another --output_dir") from None
+
+    def remove_if_unused(self):
+        """Remove the folder if this run made it and wrote no more than its config."""
+        if self.is_new and {path.name for path in self.path.iterdir()} <= {CONFIG, ".lock"}:
+            shutil.rmtree(self.path)
 
     def _refuse_links(self):
         names = (CONFIG, *LOGS, *RESULTS, *FOLDERS, ".lock")

@@ -1,9 +1,10 @@
 """A program: what the command line starts, how it ends, and its standard streams."""
 import os
+import re
 import sys
 
 from experiment.command_line import parse
-from experiment.errors import EnvironmentFault, Stop, UserError
+from experiment.errors import EnvironmentFault, Stop, UserError, printable
 from experiment.files import is_disk_full
 from experiment.process import peak_memory_mb
 from experiment.signals import Signals
@@ -32,6 +33,8 @@ def main(config_class, train, doc):
         words, code = _explain(error, signals.run)
         if words is None:
             raise
+        if code == 2 and signals.run:
+            signals.run.files.remove_if_unused()
     rank = os.environ.get("RANK", "0")
     if words:
         program = os.path.basename(sys.argv[0]) + ("" if rank == "0" else f": rank {rank}")
@@ -94,14 +97,19 @@ def guard_streams():
 
 
 class Guarded:
-    """A text stream that writes to the null device once its reader is gone."""
+    """A text stream for what data and models wrote: a terminal obeys none of it.
+
+    Once its reader is gone, it writes to the null device.
+    """
 
     def __init__(self, stream):
         self.stream = stream
 
     def write(self, text):
+        # A progress bar begins by moving the cursor to the start of the line, or up.
+        moves = re.match("\r|(\x1b\\[A)*", text)[0]
         try:
-            return self.stream.write(text)
+            return self.stream.write(moves + printable(text[len(moves):]))
         except (OSError, ValueError):  # ValueError: the stream is closed
             self._discard()
             return len(text)

@@ -13,8 +13,9 @@ from experiment.checkpoint import newest_checkpoint
 from experiment.curves import curves
 from experiment.data import reading, whole
 from experiment.episodes import transcript
-from experiment.errors import UserError, printable
+from experiment.errors import UserError
 from experiment.files import replace_file
+from experiment.program import guard_streams
 from experiment.records import Record, number
 from experiment.statistics import difference, wilson
 
@@ -205,12 +206,11 @@ def main(argv):
     if args.output and not args.output.endswith(".html"):
         # Never write over a file of episodes.
         raise UserError(f"--output {args.output}: give a name that ends in .html")
-    print(f"written: {printable(str(write_html(args.run, args.output)))}")
+    print(f"written: {write_html(args.run, args.output)}")
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+    guard_streams()
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:

@@ -30,7 +30,7 @@ from experiment.checkpoint import (
 from experiment.closing import first_notes, next_command, print_table
 from experiment.config import convert, options
 from experiment.distributed import join
-from experiment.errors import Stop, UserError, printable
+from experiment.errors import Stop, UserError
 from experiment.files import check_space, disk_space, finite, to_json
 from experiment.ingredients import ingredients, newest_start
 from experiment.output_folder import OutputFolder
@@ -53,6 +53,7 @@ class Run:
         ranks: the `Ranks` that share the work.
         checkpoint: the checkpoint this run continues from, or None.
         rollout_seconds: of the present step; `agent.rollout` adds to it.
+        watch: the count of environments' faults of the last rollout, or None.
     """
 
     def __init__(self, config, algorithm, sources=()):
@@ -78,6 +79,7 @@ class Run:
         self.step = self.bad = 0
         self.opened = time.time()
         self.rollout_seconds = 0.0
+        self.watch = None
         self.saved_at = time.monotonic()
         self.looping = self.updated = False
         self.saved = self.score = self.unlogged = self.marks = self.undo = self.schedule = None
@@ -329,7 +331,7 @@ class Run:
         if self.writes:
             content = {"step": self.step, "why": reason, "episodes": rows}
             self.files.write(path.name, to_json(content, indent=1))
-        print(f"step {self.step}: {printable(reason)}: skipped; its episodes are in {path}")
+        print(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
         if self.bad < BAD_STEPS:
             return False
         raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "

@@ -8,6 +8,7 @@ import sys
 
 import llm.loading as loading
 from experiment.errors import UserError
+from experiment.program import guard_streams
 from lora import settings
 
 
@@ -22,6 +23,7 @@ def merge(source: str, folder: str):
 
 def main(words: list[str]) -> int:
     """Run the command and return its exit status."""
+    guard_streams()
     if len(words) != 3 or words[0] != "merge":
         print(__doc__, file=sys.stderr)
         return 2

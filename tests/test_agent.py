@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from agent import Limits, Trajectory, collate, evaluate, judged, rollout
 from envs import talk
 from envs.demonstrations import read_trajectories
 from envs.expert import demonstrate
+from experiment.distributed import Ranks
 from experiment.program import main
 from experiment.episodes import pass_at_k, summarise, transcript
 from experiment.errors import EnvironmentFault, UserError
@@ -573,6 +575,20 @@ def test_few_faults_do_not_stop_the_run(monkeypatch, capsys):
     found = rollout(MODEL, TOKENIZER, "box", [{}], 20, limits=LONG)
     assert Counter(t.stop_reason for t in found) == {"error": 4, "done": 16}
     assert "4 of 20 episodes ended by a fault of their environment; the first: environment box: get_reward()" in capsys.readouterr().out
+
+
+def test_a_broken_environment_stops_a_run_of_small_steps_too(monkeypatch):
+    """Four faults in four calls are no proof, eight in eight are; a rollout of 20 calls is judged by itself."""
+    run = SimpleNamespace(watch=None, check=lambda: None, rollout_seconds=0.0, ranks=Ranks(0, 1))
+    monkeypatch.setattr(Box, "get_reward", lambda self: raising() if len(self.log) else 1.0)
+    good, bad = [["fine"]] * 20, [[[call("pay", amount=1)], "fine"]] * 4
+    for turns in (good, bad):
+        with monkeypatch.context() as patch:
+            Script(patch, turns)
+            rollout(MODEL, TOKENIZER, "box", [{}], len(turns), limits=LONG, run=run)
+    Script(monkeypatch, bad)
+    with pytest.raises(EnvironmentFault, match=r"get_reward\(\) raised KeyError in 8 of 8 calls"):
+        rollout(MODEL, TOKENIZER, "box", [{}], 4, limits=LONG, run=run)
 
 
 def test_tools_that_raise_what_is_no_exception_are_counted(monkeypatch):

@@ -1,5 +1,6 @@
 """run.py: what the flags accept and refuse, that config.yaml repeats a run, that a checkpoint is whole or absent."""
 import dataclasses
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
 from experiment.config import flag
 from experiment.files import finite
+from experiment.program import Guarded
 from experiment.run import Run
 from experiment.errors import UserError
 from experiment.seeds import mix
@@ -105,6 +107,27 @@ def test_success_and_our_own_bugs(program):
                                                  r"A smaller --batch_size \(outside grpo with more --gradient_accumulation_steps\) gives the same result with less memory\n", done.stderr), done.stderr
     done = program("--fail", "bug")
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
+
+
+def test_a_terminal_obeys_nothing_that_is_printed():
+    stream = io.StringIO()
+    for text in ("\x1b]52;c;cm0gLXJm\x07 é\n", "a\rb\n", "\r 50%", "\x1b[A\x1b[A", "\r\x1b[31m"):
+        assert Guarded(stream).write(text)
+    assert stream.getvalue() == "\\x1b]52;c;cm0gLXJm\\x07 é\na\\rb\n\r 50%\x1b[A\x1b[A\r\\x1b[31m"
+
+
+def test_a_wrong_command_leaves_no_folder_behind(tmp_path):
+    for name, keeps in (("new", ()), ("used", ("metrics.jsonl",)), ("mine", ("notes.txt",))):
+        folder = tmp_path / name
+        if name == "mine":
+            folder.mkdir()
+        files = output_folder.OutputFolder(folder, "sft", "the command")
+        files.enter({"output_dir": str(folder)})
+        files.write_config({"seed": 1})
+        for kept in keeps:
+            (folder / kept).write_text("x")
+        files.remove_if_unused()
+        assert folder.exists() == bool(keeps) and all((folder / kept).exists() for kept in keeps)
 
 
 def test_help(program):
