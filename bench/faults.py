@@ -2,6 +2,10 @@
 
     python bench/faults.py [--quick] [--sections bits,pipes]      the last line is one JSON object
 
+Unless it is quick, the sections that were run are put into bench/results/faults.json; those that it held of other
+sections stay, so that the battery can be run in pieces. About two hours of one core; `--kills 50 --every 10` shortens
+the two longest sections.
+
 kills        SIGKILL at random moments (bench/kills.py): every checkpoint is whole, at most an interval is lost
 signals      SIGINT, SIGTERM, SIGHUP at random moments: exit status 128 + n, the last whole step is saved
 pipes        stdin, stdout and stderr closed, full, or read by a program that leaves: the run finishes
@@ -11,6 +15,8 @@ ranks        a rank of a torchrun job dies in seven places: the other one names 
 inputs       odd rows, pairs, episodes, adapters, configs ... (bench/fault_inputs.py)
 """
 import argparse
+import datetime
+import fcntl
 import json
 import os
 import random
@@ -32,6 +38,8 @@ from experiment.checkpoint import newest_checkpoint, read_state  # noqa: E402
 from experiment.errors import UserError  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
 
+RESULTS = ROOT / "bench" / "results" / "faults.json"
+LOST = ("unreadable", "lost_more_than_an_interval", "failed", "final_bits_differ")
 PIPES = ("| head -c 1 >/dev/null", "2>&1 | head -c 1 >/dev/null", ">&-", "2>&-", "<&- >&- 2>&-", "</dev/null",
          ">/dev/full", "2>/dev/full", ">/dev/full 2>/dev/full")
 
@@ -46,17 +54,21 @@ def one_line(errors):
     return "a traceback" if "Traceback" in errors else None
 
 
-def kills(place, quick):
+def kills(place, options):
     """Return (tried, failures) of bench/kills.py."""
-    done = subprocess.run([sys.executable, f"{ROOT}/bench/kills.py", "10" if quick else "200", "sft"], cwd=place,
-                          capture_output=True, text=True)
-    return (10 if quick else 200), [] if done.returncode == 0 else [done.stdout[-500:] + done.stderr[-500:]]
+    command = [sys.executable, f"{ROOT}/bench/kills.py", "10" if options.quick else str(options.kills), "sft"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+    if not done.stdout.endswith("}\n"):
+        return 0, [done.stdout[-500:] + done.stderr[-500:]]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    return counts["kills"], [f"{name}: {counts[name]}" for name in LOST if counts[name]]
 
 
-def signals(place, quick):
+def signals(place, options):
     """Send each signal at random moments to a run without end."""
     draw, failures = random.Random(0), []
-    cases = [signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for _ in range(1 if quick else 6)]
+    times = 1 if options.quick else 6
+    cases = [signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for _ in range(times)]
     for signum in cases:
         with tempfile.TemporaryDirectory(dir=place) as folder:
             run = subprocess.Popen(words(place, 10**6), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -74,25 +86,25 @@ def signals(place, quick):
     return len(cases), failures
 
 
-def pipes(place, quick):
+def pipes(place, options):
     failures = []
-    for pipe in PIPES[:3] if quick else PIPES:
+    for pipe in PIPES[:3] if options.quick else PIPES:
         with tempfile.TemporaryDirectory(dir=place) as folder:
             command = f"{' '.join(words(place, 3))} {pipe}; echo ${{PIPESTATUS[0]}} >code"
             subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True)
             if Path(folder, "code").read_text() != "0\n" or not Path(folder, "run", "result.json").exists():
                 failures.append(pipe)
-    return len(PIPES[:3] if quick else PIPES), failures
+    return len(PIPES[:3] if options.quick else PIPES), failures
 
 
-def full_disk(place, quick):
+def full_disk(place, options):
     """Limit the size of a file to one byte less than each file of a finished run has."""
     with tempfile.TemporaryDirectory(dir=place) as folder:
         subprocess.run(words(place, 3), cwd=folder, capture_output=True, check=True)
         files = [path for path in Path(folder, "run").rglob("*") if path.is_file() and path.stat().st_size > 1]
         sizes = {path.stat().st_size: str(path.relative_to(folder)) for path in files}
     failures = []
-    for size, name in sorted(sizes.items())[::4 if quick else 1]:
+    for size, name in sorted(sizes.items())[::4 if options.quick else 1]:
         with tempfile.TemporaryDirectory(dir=place) as folder:
             def limit(size=size):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, size - 1))
@@ -101,17 +113,17 @@ def full_disk(place, quick):
             # report.html may be missing: a page never fails a run.
             if done.returncode not in (0, 2, 4) or one_line(done.stderr) or again.returncode:
                 failures.append(f"{name}: status {done.returncode}, then {again.returncode}: {done.stderr[-300:]}")
-    return len(sorted(sizes)[::4 if quick else 1]), failures
+    return len(sorted(sizes)[::4 if options.quick else 1]), failures
 
 
-def bits(place, quick):
+def bits(place, options):
     failures, draw = [], random.Random(0)
     with tempfile.TemporaryDirectory(dir=place) as folder:
         subprocess.run(words(place, 3), cwd=folder, capture_output=True, check=True)
         checkpoint = newest_checkpoint(Path(folder, "run"))
         whole = read_state(checkpoint)
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-        places = 100 if quick else 1000
+        places = 100 if options.quick else 1000
         for number in range(places):
             path = files[number % len(files)]
             with open(path, "r+b") as file:
@@ -132,7 +144,7 @@ def bits(place, quick):
     return places, failures
 
 
-def ranks(place, quick):
+def ranks(place, options):
     tests = ["tests/test_distributed.py", "-k", "named or killed or signal"]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -143,26 +155,51 @@ def ranks(place, quick):
 SECTIONS = {"kills": kills, "signals": signals, "pipes": pipes, "full disk": full_disk, "bits": bits, "ranks": ranks}
 
 
+def keep(results):
+    """Put the sections into bench/results/faults.json, where another process may put others."""
+    RESULTS.touch()
+    with open(RESULTS, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        kept = json.loads(file.read() or "{}") | results
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(kept, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cases of each section")
-    parser.add_argument("--sections", default=",".join([*SECTIONS, "inputs"]))
-    arguments = parser.parse_args()
+    parser.add_argument("--sections", default=",".join([*SECTIONS, "inputs"]),
+                        help="inputs is short for all of bench/fault_inputs.py, whose sections can be named as well")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--every", type=int, default=1, help="of the inputs, try each n-th case only")
+    options = parser.parse_args()
+    options.every = 25 if options.quick else options.every
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    about = {"seed": 0, "machine": f"{os.cpu_count()} cores, no GPU", "date": datetime.date.today().isoformat(),
+             "commit": commit.strip()}
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         model, tokenizer = make_tiny()
         model.save_pretrained(place / "base")
         tokenizer.save_pretrained(place / "base")
-        for name in arguments.sections.split(","):
-            if name == "inputs":
-                results |= fault_inputs.run_sections(fault_inputs.SECTIONS, 25 if arguments.quick else 1)
-                continue
-            began = time.time()
-            tried, failures = SECTIONS[name](place, arguments.quick)
-            results[name] = {"tried": tried, "failed": len(failures), "examples": failures[:5],
-                             "seconds": round(time.time() - began)}
-            print(f"{name:12} tried {tried:5}  failed {len(failures):3}", flush=True)
+        for name in options.sections.replace("inputs", ",".join(fault_inputs.SECTIONS)).split(","):
+            if name in fault_inputs.SECTIONS:
+                section = fault_inputs.run_sections([name], options.every)[name]
+                section["command"] = f"python bench/faults.py --sections '{name}' --every {options.every}"
+            else:
+                began = time.time()
+                tried, failures = SECTIONS[name](place, options)
+                section = {"tried": tried, "failed": len(failures), "examples": failures[:5],
+                           "seconds": round(time.time() - began),
+                           "command": f"python bench/faults.py --sections '{name}'"}
+                if name == "kills":
+                    section["command"] += f" --kills {options.kills}"
+                print(f"{name:12} tried {tried:5}  failed {len(failures):3}", flush=True)
+            results[name] = {**section, **about}
+            if not options.quick:
+                keep({name: results[name]})
     print(json.dumps(results))
     sys.exit(any(section["failed"] for section in results.values()))
 
