@@ -293,8 +293,11 @@ def load_adapter(model, folder: str, adapter: dict, dropout: float = 0.0, apart:
         if "lora_A" in name and tensor.shape[:1] != (adapter["r"],):
             raise UserError(f"{folder}: adapter_config.json says r {adapter['r']}, "
                             f"adapter_model.safetensors has rank {[*tensor.shape, 0][0]}")
-    add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, adapter["target_modules"],
-             adapter.get("use_rslora", False), apart=apart)
+    try:
+        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, adapter["target_modules"],
+                 adapter.get("use_rslora", False), apart=apart)
+    except UserError as error:
+        raise UserError(f"{folder}: adapter_config.json: {error}") from None
     load_weights(model, folder)
     if not any(p.any() for name, p in adapter_tensors(model).items() if "lora_B" in name):
         print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero",

@@ -158,9 +158,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 @example(Config(model_path="模型 # x: y", reference="", learning_rate=1e-5))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.builds(Config, model_path=TEXT, reference=st.none() | TEXT,
-                 learning_rate=st.floats(1e-300, 1e300) | st.integers(1, 9), lora_dropout=st.floats(0, 1),
-                 group_size=st.integers(2), max_steps=st.none() | st.integers(1), load_in_4bit=st.booleans(),
-                 loss=st.sampled_from(["grpo", "dapo", "gspo"]), seed=st.integers(0, 2**80)))
+                 learning_rate=st.floats(1e-300, 1e38) | st.integers(1, 9), lora_dropout=st.floats(0, 1),
+                 group_size=st.integers(2, 10**9), max_steps=st.none() | st.integers(1, 10**9), load_in_4bit=st.booleans(),
+                 loss=st.sampled_from(["grpo", "dapo", "gspo"]), seed=st.integers(0, 2**31 - 1)))
 def test_config_yaml_round_trips(tmp_path_factory, config):
     config.output_dir = str(tmp_path_factory.mktemp("run"))
     Run(config, "grpo")

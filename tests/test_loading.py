@@ -358,7 +358,7 @@ def test_the_values_of_an_adapter_config_are_checked(tiny, tmp_path, changes, sa
     with pytest.raises(UserError) as error:
         load(tmp_path, lora_r=4)
     assert says in str(error.value) and "\n" not in str(error.value)
-    assert str(tmp_path) in str(error.value) or "lora_target_modules" in str(error.value)
+    assert str(tmp_path) in str(error.value)
 
 
 def test_a_regular_expression_cannot_hang_the_program(tiny, tmp_path, monkeypatch):
