@@ -66,8 +66,9 @@ class OutputFolder:
     def _create(self):
         probe = self.path / ".tmp-probe"
         try:
-            self.is_new = not self.path.exists()
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
+            self.is_new = is_new
             probe.unlink(missing_ok=True)
             with open_to_write(probe, "w") as file:
                 file.write("x")

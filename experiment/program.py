@@ -50,7 +50,7 @@ def main(config_class, train, doc):
 
 def _explain(error, run):
     """Return (one line, exit status) for what ended a run; None if a traceback is better."""
-    notes = " ".join(["", *getattr(error, "__notes__", ())])
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     reason = " ".join(str(error).split())
     if isinstance(error, Stop):
         return reason, error.code
@@ -61,9 +61,9 @@ def _explain(error, run):
     if isinstance(error, EnvironmentFault):
         return reason + notes, 6
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted;" + (notes or " the checkpoints that were written are whole"), 130
+        return "interrupted" + (notes or "; the checkpoints that were written are whole"), 130
     if is_disk_full(error):
-        return f"the disk is full ({reason}); earlier checkpoints are whole;{notes}", 4
+        return f"the disk is full ({reason}); earlier checkpoints are whole{notes}", 4
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:
