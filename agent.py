@@ -32,7 +32,9 @@ from llm.memory import techniques_of
 from llm.static_engine import make_engine
 from lora import merged
 
-TOOL_STEPS = 4  # an episode that called a tool continues at the next multiple of this many steps
+# Decode steps between the points at which episodes rejoin after a tool call. The number is fixed,
+# so that the speed of a tool changes no batch, and no bit.
+TOOL_STEPS = 4
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Trajectory:
     loss_mask: list[int] = field(default_factory=list)  # 1 exactly where the policy sampled
     logprobs: list[float] = field(default_factory=list)  # nats, under the sampler; 0.0 if masked
     rewards: list[float] = field(default_factory=list)  # one per assistant turn
-    reward: float = 0.0  # their sum after weights, scale and bias
+    reward: float = 0.0  # their sum; not a number if nothing can be learned from it
     reward_parts: dict[str, float] = field(default_factory=dict)
     group_id: str = ""  # which task instance, never the prompt's text
     stop_reason: str = ""  # "done", "malformed", "error", or the name of the limit that ended it
@@ -142,10 +144,10 @@ class Episode:
 
     @ends_on_fault
     def take_turn(self, ids: list[int], logprobs: list[float]) -> list[dict] | None:
-        """Append a sampled turn. Return its tool calls, or None if there is nothing to run.
+        """Append a sampled turn, and return the tool calls to run.
 
-        The list is empty if no call could be read, but an error must be shown. After None, the
-        episode has ended (`trajectory.stop_reason`) or continues with `next_ids`.
+        [] means that only error messages are to be shown. None means that nothing runs: the episode
+        has ended (`trajectory.stop_reason`), or continues with `next_ids`.
         """
         t = self.trajectory
         t.token_ids += ids
@@ -154,7 +156,7 @@ class Episode:
         t.rewards.append(0.0)
         text = self.chat.text(ids)
         t.messages.append({"role": "assistant", "content": text})
-        if any(token in self.chat.start_ids for token in ids):
+        if any(token in self.chat.start_ids for token in ids):  # it opened a message itself
             return self.finish("malformed")
         if ids[-1] not in self.chat.stop_ids:
             is_full = len(t.token_ids) >= self.limits.max_tokens
@@ -190,10 +192,10 @@ class Episode:
         was_stuck = self.session.stuck
         results = self.session.results()
         t.info["timeouts"] += self.session.stuck and not was_stuck
+        # A token has about three characters.
+        budget = 3 * (self.limits.max_tool_tokens - self.tool_tokens) // max(len(self.calls), 1)
         texts = []
         for call, (text, error, gain) in zip(self.calls, results, strict=True):
-            # A token has about three characters.
-            budget = 3 * (self.limits.max_tool_tokens - self.tool_tokens) // len(self.calls)
             texts.append(shorten(text, budget))
             t.info["tool_errors"] += error
             t.rewards[-1] += gain
@@ -268,7 +270,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             a share of the tasks and gets all episodes.
 
     Episodes whose prompt has max_tokens or more are dropped and counted. If an environment fails,
-    the stop_reason is "error" (see `judged`); EnvironmentFault is raised if it fails too often.
+    the stop_reason is "error", see `without_faults`. If it fails too often, EnvironmentFault is
+    raised.
     """
     began = time.monotonic()
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
@@ -280,7 +283,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             name = tasks[i].get("env", env_name)
             session = Session(watch, name, classes[name], tasks[i])
             episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
-            # Rows of one prompt share its forward pass. One task may have several: reset may draw.
+            # Rows with equal prompts share one forward pass. Those of a task differ if reset draws.
             prompt = episode.trajectory.token_ids
             row_seed = mix(seed, step, first_task + i, sample)
             row = Row(prompt, group=tuple(prompt), seed=row_seed, limit=episode.room)
@@ -321,7 +324,7 @@ def decode(engine, episodes, run):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
     with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
         try:
-            for episode in play(engine, episodes, run):
+            for episode in play_turns(engine, episodes, run):
                 bar.update(bool(episode.trajectory.stop_reason))
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
@@ -330,7 +333,7 @@ def decode(engine, episodes, run):
                     episode.spoil(why)
 
 
-def play(engine, episodes: dict, run=None):
+def play_turns(engine, episodes: dict, run=None):
     """Decode the episodes (row -> Episode). Yield each of them after every one of its turns."""
     waiting = []  # (when to continue, row) of the episodes whose tools run
     engine.add(episodes)
@@ -380,7 +383,7 @@ def without_too_long(trajectories: list[Trajectory], max_tokens: int) -> list[Tr
     return kept
 
 
-def judged(trajectories: list[Trajectory]) -> list[Trajectory]:
+def without_faults(trajectories: list[Trajectory]) -> list[Trajectory]:
     """Return the episodes that have a valid reward: those whose environment did not fail."""
     return [t for t in trajectories if t.stop_reason != "error"]
 

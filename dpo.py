@@ -20,10 +20,10 @@ fresh episodes (run it again).
     python dpo.py            the tiny model, equations, from nothing: about 3 minutes on a CPU core
     python agent.py --model_path MODEL --env gsm8k --num_tasks 64 --group_size 8 --output t.jsonl
     python dpo.py --model_path MODEL --trajectories t.jsonl --min_gap 0.5
-    python dpo.py --model_path MODEL --dataset pairs.jsonl --loss sigmoid,sft --loss_weights 1.0,0.2
+    python dpo.py --model_path MODEL --dataset pairs.jsonl --loss sigmoid,sft --sft_coef 0
 
-Legend: B pairs, T tokens. Of 2B rows the first B are the chosen episodes, the others the rejected
-ones, in one order.
+Shapes: B pairs, T tokens. Of 2B rows the first B are the chosen episodes, the others the rejected
+ones, in the same order.
 """
 import math
 from collections import Counter
@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-from agent import Trajectory, collate, evaluate, judged, rollout, rollout_options
+from agent import Trajectory, collate, evaluate, without_faults, rollout, rollout_options
 from envs.demonstrations import default_env, read_trajectories
 from envs.preferences import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
                               split_pairs, write_pairs)
@@ -53,8 +53,9 @@ TINY = {"learning_rate": 2e-3, "dtype": "float32"}  # what the tiny model needs 
 
 
 # ------------------------------------------------------------------------------------------ losses
-# Each takes the log-ratios log pi / pi_ref of the chosen and of the rejected episodes, (B,) each,
-# summed over the sampled tokens, and returns the losses of the pairs, (B,).
+# Each takes log pi / pi_ref of the chosen and of the rejected episodes, summed over the sampled
+# tokens, (B,) each, and returns the losses of the pairs, (B,). In the docstrings c and r are
+# beta x these, x = c - r, and l(x) = -log sigmoid(x).
 def sigmoid(chosen, rejected, *, beta, **_):
     """-log sigmoid(beta (chosen - rejected)): DPO, arXiv 2305.18290 eq. 7.
 
@@ -74,7 +75,7 @@ def hinge(chosen, rejected, *, beta, **_):
 def ipo(chosen, rejected, *, beta, means, **_):
     """(chosen - rejected - 1 / (2 beta))^2: IPO, arXiv 2310.12036 eq. 17, where beta is called tau.
 
-    The log-ratios are means over tokens, as in the authors' code; the paper does not say.
+    Here the log-ratios are means over tokens, as the authors advised TRL. Eq. 17 has sums.
     """
     return (means[0] - means[1] - 1 / (2 * beta)) ** 2
 
@@ -91,16 +92,16 @@ def exo_pair(chosen, rejected, *, beta, label_smoothing, **_):
 
 
 def nca_pair(chosen, rejected, *, beta, **_):
-    """-log sigmoid(c) - (log sigmoid(-c) + log sigmoid(-r)) / 2: NCA, arXiv 2402.05369 section 4.1.
+    """l(c) + (l(-c) + l(-r)) / 2: NCA, arXiv 2402.05369 section 4.1.
 
-    c and r are beta x log-ratio. It keeps the likelihood of the chosen episode up by itself.
+    It keeps the likelihood of the chosen episode up by itself.
     """
     c, r = beta * chosen, beta * rejected
     return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
 
 
 def robust(chosen, rejected, *, beta, label_smoothing, **_):
-    """rDPO, arXiv 2403.00409 section 3.1.
+    """((1 - eps) l(x) - eps l(-x)) / (1 - 2 eps): rDPO, arXiv 2403.00409 section 3.1.
 
     It is unbiased where a share eps = label_smoothing < 1/2 of the pairs is swapped.
     """
@@ -109,37 +110,39 @@ def robust(chosen, rejected, *, beta, label_smoothing, **_):
 
 
 def bco_pair(chosen, rejected, *, beta, **_):
-    """Binary classification: BCO, arXiv 2404.04656 section 4, without its reward shift."""
+    """l(c) + l(-r): BCO, arXiv 2404.04656 section 4, without its reward shift."""
     return -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
 
 
 def sppo_hard(chosen, rejected, *, beta, **_):
     """(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2: SPPO, arXiv 2405.00675 eq. 4.7.
 
-    Its P is 1 for the chosen and 0 for the rejected episode.
+    The paper's eta is 1 / beta, and its P(chosen beats rejected) is 1.
     """
     return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
 
 
 def apo_zero(chosen, rejected, *, beta, **_):
-    """Chosen up, rejected down; for chosen ones better than the model's: arXiv 2408.06266 eq. 7."""
+    """1 - sigmoid(c) + sigmoid(r): APO-zero, arXiv 2408.06266 eq. 7, for pairs of which the chosen
+    episode is better than the model's own."""
     return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
 
 
 def apo_down(chosen, rejected, *, beta, **_):
-    """Both down, rejected more; for chosen ones worse than the model's: arXiv 2408.06266 eq. 8."""
+    """sigmoid(c) + 1 - sigmoid(x): APO-down, arXiv 2408.06266 eq. 8, for pairs of which even the
+    chosen episode is worse than the model's own."""
     return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
 
 
 def discopop(chosen, rejected, *, beta, discopop_tau=0.05, **_):
-    """-log sigmoid(x) (1 - m) + exp(-x) m, m = sigmoid(x / tau): arXiv 2406.08414 eq. 5."""
+    """l(x) (1 - m) + exp(-x) m, m = sigmoid(x / tau): DiscoPOP, arXiv 2406.08414 eq. 5."""
     x = beta * (chosen - rejected)
     m = torch.sigmoid(x / discopop_tau)
     return -F.logsigmoid(x) * (1 - m) + torch.exp(-x) * m
 
 
 def sft_term(chosen, rejected, *, nll, **_):
-    """-log pi(chosen), a mean over all chosen tokens of the step; to be added to another loss."""
+    """-log pi(chosen), where every token of the step counts the same; in RPO's every pair does."""
     return nll
 
 
@@ -156,7 +159,7 @@ LOSSES = {  # TRL's names and definitions
 
 
 class Counts(NamedTuple):
-    """Divisors, of the whole step: the losses of its micro-batches then add up to its loss."""
+    """Divisors of the whole step: the losses of its micro-batches add up to its loss."""
 
     pairs: int
     tokens: int  # sampled tokens of the chosen episodes
@@ -174,10 +177,13 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
         losses: [(name, weight)]; their weighted sum is minimized.
         beta: how closely the policy is held to the reference.
         length_norm: give every loss means over tokens in place of sums.
-        sft_coef: weight of RPO's term, -log pi(chosen) per token (arXiv 2404.19733 eq. 1).
+        sft_coef: weight of RPO's -log pi(chosen) / its tokens, a mean over the pairs (arXiv
+            2404.19733 eq. 1).
 
-    Returns the loss, and metrics which like it add up to those of the step. Log-probabilities are
-    in nats, rewards are beta x log-ratio, and "loss/NAME" are the weighted terms of the loss.
+    Returns the loss and the metrics, which add up to those of the step. Log-probabilities are in
+    nats, and "loss/NAME" are the weighted terms. Rewards are beta x log-ratio, a sum over tokens
+    (a mean with length_norm), whatever the loss uses. In `accuracy` a tie counts as wrong: before
+    the first update it says nothing.
     """
     tokens = mask.sum(1).clamp(min=1)  # (2B,)
     sums = torch.where(mask.bool(), logprobs, 0.0).sum(1)  # (2B,)
@@ -193,7 +199,7 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
     for name, weight in losses:
         terms[name] = weight * LOSSES[name](chosen, rejected, **hyper)  # (B,)
     if sft_coef:
-        terms["sft_coef"] = -sft_coef * chosen_logprob / tokens.chunk(2)[0]
+        terms["rpo"] = -sft_coef * chosen_logprob / tokens.chunk(2)[0]
     per_pair = sum(terms.values())
     chosen_reward, rejected_reward = beta * chosen, beta * rejected
     metrics = {
@@ -220,7 +226,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                                      "environment; default: its own tasks")
     max_samples: int | None = flag(None, "pairs, drawn at random; default: all", low=1)
     learning_rate: float | None = auto(preference_learning_rate)
-    batch_size: int = flag(8, "pairs in one forward pass: memory only")
+    batch_size: int = flag(
+        8, "pairs in one forward pass; an update has gradient_accumulation_steps of them")
     num_epochs: int = flag(5, "passes over the pairs")
     output_dir: str = "runs/dpo"
 
@@ -292,8 +299,9 @@ def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     """Return group_size episodes of every task. A resumed run reads those that it has played."""
     if run.checkpoint:
         return read_trajectories(str(run.folder / "trajectories.jsonl"))
-    episodes = judged(rollout(model, tokenizer, config.env, tasks, config.group_size, run=run,
-                              **rollout_options(config)))
+    options = {"run": run, **rollout_options(config)}
+    episodes = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size,
+                                      **options))
     if not run.accept_rewards(episodes):
         episodes = [t for t in episodes if math.isfinite(t.reward)]
     if not episodes:
@@ -309,8 +317,8 @@ def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
 def reference_sums(model, pairs, config: Config, ranks):
     """Compute log pi_ref of the two episodes of every pair, summed over sampled tokens: (N, 2).
 
-    Call it before the first update: the policy is then the reference, whether its adapter is fresh
-    or old, or all weights train.
+    Call it before `run.steps`, which loads the checkpoint of a resumed run: until then the policy
+    is the reference, whether its adapter is fresh or old, or all weights train.
     """
     episodes = list({id(t): t for pair in pairs for t in pair}.values())
     episodes.sort(key=lambda t: len(t.token_ids))
@@ -348,7 +356,8 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, losses, config, 
         for start in range(0, len(pairs), config.batch_size):
             rows = slice(start, start + config.batch_size)
             _, shares = forward(model, pairs[rows], ref_sums[rows], count(pairs), losses, config)
-            metrics.update({f"pairs/{name}": value.item() for name, value in shares.items()})
+            for name, value in shares.items():
+                metrics[f"pairs/{name}"] += value.item()
     if not tasks:
         return dict(metrics)
     success = evaluate(model, tokenizer, config.env, tasks, step=-1, run=run,
@@ -369,7 +378,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
     pairs = given_pairs(config, model, tokenizer)
-    if config.model_path == "tiny":  # files are read by now: a bad row is refused before this
+    if config.model_path == "tiny":  # files are read first, so that a bad row is refused at once
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     if tasks:
         pairs = make_pairs([play(model, tokenizer, tasks, config, run)], config)
@@ -393,13 +402,13 @@ def train(config: Config) -> dict:
             order.sort(key=lambda i: len(longer(pairs[i]).token_ids))
             batch = [pairs[i] for i in order]
 
-            # 2. Targets: a pair counts by how wrongly log pi / pi_ref still orders it.
+            # 2. Targets: the log-probs of the reference, which the policy is compared with.
             batch_ref_sums, counts = ref_sums[order], count(batch)  # (B, 2)
 
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
-            totals = Counter()
+            totals = Counter()  # its update() adds
             model.train()
-            with merged(model, update=True):  # the weights the reference was computed with
+            with merged(model, update=True):  # merged and rounded as in reference_sums
                 for rows, _ in run.micro_batches([longer(pair) for pair in batch], step):
                     loss, metrics = forward(model, batch[rows], batch_ref_sums[rows], counts,
                                             losses, config)

@@ -1,15 +1,16 @@
 """Group-relative policy optimization (GRPO) for tool-calling agents. A group is its own baseline.
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
-updates the policy with the clipped probability ratio times the advantage. The equations before it
+updates the policy with the clipped probability ratio times the advantage. The equations above it
 are pure functions, tested against hand-computed values, a second implementation and TRL. Left out:
-TRL's bnpo, whose divisor depends on the micro-batch; adaptive KL coefficients; value networks.
+adaptive KL coefficients, value networks, and TRL's loss bnpo, which divides by the tokens of a
+micro-batch.
 
     python grpo.py                            the tiny model, from nothing, in four minutes on a CPU
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
-Letters: B sequences, T tokens; b and t those of a micro-batch; G episodes of a group. Column t of
-every (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token.
+Shapes: B sequences of T tokens, b and t in a micro-batch; N rewards. Column t of a (B, T) tensor
+belongs to token t. A mask is 1 exactly where the policy sampled the token.
 """
 import math
 from collections import Counter
@@ -21,7 +22,8 @@ from typing import NamedTuple
 import torch
 
 import envs
-from agent import collate, evaluate, judged, rollout, rollout_options, scale_rewards
+from agent import (collate, evaluate, rollout, rollout_options, scale_rewards,
+                   without_faults)
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, group_shares, main,
                         summarise)
@@ -52,17 +54,19 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     for rows in members.values():
         if len(rows) == 1:
             continue
-        # Shifted, so that equal rewards give exactly 0: Adam would turn rounding into whole steps.
+        # Shift first: the mean of equal floats may differ from them by rounding, and Adam would
+        # scale that up to full steps.
         r = rewards[rows] - rewards[rows[0]]
-        # r_i - mean of the others = (r_i - mean) G / (G - 1)
+        # In a group of G, r_i - mean of the others = (r_i - mean) G / (G - 1).
         factor = len(rows) / (len(rows) - 1) if leave_one_out else 1.0
         std = {"group": r.std() + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
         advantages[rows] = factor * (r - r.mean()) / std
     return advantages
 
 
-# A credit function takes the turns' rewards (B lists) and B group ids. It returns one advantage per
-# turn, episode after episode. Its options are those of `group_advantages`.
+# To add an advantage estimator, write a credit function. It takes the turns' rewards (B lists) and
+# B group ids, and returns one advantage per turn, episode after episode. Its options are those of
+# `group_advantages`, where a new baseline or divisor belongs.
 def episode_credit(turn_rewards, group_ids, **options):
     """Give all turns their episode's advantage: what papers call GRPO (section 4.1.2)."""
     totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
@@ -71,9 +75,9 @@ def episode_credit(turn_rewards, group_ids, **options):
 
 
 def turn_credit(turn_rewards, group_ids, **options):
-    """Compare what a turn and all later ones earned with the same turn number in the group.
+    """Compare a turn's return-to-go with that of the same turn in the group's other episodes.
 
-    Return-to-go with a baseline per turn number; a turn that only one episode reached gets 0.
+    A turn that only one episode reached gets 0.
     """
     returns, peers = [], []
     for group, rewards in zip(group_ids, turn_rewards):
@@ -88,7 +92,7 @@ def process_credit(turn_rewards, group_ids, **options):
 
     Beware where the reward comes at the end: every turn before it then counts -mean / std, so that
     each further turn costs, however correct it is. Eight correct episodes of three turns get 0,
-    0.69 and 1.38, and what is learned is to call no tools.
+    0.69 and 1.38, so the policy learns to call no tools.
     """
     flat, owners = [], []
     for group, rewards in zip(group_ids, turn_rewards):
@@ -121,21 +125,17 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options)
 
 def subtract_kl(turn_rewards, kl, mask, kl_coef):
     """Return the rewards (B lists) less kl_coef x the sum of kl (B, T) over each turn's tokens."""
-    turns, out = turn_index(mask), []
+    turns = turn_index(mask)
+    out = []
     for row, rewards in enumerate(turn_rewards):
         costs = [kl[row][turns[row] == turn].sum().item() for turn in range(len(rewards))]
         out.append([reward - kl_coef * cost for reward, cost in zip(rewards, costs)])
     return out
 
 
-def importance_correction(trainer_logprobs, sampled_logprobs, mask, cap):
-    """Return min(trainer / sampler, cap) per token (B, T): fengyao.notion.site/off-policy-rl."""
-    return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
-
-
 # ------------------------------------------------------------------------------------ normalizers
 class Counts(NamedTuple):
-    """Divisors of the WHOLE step (all micro-batches and ranks): the parts' losses add up to its."""
+    """Divisors of the whole step: the losses of its micro-batches and ranks add up to its loss."""
 
     sequences: int  # fully masked ones count too
     tokens: int  # sum of the masks
@@ -147,6 +147,15 @@ def masked(x, mask):
     return torch.where(mask.bool(), x, 0.0)
 
 
+def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
+    """Return min(pi_trainer / pi_sampler, cap) per token (B, T), without gradient.
+
+    fengyao.notion.site/off-policy-rl
+    """
+    return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
+
+
+# A normalizer takes the tokens' losses and the mask, (B, T) each, and returns a scalar.
 def sequence_mean(x, mask, counts):
     """Mean over each sequence's tokens, then over sequences."""
     return (masked(x, mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.sequences
@@ -163,7 +172,7 @@ def token_mean(x, mask, counts):
 
 
 def constant_mean(x, mask, counts):
-    """Sum over tokens / (sequences x max_tokens, the prompt's included): no length bias."""
+    """Sum over tokens / (sequences x max_tokens): no length bias. max_tokens includes prompts."""
     return masked(x, mask).sum() / (counts.sequences * counts.max_tokens)
 
 
@@ -186,19 +195,20 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     return k3 if kind == "k3" else k3 * masked(logprobs - old_logprobs, mask).exp()
 
 
-# A surrogate takes log_ratio = log policy / old, logprobs, advantages and mask, (B, T) each. It
-# returns the tokens' losses (B, T) and a dict of what to log of them.
+# A surrogate takes log_ratio = log policy / old, logprobs, advantages and mask, (B, T) each, and
+# the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them. It sees
+# one micro-batch: statistics of the step are computed in `train`. sg is stop_gradient.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): arXiv 1707.06347 eq. 7, 2402.03300 eq. 3.
+    """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
-    high > low is clip-higher, DAPO, arXiv 2503.14476 eq. 10. delta (> 1 + high) caps the unclipped
-    ratio too, which bounds the loss where A < 0: INTELLECT-2, arXiv 2505.07291.
+    eps_high > eps_low is clip-higher, DAPO, arXiv 2503.14476 eq. 10. delta (> 1 + eps_high) caps
+    the unclipped ratio too, which bounds the loss where A < 0: INTELLECT-2, arXiv 2505.07291.
     """
     ratio = log_ratio.exp()
     inside = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    low, high = (ratio < inside) & (advantages < 0), (ratio > inside) & (advantages > 0)
     loss = -torch.min(ratio.clamp(max=delta or torch.inf) * advantages, inside * advantages)
-    return loss, {"clip_low": low, "clip_high": high}
+    return loss, {"clip_low": (ratio < inside) & (advantages < 0),
+                  "clip_high": (ratio > inside) & (advantages > 0)}
 
 
 def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
@@ -207,8 +217,9 @@ def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
     In the form of eq. 13, 14 (GSPO-token): the gradient goes through each token's own log-prob, so
     that each turn keeps its own credit. With one advantage per sequence the two are equal.
     """
-    log_s = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    log_s = log_s.detach() + (log_ratio - log_ratio.detach())  # (B, T)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    mean_log_ratio = log_ratio.sum(1, keepdim=True) / lengths  # (B, 1)
+    log_s = mean_log_ratio.detach() + (log_ratio - log_ratio.detach())  # (B, T)
     return clipped(log_s, logprobs, advantages, mask, **clip_range)
 
 
@@ -222,7 +233,7 @@ def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
 
 
 def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **_):
-    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau_pos where A > 0: arXiv 2511.20347 eq. 5."""
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau_pos where A > 0: arXiv 2511.20347 eq. 5."""
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, {}
 
@@ -233,8 +244,8 @@ def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0)
     arXiv 2602.10693. k and lam: first where A >= 0, second elsewhere.
     """
     log_w = log_ratio.sum(1, keepdim=True).detach()  # (B, 1)
-    power = torch.where(advantages >= 0, *k)
-    decay = torch.where(advantages >= 0, *lam)
+    power = torch.where(advantages >= 0, *k)  # (B, T)
+    decay = torch.where(advantages >= 0, *lam)  # (B, T)
     # In logs: w may overflow where phi does not.
     phi = torch.exp(power * log_w + decay * (1 - log_w.exp()))  # (B, T)
     return -phi * advantages * logprobs, {"phi": phi}
@@ -242,7 +253,7 @@ def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0)
 
 def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask, counts,
                 kl_penalty=0.0, **hyper):
-    """Return (loss, metrics) of a micro-batch; both add up to the step's.
+    """Return the loss and the metrics of a micro-batch, which add up to the step's.
 
     logprobs, old_logprobs, advantages, mask: (B, T). kl_penalty: kl_coef x `kl_estimate` (B, T),
     which shares the normalizer. hyper: the clip range, and default arguments of the surrogate. The
@@ -267,13 +278,15 @@ LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_pena
     "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
-# Clip ranges and scales of the papers, which --loss alone selects. Not set: GRPO's KL (0.04) and
-# DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99) and overlong penalty.
+# Clip ranges and scales of the papers, which --loss or --credit alone selects. Not set: GRPO's KL
+# (0.04), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99) and its overlong
+# penalty.
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
     "gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
+    "rloo": {"scale_rewards": "none"},
 }
 # What the tiny model needs in place of a real model's defaults. At its learning rate even shuffled
 # rewards make the policy drift; a KL penalty prevents that. Its usual gradient norm is 0.03.
@@ -295,11 +308,12 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     success_rate_ub: float = flag(1.0, "replace groups with a higher success rate", low=0, high=1)
     loss: str = flag("grpo", "alone it also selects its paper's clip range and scale",
                      choices=tuple(LOSSES), aliases=("loss_type",))
-    credit: str = flag("episode", "what a turn answers for; see CREDITS", choices=tuple(CREDITS))
+    credit: str = flag("episode", "how rewards become advantages", choices=tuple(CREDITS))
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
     clip_eps_low: float | None = auto(0.2, "ratio from 1 - this", above=0, aliases=("clip_eps",))
-    clip_eps_high: float | None = auto(0.2, "ratio up to 1 + this", above=0)
+    clip_eps_high: float | None = auto(0.2, "ratio up to 1 + this; none for cispo, sapo, vespo",
+                                       above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
     kl_estimator: str = flag("k3_ratio", "k1 goes into the reward, the others into the loss",
                              choices=("k1", "k2", "k3", "k3_ratio"))
@@ -314,14 +328,13 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
 
 def settle(config):
     """Fill in what the loss, the model and the environment decide; refuse options that clash."""
-    paper = dict(PAPER_SETTINGS.get(config.loss, {}))
-    if config.credit == "rloo":
-        paper["scale_rewards"] = "none"
+    papers = {name: PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)}
     tiny = TINY if is_tiny(config.model_path) else {}
-    config = fill(config, paper, tiny, envs.lengths(config.env))
-    for name, value in paper.items():
-        if getattr(config, name) != value:
-            print(f"note: in the paper of {config.loss} {name} is {value}")
+    config = fill(config, *papers.values(), tiny, envs.lengths(config.env))
+    for paper, settings in papers.items():
+        for name, value in settings.items():
+            if getattr(config, name) != value:
+                print(f"note: in the paper of {paper} {name} is {value}")
     if config.loss == "vespo" and config.dtype != "float32":
         print(f"note: vespo multiplies the ratios of an episode: noise in {config.dtype}")
     if config.loss == "vespo" and config.importance_correction:
@@ -337,16 +350,16 @@ def settle(config):
 def collect_groups(play, tasks, config, step, run):
     """Play the step's groups, and replace those outside the success-rate band by other tasks'.
 
-    `play` is `rollout` with all but tasks, group size and step given. Returns the kept episodes,
-    group after group.
+    `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
+    episodes, group after group: fewer if environments fail or MAX_RESAMPLE rounds do not suffice.
     """
     kept, dropped, drawn = [], 0, 0
     for _ in range(1 + MAX_RESAMPLE):
-        missing = config.tasks_per_step + dropped - drawn
+        missing = config.tasks_per_step - (drawn - dropped)
         if not missing:
             break
         fresh = envs.draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
-        episodes = judged(play(fresh, config.group_size, step=step, first_task=drawn))
+        episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
         drawn += missing
         for _, group in groupby(episodes, key=lambda t: t.group_id):
             group = list(group)
@@ -362,21 +375,22 @@ def collect_groups(play, tasks, config, step, run):
 
 
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
-    """Return (loss, metrics) of a micro-batch: surrogate + kl_coef x KL - entropy_coef x entropy.
+    """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
-    All tensors (B, T). Both add up to the step's over micro-batches and ranks.
+    All tensors are (B, T). Returns the loss and the metrics, which add up to the step's.
     """
     kl = torch.zeros_like(logprobs)
     if config.kl_coef:
         kl = kl_estimate(logprobs, ref_logprobs, mask, config.kl_estimator, old_logprobs)
-    in_loss = 0.0 if config.kl_estimator == "k1" else config.kl_coef * kl
+    kl_penalty = 0.0 if config.kl_estimator == "k1" else config.kl_coef * kl
     loss, metrics = LOSSES[config.loss](
-        logprobs, old_logprobs, advantages, mask, counts, in_loss,
+        logprobs, old_logprobs, advantages, mask, counts, kl_penalty,
         clip_eps_low=config.clip_eps_low, clip_eps_high=config.clip_eps_high)
-    bonus = token_mean(entropy, mask, counts)
-    metrics |= {"loss": loss, "entropy": bonus, "kl": token_mean(kl, mask, counts),
+    entropy = token_mean(entropy, mask, counts)
+    loss = loss - config.entropy_coef * entropy
+    metrics |= {"loss": loss, "entropy": entropy, "kl": token_mean(kl, mask, counts),
                 "advantage_abs": token_mean(advantages.abs(), mask, counts)}
-    return loss - config.entropy_coef * bonus, metrics
+    return loss, metrics
 
 
 def rescore(config, model, start_policy, batch, token_ids, mask, run):
@@ -389,7 +403,7 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
     if config.kl_coef:
         with reference(model, start_policy):
             ref_logprobs = score(*scoring)
-    if config.importance_correction or config.kl_coef and config.kl_estimator == "k1":
+    if config.importance_correction or (config.kl_coef and config.kl_estimator == "k1"):
         with merged(model, update=True):
             trainer_logprobs = score(*scoring)
     return ref_logprobs, trainer_logprobs
@@ -407,7 +421,7 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None
     weights = [p for p in model.parameters() if p.requires_grad]
-    # beta2 0.95: LoRA starts with small gradients. `run.steps` sets every step's learning rate.
+    # beta2 0.95 soon forgets a fresh adapter's tiny gradients. `run.steps` sets the learning rate.
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     options = {"run": run, **rollout_options(config)}
     play = partial(rollout, model, tokenizer, config.env, **options)
@@ -426,7 +440,7 @@ def train(config: Config) -> dict:
             batch = cheapest_order(trajectories, config.batch_size)
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
-            # 2. Where an option needs them: the tokens' log-probs under other weights or numerics.
+            # 2. Where an option needs them: log-probs under the reference and under the trainer.
             ref_logprobs, trainer_logprobs = rescore(
                 config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
 
@@ -442,15 +456,15 @@ def train(config: Config) -> dict:
             old_logprobs = sampled_logprobs  # what the ratio of the loss compares with
             if config.importance_correction:
                 old_logprobs = trainer_logprobs
-                advantages = advantages * importance_correction(
+                advantages = advantages * truncated_importance_weights(
                     trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
-            # 4. Updates. Divided by the step's counts, micro-batches' losses add up to its loss.
+            # 4. Updates. The losses of the micro-batches add up to the loss of the step.
             model.train()
             for update in range(config.updates_per_step):
-                totals = Counter()
-                with merged(model, update=True):  # as in the rollout, rounding included
+                totals = Counter()  # its update() adds
+                with merged(model, update=True):  # as in the rollout, so that both round alike
                     for rows in run.micro_batches(batch, step, update):  # and their columns
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
@@ -467,8 +481,8 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step > 1):
                     optimizer.step()
                 optimizer.zero_grad()
-                if update == 0:  # the policy is still the sampler: 1 and 0, but for rounding
-                    run.log(first_ratio=totals["ratio"], sampler_gap=totals["log_ratio_abs"])
+                if update == 0:  # the policy is still the old one: 1 but for rounding
+                    run.log(first_ratio=totals["ratio"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
             model.eval()
     return run.finish()

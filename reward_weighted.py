@@ -17,7 +17,7 @@ means stand in, and its buffer of older episodes.
     python reward_weighted.py --weight_per episode --weighting filter --top_share 0.25        RAFT
     python reward_weighted.py --model_path RUN/base --trajectories RUN/trajectories.jsonl   offline
 
-Legend: B sequences, T tokens, N weighted things: episodes, or turns. Column t of a (B, T) tensor
+Shapes: B sequences, T tokens, N weighted things: episodes, or turns. Column t of a (B, T) tensor
 belongs to token t.
 """
 import math
@@ -29,7 +29,8 @@ import numpy as np
 import torch
 
 import envs
-from agent import Trajectory, collate, evaluate, judged, rollout, rollout_options, scale_rewards
+from agent import (Trajectory, collate, evaluate, rollout, rollout_options, scale_rewards,
+                   without_faults)
 from envs.demonstrations import default_env, read_trajectories
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main, summarise)
@@ -55,11 +56,12 @@ def advantages(values, groups, turns, baseline="group", scale="none"):
         values: (N,) R of each episode or turn, float64.
         groups: N ids of task instances.
         turns: N turn numbers; all 0 for episodes.
-        baseline: b is 0 ("none"), or the mean over the same turn number: of all N ("batch"), or of
-            the group ("group"). Both stand in for AWR's V(s).
+        baseline: "none" is b = 0. "batch" is the mean R of all at this turn number, "group" that of
+            the episodes of the task. The means stand in for AWR's V(s).
         scale: "batch" divides by std + 1e-5, as AWR's own code does: beta then has no unit.
 
-    Returns (N,). Equal values give exactly 0, and so does a value without peers.
+    Returns (N,). With a baseline, equal values and a value without peers give exactly 0, which is
+    weight 1 for `exp_weights` and 0 for `linear_weights`.
     """
     if baseline == "none":
         out = values.clone()
@@ -67,7 +69,7 @@ def advantages(values, groups, turns, baseline="group", scale="none"):
         peers = turns if baseline == "batch" else list(zip(groups, turns, strict=True))
         out = torch.zeros_like(values)
         for rows in members(peers):
-            # Shifted, so that equal values give exactly 0: rounding must not become a weight.
+            # Shift first, so that equal values give exactly 0: rounding must not become a weight.
             shifted = values[rows] - values[rows[0]]
             out[rows] = shifted - shifted.mean()
     if scale == "batch":
@@ -99,16 +101,17 @@ def linear_weights(advantages, max_weight=None):
 def filter_weights(values, pools, top_share=None, min_reward=None):
     """w = 1 for the best of each pool, else 0. (N,)
 
-    The best are those of R >= min_reward, or the top ceil(top_share x n) of a pool, ties included.
-    pools: N ids. One pool of all is RAFT's global ranking, a pool for each task its local one.
+    The best are those of R >= min_reward, or the top ceil(top_share x n) of a pool. Ties are
+    included: a pool of equal rewards is kept whole, even if every episode failed. pools: N ids.
+    One pool of all is RAFT's global ranking, a pool for each task its local one.
     """
     if min_reward is not None:
         return (values >= min_reward).to(values)
     out = torch.zeros_like(values)
     for rows in members(pools):
         ranked = values[rows].sort(descending=True).values
-        last = ranked[math.ceil(top_share * len(rows) - 1e-9) - 1]
-        out[rows] = (values[rows] >= last).to(values)
+        threshold = ranked[math.ceil(top_share * len(rows) - 1e-9) - 1]  # 0.07 x 100 exceeds 7
+        out[rows] = (values[rows] >= threshold).to(values)
     return out
 
 
@@ -166,8 +169,8 @@ def token_weights(weights, loss_mask):
         if len(numbers) not in (1, n):
             raise ValueError(f"episode {row}: {len(numbers)} weights, but {n} turns in the mask")
         sampled = turns[row] >= 0  # (T,)
-        by_turn = torch.tensor(numbers, device=loss_mask.device)  # (turns,)
-        out[row, sampled] = by_turn[turns[row, sampled] % len(numbers)].to(out)
+        by_turn = torch.tensor(numbers, device=loss_mask.device).expand(n)  # (turns,)
+        out[row, sampled] = by_turn[turns[row, sampled]].to(out)
     return out
 
 
@@ -180,7 +183,8 @@ def reward_weighted_loss(logprobs, weights, weight_sum):
         weight_sum: of the weights of all tokens of the update, so that the losses of its
             micro-batches add up to its loss.
 
-    arXiv 1910.00177 Algorithm 1 does not divide. Here the scale of the weights cancels.
+    arXiv 1910.00177 Algorithm 1 does not divide. Here weights compare only the episodes of one
+    update: their common scale cancels, even if all of them are bad.
     """
     return -(logprobs * weights).sum() / weight_sum
 
@@ -201,18 +205,18 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     num_epochs: int = flag(2, "passes over the episodes of a round, or over the recorded ones")
     gradient_accumulation_steps: int = flag(2, "forward passes of an update", low=1)
     learning_rate: float | None = auto(imitation_learning_rate)
-    weighting: str = flag("exp", "of A = R - baseline; filter ranks R",
-                          choices=("exp", "linear", "filter"))
+    weighting: str = flag("exp", "weight of A = R - baseline: exp(A / beta) or max(A, 0); filter "
+                                 "keeps the largest R", choices=("exp", "linear", "filter"))
     weight_per: str = flag("turn", "R: the episode's reward, or the turn's return-to-go",
                            choices=("episode", "turn"))
-    baseline: str = flag("group", "mean R over: nothing, all, the task's episodes; filter: what is "
-                                  "ranked together", choices=("none", "batch", "group"))
+    baseline: str = flag("group", "nothing, or the mean R of all or of the task; filter ranks all, "
+                                  "or each task's", choices=("none", "batch", "group"))
     scale_rewards: str = flag("none", "divide A by its standard deviation over the batch",
                               choices=("none", "batch"))
     beta: float = flag(1.0, "exp(A / beta): small is greedy, large is plain imitation", above=0)
     max_weight: float | None = flag(20.0, "exp, linear: clip larger weights to this", above=0)
-    top_share: float | None = flag(None, "filter: the best of this share", above=0, high=1)
-    min_reward: float | None = flag(None, "filter: all of at least this reward")
+    top_share: float | None = flag(None, "filter: keep this best share", above=0, high=1)
+    min_reward: float | None = flag(None, "filter: keep rewards from this on")
 
 
 def settle(config: Config) -> Config:
@@ -292,7 +296,7 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     """
     n = config.tasks_per_step
     round_tasks = envs.draw_tasks(tasks, config.seed, step, n, first=0, n=n)
-    episodes = judged(play(round_tasks, config.group_size, step=step))
+    episodes = without_faults(play(round_tasks, config.group_size, step=step))
     if not run.accept_rewards(episodes):
         return []
     scale_rewards(episodes, config.reward_scaling, config.reward_bias)
@@ -325,7 +329,7 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(config.model_path, **model_options(config))
     data = recorded(config, model, tokenizer) if config.trajectories else []
     held_out = envs.drop_seen(held_out, envs.tasks_of(data))
-    if config.model_path == "tiny":  # the file is read by now: a bad row is refused before this
+    if config.model_path == "tiny":  # the file is read first, so that a bad row is refused at once
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
@@ -355,7 +359,7 @@ def train(config: Config) -> dict:
                 token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
                 w = token_weights([weights_of[id(t)] for t in batch], loss_mask)  # (B, T)
                 weight_sum, loss_sum = w.sum(), 0.0
-                with merged(model, update=True):  # the very weights that sampled
+                with merged(model, update=True):  # merged and rounded as in the rollout
                     for rows in run.micro_batches(batch, step, updates):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, t)
@@ -367,7 +371,7 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(weights)
                 loss_sum = sum(run.ranks.gather(loss_sum))
                 grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
-                if run.accept_update(batch, loss_sum, grad_norm, more=True):
+                if run.accept_update(batch, loss_sum, grad_norm, several_updates=True):
                     optimizer.step()
                 optimizer.zero_grad()
                 totals.update(loss=loss_sum, grad_norm=grad_norm)

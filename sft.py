@@ -5,15 +5,15 @@
     sft_loss        -log pi(token | tokens before it), a mean over the demonstrator's tokens
     train           AdamW over shuffled epochs; loss and success on held-out data
 
-The loss falls on assistant tokens and their end-of-turn token only: prompts, templates and tool
-results are context. Left out: packing (episodes of similar length share a batch instead) and label
+Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
+are context. Left out: packing (episodes of similar length share a batch instead) and label
 smoothing.
 
     python sft.py        the tiny model learns the equations environment: a minute on a CPU
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
 
-Legend: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
+Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
 import math
 from dataclasses import dataclass, replace
@@ -59,12 +59,12 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
 
     env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; "
                                  "default: equations, or the one that recorded episodes are of")
-    dataset: str | None = flag(None, f"rows (.jsonl, .csv) to imitate: {EXPECTED}; all other rows, "
-                                     "and the tasks of a given --env, are played by the expert")
+    dataset: str | None = flag(None, f"rows (.jsonl, .csv) to imitate: {EXPECTED}; or tasks, which "
+                                     "the expert of --env plays")
     eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; the "
-                                          "two data sets are then tasks of the evaluation")
-    min_reward: float | None = flag(None, "with --trajectories: imitate from this reward on")
+                                          "two data sets then hold tasks for the evaluation")
+    min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
     max_turns: int | None = flag(None, "turns of an episode; default: as the environment states",
@@ -158,13 +158,13 @@ def drop_long(episodes, max_tokens):
 
 
 def held_out_tasks(config, env, learned) -> list[dict]:
-    """Return the tasks of the evaluation, none of which is learned; [] without an environment."""
+    """Return the evaluation's tasks, without those of the training data; [] without --env."""
     if not config.eval_tasks or not env:
         return []
     files = (config.dataset, config.eval_dataset) if config.dataset else ()
-    if not config.trajectories and imitates_rows(config.dataset, config.env):
-        if not envs.is_task(env, read_rows(config.dataset)[0]):
-            files = ()  # the environment's own tasks
+    are_imitated = not config.trajectories and imitates_rows(config.dataset, config.env)
+    if are_imitated and not envs.is_task(env, read_rows(config.dataset)[0]):
+        files = ()  # Files of demonstrations hold no tasks: take the environment's own.
     tasks = envs.tasks(env, "test", config.eval_tasks, config.seed, *files)
     return envs.drop_seen(tasks, envs.tasks_of(learned))
 
@@ -198,8 +198,8 @@ def train(config: Config) -> dict:
     """Imitate demonstrations: make every token that the demonstrator wrote more likely."""
     config = settle(config)
     if config.dry_run:
-        rows = min(config.batch_size, config.max_samples)
-        return dry_run(config, held_out=config.eval_tasks, rows=rows, merge=False)
+        sequences = min(config.batch_size, config.max_samples)
+        return dry_run(config, held_out=config.eval_tasks, rows=sequences, merge=False)
     run = Run(config, "sft", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished

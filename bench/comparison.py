@@ -259,9 +259,9 @@ def measure(name):
         del episode["token_ids"], episode["loss_mask"], episode["logprobs"]
         episode["info"].setdefault("tool_errors", 0)
         record.episodes.append(episode)
-    judged = [bool(e["info"]["success"]) for e in record.episodes if "success" in e["info"]]
-    if judged:
-        record.after = sum(judged), len(judged)
+    without_faults = [bool(e["info"]["success"]) for e in record.episodes if "success" in e["info"]]
+    if without_faults:
+        record.after = sum(without_faults), len(without_faults)
     after = held_out(record, "success_after")
     if after:
         record.before = held_out(record, "success_before")

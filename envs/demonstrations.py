@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 import envs
-from agent import Trajectory, judged
+from agent import Trajectory, without_faults
 from envs import gsm8k, meetings
 from experiment.data import read_rows, reading
 from experiment.errors import UserError
@@ -235,7 +235,7 @@ def read_trajectories(path: str, tokenizer=None, vocabulary: int = 0) -> list[Tr
             if tokenizer:
                 check_tokens(episode.token_ids, episode.messages, tokenizer, vocabulary)
         out.append(episode)
-    return judged(out)
+    return without_faults(out)
 
 
 def describe(rows: list[Row], tokenizer):

@@ -4,7 +4,7 @@ import re
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Limits, Trajectory, judged, load_environments, without_too_long
+from agent import Episode, Limits, Trajectory, without_faults, load_environments, without_too_long
 from envs.session import Session, Watch
 from experiment.errors import EnvironmentFault
 
@@ -26,7 +26,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
         trajectories.append(episode.trajectory)
         watch.check_abandoned()
     watch.check()
-    return judged(without_too_long(trajectories, limits.max_tokens))
+    return without_faults(without_too_long(trajectories, limits.max_tokens))
 
 
 def expert_turn(episode: Episode):

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import envs
-from agent import Episode, play, rollout, rollout_options
+from agent import Episode, play_turns, rollout, rollout_options
 from envs.session import Session, Watch
 from experiment.files import finite, replace_file
 from experiment.program import main
@@ -143,7 +143,7 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
             if episode.can_start:
                 row = Row(episode.trajectory.token_ids, seed=mix(config.seed, number),
                           limit=episode.room)
-                show(play(engine, {row: episode}), episode)
+                show(play_turns(engine, {row: episode}), episode)
             print(f"[{how_it_ended(episode)}]")
 
 

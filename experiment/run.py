@@ -298,7 +298,7 @@ class Run:
                 return self._skip(episodes, t.info.get("not_finite", f"reward {t.reward}"))
         return True
 
-    def accept_update(self, episodes, loss, grad_norm, more=False):
+    def accept_update(self, episodes, loss, grad_norm, several_updates=False):
         """Return True if loss and gradient norm are finite, else the update is to be skipped.
 
         An update that is not finite would spoil the weights for good. The step's episodes go into
@@ -308,15 +308,15 @@ class Run:
         Args:
             episodes: the batch.
             loss, grad_norm: of the update.
-            more: the step has further updates. Weights of an adapter are then copied, so that an
-                error between two updates can save the last whole step.
+            several_updates: the step has more than one. Weights of an adapter are then copied
+                before the first, so that an error between two can save the last whole step.
         """
         # Ranks that wait in a collective notice signals at different moments.
         if self.ranks.world == 1:
             self.check()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self._skip(episodes, f"loss {loss}, gradient norm {grad_norm}")
-        if more and not self.updated and self.saved != self.step:
+        if several_updates and not self.updated and self.saved != self.step:
             self.undo = copy_of_state(self.training.optimizer)
         self.bad, self.updated = 0, True
         return True

@@ -23,7 +23,7 @@ import torch
 
 import agent
 import envs
-from agent import Limits, Trajectory, collate, evaluate, judged, rollout
+from agent import Limits, Trajectory, collate, evaluate, without_faults, rollout
 from envs import talk
 from envs.demonstrations import read_trajectories
 from envs.expert import demonstrate
@@ -556,7 +556,7 @@ def test_a_member_that_misbehaves_ends_its_own_episode_and_is_named(monkeypatch,
     bad, good = rollout(MODEL, TOKENIZER, "faulty", [{"word": "needle"}, {"word": "hay"}], limits=HASTY)
     assert bad.stop_reason == "error" and not bad.info["success"] and math.isfinite(bad.reward)
     assert re.search(rf"environment faulty: {re.escape(member)} on task .*needle.*{how}", bad.info["error"]), bad.info["error"]
-    assert (good.stop_reason, good.reward, good.info["success"]) == ("done", 1.0, True) and judged([bad, good]) == [good]
+    assert (good.stop_reason, good.reward, good.info["success"]) == ("done", 1.0, True) and without_faults([bad, good]) == [good]
     assert Trajectory.from_json(json.loads(json.dumps(bad.to_json(), allow_nan=False))) == bad and len(bad.token_ids) > 1
     assert summarise([bad, good])["errors"] == 0.5
 

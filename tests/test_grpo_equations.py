@@ -14,7 +14,7 @@ from grpo import (
     PAPER_SETTINGS,
     Counts,
     group_advantages,
-    importance_correction,
+    truncated_importance_weights,
     kl_estimate,
     token_advantages,
     token_mean,
@@ -376,7 +376,7 @@ def test_trl_parity_turn_credit_and_importance_correction(trl_trainer, name):
     for seed in range(4):
         b = batch(seed, spread=0.5, per_token=True)
         sampled = b["old"] + 0.7 * torch.randn(b["old"].shape, generator=torch.Generator().manual_seed(seed))
-        weights = importance_correction(b["old"], sampled, b["mask"], cap=1.5)
+        weights = truncated_importance_weights(b["old"], sampled, b["mask"], cap=1.5)
         assert weights.max() == 1.5 and not weights.requires_grad and (weights[b["mask"] == 0] == 1).all()
         ours_b = b | {"advantages": b["advantages"] * weights}
         loss, grad, _ = ours(name, ours_b, 0.05, counts=counts_of(b["mask"], 50))
@@ -388,7 +388,7 @@ def test_trl_parity_vespo_correction_is_inside_w(trl_trainer):
     """TRL multiplies w by trainer / sampler, which is w against the sampler: vespo's old are the sampler's."""
     b = batch(0, spread=0.1)
     sampled = b["old"] + 0.1 * torch.randn(b["old"].shape, generator=torch.Generator().manual_seed(0))
-    weights = importance_correction(b["old"], sampled, b["mask"], cap=1e9)  # uncapped
+    weights = truncated_importance_weights(b["old"], sampled, b["mask"], cap=1e9)  # uncapped
     loss, grad, _ = ours("vespo", b | {"old": sampled})
     trl, trl_grad, _ = trl_loss(trl_trainer, "vespo", b, weights=weights)
     assert close(loss, trl, 1e-9) and close(grad, trl_grad, 1e-9)
@@ -441,7 +441,7 @@ def test_masked_garbage_changes_nothing(name, bad):
     loss, grad, metrics = ours(name, clean, 0.05, 0.01)
     dirty_loss, dirty_grad, dirty_metrics = ours(name, dirty, 0.05, 0.01)
     assert torch.equal(loss, dirty_loss) and torch.equal(grad, dirty_grad) and metrics == dirty_metrics
-    weights = importance_correction(dirty["logprobs"], dirty["old"], dirty["mask"], 2.0)
+    weights = truncated_importance_weights(dirty["logprobs"], dirty["old"], dirty["mask"], 2.0)
     assert torch.isfinite(weights).all() and not weights.requires_grad
     for kind in ("k1", "k2", "k3"):
         assert torch.isfinite(kl_estimate(dirty["logprobs"], dirty["ref"], dirty["mask"], kind)).all()
