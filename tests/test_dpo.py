@@ -223,7 +223,7 @@ def test_a_bad_row_is_refused_before_the_tiny_model_is_taught(tmp_path, monkeypa
 def test_the_terms_of_the_loss_are_shown_apart(float64):
     batch, options = hand_batch(), {**HYPER, "beta": 0.5}
     _, metrics = pair_loss(*batch, Counts(1, 2), [("hinge", 2.0), ("sft", 0.5)], sft_coef=0.1, **options)
-    terms = {"hinge": 0.6, "sft": 0.35, "sft_coef": 0.07}
+    terms = {"hinge": 0.6, "sft": 0.35, "rpo": 0.07}
     assert {name: float(metrics[f"loss/{name}"]) for name in terms} == pytest.approx(terms)
     assert float(metrics["loss"]) == pytest.approx(sum(terms.values()))
 
