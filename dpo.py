@@ -387,7 +387,7 @@ def train(config: Config) -> dict:
     held_out_tasks = envs.drop_seen(held_out_tasks, envs.tasks_of(chain(*pairs)))
     ref_sums = reference_sums(model, pairs, config, run.ranks)  # (N, 2)
     learned, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
-    weights = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
     state = TrainingState(model, tokenizer, optimizer)
     per_step = config.batch_size * (config.gradient_accumulation_steps or 1)
@@ -416,9 +416,9 @@ def train(config: Config) -> dict:
                     totals.update({name: value.item() for name, value in metrics.items()})
                     # Free the autograd graph before the next micro-batch builds its own.
                     del loss, metrics
-            run.ranks.add_gradients(weights)
+            run.ranks.add_gradients(parameters)
             totals = run.ranks.total(totals)
-            grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
             episodes = list(chain(*batch))
             if run.accept_update(episodes, totals["loss"], grad_norm):
                 optimizer.step()

@@ -420,7 +420,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None
-    weights = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     # beta2 0.95 soon forgets a fresh adapter's tiny gradients. `run.steps` sets the learning rate.
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     options = {"run": run, **rollout_options(config)}
@@ -475,9 +475,9 @@ def train(config: Config) -> dict:
                         totals.update({name: value.item() for name, value in metrics.items()})
                         # Free the autograd graph before the next micro-batch builds its own.
                         del logprobs, entropy, loss, metrics
-                run.ranks.add_gradients(weights)
+                run.ranks.add_gradients(parameters)
                 totals = run.ranks.total(totals)
-                grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
                 if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step > 1):
                     optimizer.step()
                 optimizer.zero_grad()

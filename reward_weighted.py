@@ -305,15 +305,21 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     return episodes
 
 
-def minibatches(episodes, config: Config, step: int):
-    """Yield the batches of num_epochs passes in random order; every episode is in each pass.
+def minibatches(episodes, turn_weights, config: Config, step: int):
+    """Yield (batch, weights of its turns) for num_epochs passes in random order.
 
-    Batches are as even as possible. With --trajectories a step is a single pass.
+    Every episode of positive weight is in each pass, and batches are as even as possible. With
+    --trajectories a step is a single pass.
     """
+    weights_of = {id(t): weights for t, weights in zip(episodes, turn_weights) if any(weights)}
+    kept = [t for t in episodes if id(t) in weights_of]
+    if not kept:
+        return
     per_update = config.batch_size * config.gradient_accumulation_steps
     for epoch in range(1 if config.trajectories else config.num_epochs):
-        for batch in shuffled_batches(episodes, per_update, config.seed, step, epoch):
-            yield cheapest_order(batch, config.batch_size)
+        for batch in shuffled_batches(kept, per_update, config.seed, step, epoch):
+            batch = cheapest_order(batch, config.batch_size)
+            yield batch, [weights_of[id(t)] for t in batch]
 
 
 def train(config: Config) -> dict:
@@ -331,15 +337,14 @@ def train(config: Config) -> dict:
     held_out = envs.drop_seen(held_out, envs.tasks_of(data))
     if config.model_path == "tiny":  # the file is read first, so that a bad row is refused at once
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
-    weights = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
-    state = TrainingState(model, tokenizer, optimizer)
     options = {"run": run, **rollout_options(config)} if config.env else {}
     play = partial(rollout, model, tokenizer, config.env, **options)
     test = partial(evaluate, model, tokenizer, config.env, held_out, step=-1, **options)
 
     with run:  # Whatever ends the loop, the last whole round is saved.
-        for step in run.steps(config.max_steps, state, test):
+        for step in run.steps(config.max_steps, TrainingState(model, tokenizer, optimizer), test):
             # 1. Episodes: group_size of each task, played by the policy as it is; or the file's.
             episodes = data or collect(play, tasks, config, step, run)
             if not episodes:
@@ -348,16 +353,14 @@ def train(config: Config) -> dict:
             # 2. Targets: each token's log-probability is multiplied by the weight of its turn.
             turn_weights, metrics = weigh(episodes, config)
             run.log(**metrics)
-            weights_of = {id(t): w for t, w in zip(episodes, turn_weights) if any(w)}
-            kept = [t for t in episodes if id(t) in weights_of]
             warn(step, metrics)
 
             # 3. Updates. The losses of the micro-batches add up to the loss of the update.
             totals, updates = Counter(), 0
             model.train()
-            for batch in minibatches(kept, config, step) if kept else ():
+            for batch, weights in minibatches(episodes, turn_weights, config, step):
                 token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
-                w = token_weights([weights_of[id(t)] for t in batch], loss_mask)  # (B, T)
+                w = token_weights(weights, loss_mask)  # (B, T)
                 weight_sum, loss_sum = w.sum(), 0.0
                 with merged(model, update=True):  # merged and rounded as in the rollout
                     for rows in run.micro_batches(batch, step, updates):
@@ -368,9 +371,9 @@ def train(config: Config) -> dict:
                         loss_sum += loss.item()
                         # Free the autograd graph before the next micro-batch builds its own.
                         del logprobs, loss
-                run.ranks.add_gradients(weights)
+                run.ranks.add_gradients(parameters)
                 loss_sum = sum(run.ranks.gather(loss_sum))
-                grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
                 if run.accept_update(batch, loss_sum, grad_norm, several_updates=True):
                     optimizer.step()
                 optimizer.zero_grad()

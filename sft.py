@@ -208,7 +208,7 @@ def train(config: Config) -> dict:
     learned, held_out = demonstrations(config, tokenizer, vocabulary)
     env = config.env or registered_envs(t.info for t in learned)
     tasks = held_out_tasks(config, env, learned)
-    weights = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     per_step = config.batch_size * (config.gradient_accumulation_steps or 1)
     steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
@@ -236,9 +236,9 @@ def train(config: Config) -> dict:
                 loss_sum += loss.item()
                 # Free the autograd graph before the next micro-batch builds its own.
                 del logprobs, loss
-            run.ranks.add_gradients(weights)
+            run.ranks.add_gradients(parameters)
             loss_sum = sum(run.ranks.gather(loss_sum))
-            grad_norm = torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm).item()
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
             if run.accept_update(batch, loss_sum, grad_norm):
                 optimizer.step()
             optimizer.zero_grad()

@@ -301,7 +301,7 @@ def test_reward_bias_and_scale_reach_turns_and_episodes_alike(place, tmp_path):
 def test_every_episode_is_in_every_pass_and_batches_are_even(place):
     episodes = read_trajectories(str(place / "episodes.jsonl"))[:37]
     def batches(step, **options):
-        return [[id(t) for t in batch] for batch in rw.minibatches(episodes, config(place, "", batch_size=16, gradient_accumulation_steps=1, **options), step)]
+        return [[id(t) for t in batch] for batch, _ in rw.minibatches(episodes, [[1.0]] * len(episodes), config(place, "", batch_size=16, gradient_accumulation_steps=1, **options), step)]
     first = batches(1, num_epochs=1)
     assert sorted(t for batch in first for t in batch) == sorted(map(id, episodes)) and sorted(map(len, first)) == [12, 12, 13]
     assert first == batches(1, num_epochs=1) != batches(2, num_epochs=1)
