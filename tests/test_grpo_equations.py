@@ -502,7 +502,7 @@ def test_names_and_hyper_parameters():
     settings = {"dapo": {"clip_eps_high": 0.28}, "dr_grpo": {"scale_rewards": "none"}}
     clips = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
     longer = {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3}  # arXiv 2602.05261 section 5.1
-    assert PAPER_SETTINGS == {**settings, "gspo": clips, "luspo": longer}
+    assert PAPER_SETTINGS == {**settings, "gspo": clips, "luspo": longer, "rloo": {"scale_rewards": "none"}}  # the last is a --credit
 
 
 # ------------------------------------------------------------------------------------------------------ advantages
