@@ -13,10 +13,12 @@ import os
 import re
 import urllib.request
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 
 from envs.calls import call
+from envs.rows import need
 from experiment.data import read_rows
 from experiment.errors import UserError
 
@@ -29,18 +31,17 @@ SHA256 = {  # of 7,473 and 1,319 rows
 MAX_FILE = 10**7  # bytes; the larger file has 4.2 MB
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-             ast.Pow: operator.pow}
+             ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
 FUNCTIONS = {f.__name__: f for f in (abs, math.ceil, math.floor, max, min, round, math.sqrt)}
+# What is left of an expression without these is nothing to calculate with.
+ALLOWED = re.compile(r"[0-9.]+(?:[eE][+-]?[0-9]+)?|[+\-*/%(), \t]|" + "|".join(FUNCTIONS))
 ERRORS = {
     ZeroDivisionError: "division by zero",
     OverflowError: "number too large",
     MemoryError: "nested too deep",
     SyntaxError: f"use numbers, + - * / // % (remainder) ** ( ) and {', '.join(FUNCTIONS)}",
 }
-MAX_BITS = 1024  # of an integer on the way
-CHARACTERS = re.compile(r"[0-9A-Za-z.,+\-*/%() \t]*")
-# 2x, 0xff, 1j, and `1if`, at which Python's parser warns.
-GLUED = re.compile(r"[0-9.](?![eE][+-]?[0-9])[A-Za-z]")
+MAX_BITS = 1024  # of a power
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 NUMBER = re.compile(r"([+-]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?"
                     r"(?:\\?%)?\.?")
@@ -48,36 +49,31 @@ BOXED = re.compile(r"\\boxed\{([^{}\n]*)\}")
 
 
 def _value(node: ast.expr) -> int | float:
-    """Return the value of a syntax node, or raise.
-
-    Every value on the way is an int of at most MAX_BITS bits or a finite float.
-    """
+    """Return the value of a syntax node, or raise. No value on the way is larger than a float."""
     match node:
         case ast.Constant(value):
-            pass
-        case ast.UnaryOp(ast.UAdd(), operand):
-            value = _value(operand)
-        case ast.UnaryOp(ast.USub(), operand):
-            value = -_value(operand)
-        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
-            a, b = _value(left), _value(right)
-            if type(op) is ast.Pow and type(a) is type(b) is int and a.bit_length() * b > MAX_BITS:
-                raise OverflowError
-            value = OPERATORS[type(op)](a, b)
-        case ast.Call(ast.Name(name), arguments, []) if name in FUNCTIONS:
-            values = [_value(argument) for argument in arguments]
-            # round(1, -10**9) would build 10**10**9.
-            if name == "round" and not all(type(n) is int and abs(n) <= 15 for n in values[1:]):
-                raise ValueError("round: digits must be an integer from -15 to 15")
-            value = FUNCTIONS[name](*values)
+            function, operands = None, []
+        case ast.UnaryOp(op, operand):
+            function, operands = OPERATORS[type(op)], [operand]
+        case ast.BinOp(left, op, right):
+            function, operands = OPERATORS[type(op)], [left, right]
+        case ast.Call(ast.Name(name), operands, []):
+            function = FUNCTIONS[name]
         case _:
             raise SyntaxError
+    values = [_value(operand) for operand in operands]
+    are_integers = all(type(value) is int for value in values)
+    # 9**9**9 and round(1, -10**9) would take hours.
+    if function is operator.pow and are_integers and values[0].bit_length() * values[1] > MAX_BITS:
+        raise OverflowError
+    if function is round and not all(type(n) is int and abs(n) <= 15 for n in values[1:]):
+        raise ValueError("round: digits must be an integer from -15 to 15")
+    if function:
+        value = function(*values)
     # (-8)**0.5 is complex.
     if type(value) not in (int, float):
         raise ValueError("not a real number")
-    if type(value) is float and not math.isfinite(value):
-        raise OverflowError
-    if type(value) is int and value.bit_length() > MAX_BITS:
+    if not math.isfinite(value):
         raise OverflowError
     return value
 
@@ -89,7 +85,7 @@ def calculator(text: str) -> str:
     there commas separate arguments. Floats have 12 significant digits.
     """
     try:
-        value = _value(_parsed(text))
+        value = _value(_parsed(str(text).strip()))
     except Exception as error:
         return f"error: {ERRORS.get(type(error), error)}"[:120]
     if type(value) is int:
@@ -103,14 +99,13 @@ def calculator(text: str) -> str:
 
 def _parsed(text: str) -> ast.expr:
     """Return the syntax tree of an expression, or raise."""
-    text = text.strip() if isinstance(text, str) else ""
     if not 0 < len(text) <= 200:
         raise ValueError("give an expression of 1 to 200 characters")
     if "^" in text:
         raise ValueError("use ** for powers")
-    if not CHARACTERS.fullmatch(text) or GLUED.search(text):
+    if ALLOWED.sub("", text):
         raise SyntaxError
-    if not re.search(r"[A-Za-z]\s*\(", text):
+    if not re.search(r"[a-z]{3}", text):
         text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     # max(1,000, 2) would be max(1, 0, 2).
     elif re.search(r",0[0-9]", text):
@@ -144,13 +139,8 @@ def _marked(text: str) -> set:
 class GSM8K:
     """A word problem whose answer is one number; the reward is 1 if it is right.
 
-    Attributes:
-        num_turns: answers that are allowed, 1 (AReaL: 5). A row may state it too. Calls of
-            `answer` in one turn count one by one.
-        turn_discount: factor on the reward for every wrong answer before the right one, 1.0.
-
-    AReaL pays -1 or 1 for every turn and continues after success; here the episode ends there, as
-    in its MultiTurnWorkflow. Its turn_level_discount is 1.0 too, but discounts returns.
+    AReaL pays -1 or 1 for every turn and continues after success. Here the episode ends there, as
+    in its MultiTurnWorkflow.
     """
 
     system_prompt = ("Solve the problem step by step. Compute with the calculator. "
@@ -158,19 +148,20 @@ class GSM8K:
                      "line: #### number")
     max_turns = 12  # the longest solution has 9 calculations
     limits = {"max_new_tokens": 512, "max_tokens": 2048}
-    num_turns = 1
-    turn_discount = 1.0
 
     def reset(self, question: str, answer: str, num_turns: int | None = None, **_) -> str:
-        """Begin with a question and its answer: a solution ending in "#### 72", or the number."""
+        """Begin with a question and its answer: a solution ending in "#### 72", or the number.
+
+        `num_turns` answers are allowed, 1 by default (AReaL: 5). Each call of `answer` counts.
+        """
         row = self._row({"question": question, "answer": answer, "num_turns": num_turns})
         solution = row["answer"]
         self._gold = _number(solution.rpartition("####")[2])
         self._plan = true_calculations(solution)[:self.max_turns - 1]
-        self._attempts = num_turns or self.num_turns
-        self._computed, self._wrong = 0, 0
-        self.reward, self.done, self._solved = 0.0, False, False
-        self._reward_parts = {"correct": 0.0}
+        self._attempts_left = num_turns or 1
+        self._computed = 0
+        self.reward = 0.0
+        self.done = False
         return question
 
     def calculator(self, expression: str) -> str:
@@ -190,18 +181,16 @@ class GSM8K:
         """
         if self.done:
             return "error: the episode is over"
-        return self._grade({_number(str(value))}) or ("Correct." if self._solved else "Wrong.")
+        return self._grade({_number(str(value))}) or ("Correct." if self._check() else "Wrong.")
 
     def _reply(self, text: str) -> str | None:
         return None if self.done else self._grade(_marked(text))
 
     def _grade(self, values: set) -> str | None:
         """Count one answer. Return the words that ask for another one, or None at the end."""
-        self._solved = values == {self._gold}
-        if self._solved:
-            self.reward = self._reward_parts["correct"] = float(self.turn_discount ** self._wrong)
-        self._wrong += not self._solved
-        self.done = self._solved or self._wrong >= self._attempts
+        self._attempts_left -= 1
+        self.reward = float(values == {self._gold})
+        self.done = self._check() or self._attempts_left == 0
         # The words are AReaL's.
         return None if self.done else "Unfortunately your answer is wrong. Let's try again."
 
@@ -209,7 +198,7 @@ class GSM8K:
         return self.reward
 
     def _check(self) -> bool:
-        return self._solved
+        return self.reward == 1.0
 
     def _expert(self) -> list[dict]:
         """Return one calculation of the written solution per turn, then its answer."""
@@ -223,9 +212,7 @@ class GSM8K:
     @staticmethod
     def _row(row: dict) -> dict:
         """Return the row with "answer" as text, or raise ValueError. Other columns stay."""
-        for name in ("question", "answer"):
-            if row.get(name) is None:
-                raise ValueError(f'no "{name}" field; has: {", ".join(row)}')
+        need(row, "question", "answer")
         question, answer, turns = row["question"], row["answer"], row.get("num_turns")
         if not isinstance(question, str) or not question.strip():
             raise ValueError('"question" is empty or not text')
@@ -279,28 +266,23 @@ def written_solution(row: dict) -> list[dict]:
 
 def _cached(split: str) -> str:
     """Return the path of the official file, which is downloaded once and checked by its hash."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.join(cache, "agentic-rl", "gsm8k")
-    path = os.path.join(folder, f"{split}.jsonl")
-    url = f"{URL}/{split}.jsonl"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(cache, "agentic-rl", "gsm8k", f"{split}.jsonl")
+    source = path if path.exists() else f"{URL}/{split}.jsonl"
     remedy = f"give --dataset path/to/{split}.jsonl"
-    cached = os.path.exists(path)
     try:
-        with open(path, "rb") if cached else urllib.request.urlopen(url, timeout=10) as source:
-            data = source.read(MAX_FILE)
+        file = open(path, "rb") if source is path else urllib.request.urlopen(source, timeout=10)
+        data = file.read(MAX_FILE)
     # An OSError, or a reply that is not HTTP.
     except Exception as error:
-        why = "unreadable" if cached else "not in the cache and no network"
-        reason = getattr(error, "reason", error)
-        raise UserError(f"gsm8k: {why} ({reason}); {remedy}") from None
+        raise UserError(f"gsm8k: {source}: {getattr(error, 'reason', error)}; {remedy}") from None
     if hashlib.sha256(data).hexdigest() != SHA256[split]:
-        where, remedy = (path, "delete it and it is fetched again") if cached else (url, remedy)
-        raise UserError(f"gsm8k: {where}: sha256 differs from the official file's; {remedy}")
-    if not cached:
-        os.makedirs(folder, exist_ok=True)
+        raise UserError(f"gsm8k: {source}: sha256 differs from the official file's; {remedy}, or "
+                        f"delete {path} and it is fetched again")
+    if source is not path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all, whichever process comes first.
-        temporary = f"{path}.{os.getpid()}"
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    return path
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    return str(path)

@@ -23,7 +23,6 @@ from envs.meetings import (
     REASONS,
     TOOLS,
     Meetings,
-    MeetingsShaped,
     accuracy,
     answer,
     belief,
@@ -52,6 +51,10 @@ def environment(meeting=482107, cls=Meetings, **options):
     env = cls()
     env.reset(meeting=meeting, **options)
     return env
+
+
+def shaped(meeting=482107):
+    return environment(meeting, shaped=True)
 
 
 def right(env):
@@ -204,21 +207,22 @@ def test_success_is_the_outcome_not_the_better_guess(drawn):
     unlucky = [task["meeting"] for task, made in zip(Meetings._tasks("train", 200, seed=0), drawn) if made["outcome"] != (made["probability"] > 0.5)]
     assert unlucky
     env = environment(unlucky[0])
-    env._reply(answer(env.probability, "slot"))
+    env._reply(answer(simulate(unlucky[0])["probability"], "slot"))
     assert not env._check()
 
 
 def test_shaped_terms():
-    for env in (environment(cls=MeetingsShaped), environment(shaped=True)):
-        before = env.reward
-        env.slot_fit(), env.follow_up()
-        assert env.reward - before == pytest.approx(0.1)  # paid in its turn
-        env.slot_fit()
-        assert env.reward == pytest.approx(0.05)
-        env._reply(said(0.9, right(env)))
-        assert env._reward_parts == pytest.approx({"outcome": 1.0, "tools": 0.05, "calibration": 0.25 - (0.9 - env.outcome) ** 2})
-        assert env.get_reward() == pytest.approx(sum(env._reward_parts.values()))
-    assert set(environment(cls=MeetingsShaped, shaped=False)._reward_parts) == {"outcome"}
+    env = shaped()
+    before = env.reward
+    env.slot_fit(), env.follow_up()
+    assert env.reward - before == pytest.approx(0.1)  # paid in its turn
+    env.slot_fit()
+    assert env.reward == pytest.approx(0.05)
+    env._reply(said(0.9, right(env)))
+    assert env._reward_parts == pytest.approx({"outcome": 1.0, "tools": 0.05, "calibration": 0.25 - (0.9 - env.outcome) ** 2})
+    assert env.get_reward() == pytest.approx(sum(env._reward_parts.values()))
+    assert set(environment()._reward_parts) == {"outcome"}
+    assert [task["shaped"] for task in envs.tasks("meetings", "train", 2, 0, env_options="shaped=true")] == [True] * 2
 
 
 def test_calibration_pays_most_for_the_truth():
@@ -227,7 +231,7 @@ def test_calibration_pays_most_for_the_truth():
         return env._reward_parts["calibration"]
     good, bad = (next(m for m in range(100_000, 100_100) if simulate(m)["outcome"] == o) for o in (True, False))
     for truth in (0.2, 0.5, 0.9):
-        mean = {p: truth * paid(environment(good, MeetingsShaped), p) + (1 - truth) * paid(environment(bad, MeetingsShaped), p) for p in np.linspace(0, 1, 21).round(2)}
+        mean = {p: truth * paid(shaped(good), p) + (1 - truth) * paid(shaped(bad), p) for p in np.linspace(0, 1, 21).round(2)}
         assert max(mean, key=mean.get) == truth
 
 
@@ -236,7 +240,7 @@ def test_calibration_pays_most_for_the_truth():
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
     lambda c: st.lists(c, max_size=3) | st.dictionaries(st.sampled_from(["probability", "reason", "recommendation", "x"]), c, max_size=4)).map(json.dumps)))
 def test_whatever_is_answered_is_graded(text):
-    env = environment(cls=MeetingsShaped)
+    env = shaped()
     env.slot_fit()
     assert env._reply(text) is None
     assert math.isfinite(env.get_reward()) and env._reward_parts["outcome"] in (-1.0, -0.25, 0.1, 1.0)
@@ -313,57 +317,49 @@ def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("csv") / "meetings.csv"
     done = subprocess.run([sys.executable, "envs/meetings.py", "--rows", "300", "--output", path, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "best possible accuracy: 83." in done.stdout
+    assert "best possible accuracy is 83." in done.stdout
     return path
 
 
 def test_the_csv_is_the_courses_and_the_environment_reads_it_back(table):
     rows = read_rows(str(table))
-    assert table.read_text().splitlines()[0] == ",".join(COLUMNS) == "input_text,target_probability,target_reason,ground_truth_prob"
-    assert len(rows) == 300 and all(set(row) == {*COLUMNS, "_line"} for row in rows) and [row["_line"] for row in rows] == list(range(2, 302))
+    assert table.read_text().splitlines()[0] == ",".join(COLUMNS) + ",meeting" == "input_text,target_probability,target_reason,ground_truth_prob,meeting"
+    assert len(rows) == 300 and all(set(row) == {*COLUMNS, "meeting", "_line"} for row in rows) and [row["_line"] for row in rows] == list(range(2, 302))
     wanted = [t["meeting"] for t in Meetings._tasks("train", 300, 1)]
-    assert [Meetings._row(row) for row in rows] == [{"meeting": m} for m in wanted]
+    assert [int(row["meeting"]) for row in rows] == wanted
     for row, meeting in zip(rows, wanted):
         made = simulate(meeting)
-        text, target, reason, truth = meetings.read_columns(row)
-        assert text == made["prompt"] and truth == pytest.approx(made["probability"], abs=1e-4) and target == pytest.approx(truth, abs=0.011) and reason in REASONS.values()
+        text, target, reason = meetings.read_columns(row)
+        assert text == made["prompt"] and float(row["ground_truth_prob"]) == pytest.approx(made["probability"], abs=1e-4)
+        assert target == pytest.approx(made["probability"], abs=0.011) and reason in REASONS.values()
+        assert envs.is_task("meetings", row) and Meetings().reset(**row) == made["prompt"]
     train, test = (envs.tasks("meetings", split, None, 0, str(table)) for split in ("train", "test"))
-    assert len(train) + len(test) == 300 and test and all(set(t) == {"meeting", "env"} for t in train)
+    assert len(train) + len(test) == 300 and test
 
 
 GOOD = {"input_text": simulate(482107)["prompt"], "target_probability": "0.5", "target_reason": "slot", "ground_truth_prob": str(simulate(482107)["probability"])}
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"target_reason": None}, 'no "target_reason" column; has: input_text'), ({"target_probability": "high"}, '"target_probability" must be a number, not \'high\''),
-    ({"target_probability": "1.01"}, '"target_probability" must be from 0 to 1, not 1.01'), ({"ground_truth_prob": "nan"}, '"ground_truth_prob" must be from 0 to 1, not nan'),
-    ({"ground_truth_prob": ""}, '"ground_truth_prob" must be a number'), ({"target_reason": "two words"}, '"target_reason" must be one word'),
-    ({"input_text": " "}, '"input_text" is empty'), ({"input_text": "Ann meets Bob"}, '"input_text" does not begin'),
-    ({"input_text": GOOD["input_text"].replace("at", "by")}, "not what the simulator makes of meeting 482107"),
-    ({"ground_truth_prob": "0.12345"}, "not what the simulator makes of meeting 482107")])
-def test_rows_that_are_no_meeting(change, says):
-    assert Meetings._row(GOOD) == {"meeting": 482107}
-    with pytest.raises(ValueError) as error:
-        Meetings._row({k: v for k, v in {**GOOD, **change}.items() if v is not None})
+    ({"target_reason": None}, "'target_reason'"), ({"target_probability": "high"}, '"target_probability" must be a number from 0 to 1, not \'high\''),
+    ({"target_probability": "1.01"}, '"target_probability" must be a number from 0 to 1, not \'1.01\''), ({"target_probability": "nan"}, '"target_probability" must be a number'),
+    ({"target_reason": "two words"}, '"target_reason" must be one word'), ({"input_text": " "}, '"input_text" is empty')])
+def test_rows_that_cannot_be_read(change, says):
+    with pytest.raises((ValueError, KeyError)) as error:
+        meetings.read_columns({k: v for k, v in {**GOOD, **change}.items() if v is not None})
     assert str(error.value).startswith(says) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("meeting", ["482107", -1, 1.5, True, None, 2**63])
-def test_meetings_that_are_no_number(meeting):
-    assert Meetings._row({"meeting": 7, "shaped": True}) == {"meeting": 7, "shaped": True}
-    with pytest.raises(ValueError, match='"meeting" must be a number'):
-        Meetings._row({"meeting": meeting})
+    assert not envs.is_task("meetings", GOOD)
 
 
 def test_any_csv_of_these_columns_can_be_read():
     """Text of others, with their own words: a prompt and an answer, though no environment to play."""
     row = {"input_text": "Ann (CEO) meets Bob, 9:00", "target_probability": "0.732", "target_reason": "synergy", "ground_truth_prob": "0.7", "more": "x"}
-    text, p, reason, truth = meetings.read_columns(row)
-    assert (text, truth) == ("Ann (CEO) meets Bob, 9:00", 0.7)
+    text, p, reason = meetings.read_columns(row)
+    assert text == "Ann (CEO) meets Bob, 9:00"
     assert answer(p, reason) == '{"probability": 0.73, "reason": "synergy", "recommendation": "YES"}'
 
 
-@pytest.mark.parametrize("flags", [["--rows", "0"], ["--rows", "x"], ["--seed", "-1"], ["--output", "no/such/folder/x.csv"], ["--row_count", "3"], ["--split", "all"]])
+@pytest.mark.parametrize("flags", [["--rows", "x"], ["--seed", "-1"], ["--output", "no/such/folder/x.csv"], ["--row_count", "3"]])
 def test_what_the_command_refuses(tmp_path, flags):
     done = subprocess.run([sys.executable, ROOT / "envs/meetings.py", *flags], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "error: " in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
