@@ -24,7 +24,7 @@ import torch
 
 import envs
 from agent import Limits, collate, evaluate
-from envs.demonstrations import (EXPECTED, Encoder, Row, default_env, describe, imitates_rows,
+from envs.demonstrations import (EXPECTED, Encoder, default_env, describe, imitates_rows,
                                  read_demonstrations, read_trajectories, registered_envs, split)
 from envs.expert import demonstrate
 from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, UserError, auto,
@@ -129,12 +129,13 @@ def recorded(config, tokenizer, vocabulary):
 
 def written(config, tokenizer):
     """Return the rows of --dataset as episodes, and held-out ones: --eval_dataset or a tenth."""
-    apart = config.eval_dataset and read_demonstrations(config.eval_dataset)
-    learned, held_out = split(read_demonstrations(config.dataset), apart, Row.content, config.seed)
+    rows = read_demonstrations(config.dataset)
+    apart = read_demonstrations(config.eval_dataset) if config.eval_dataset else None
+    learned, held_out = split(rows, apart, lambda conversation: conversation.row, config.seed)
     learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
     describe(learned, tokenizer)
     encode = Encoder(tokenizer, config.env)
-    return [row.episode(encode) for row in learned], [row.episode(encode) for row in held_out]
+    return list(map(encode, learned)), list(map(encode, held_out))
 
 
 def played(config, tokenizer, split_name, n):

@@ -29,13 +29,12 @@ import json
 import os
 import sys
 import traceback
-import zlib
 
 import numpy as np
 
 from envs.calls import StepResult, call, schemas, step, tools, valid_actions
+from envs.rows import is_held_out, need, read_as, unseen
 from experiment.config import nearest
-from experiment.data import read_rows, reading
 from experiment.errors import UserError
 from experiment.seeds import mix
 
@@ -46,7 +45,6 @@ ENVS = {
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
     "meetings": "envs.meetings:Meetings",
-    "meetings_shaped": "envs.meetings:MeetingsShaped",
 }
 # Where an environment states no `limits`.
 LIMITS = {"max_new_tokens": 256, "max_tokens": 2048, "tool_timeout": 10.0}
@@ -74,11 +72,9 @@ def load(name: str) -> type:
         module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
         raise UserError(f"environment {name!r}: {error}") from None
-    except SystemExit as error:
-        raise UserError(f"environment {name!r}: it calls sys.exit({error})") from None
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"environment {name!r}: {where.filename}:{where.lineno}: "
+    except (Exception, SystemExit) as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"environment {name!r}: {line.filename}:{line.lineno}: "
                         f"{type(error).__name__}: {error}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
@@ -87,13 +83,6 @@ def load(name: str) -> type:
         if not callable(getattr(cls, method, None)):
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
                             "see envs/template.py")
-    try:
-        inspect.signature(cls).bind()
-    except TypeError as error:
-        raise UserError(f"environment {name!r}: {class_name}() must need no argument "
-                        f"({error})") from None
-    except ValueError:
-        pass  # a signature that cannot be read
     return cls
 
 
@@ -141,7 +130,7 @@ def limits(env_names: str) -> dict:
     for name in names_of(env_names):
         own_limits = getattr(load(name), "limits", {})
         for key, value in own_limits.items():
-            if key not in LIMITS or type(value) not in (int, type(LIMITS[key])) or value <= 0:
+            if key not in LIMITS or not isinstance(value, int | float) or value <= 0:
                 raise UserError(f"environment {name!r}: limits[{key!r}] is {value!r}; it may state "
                                 f"positive numbers as {', '.join(LIMITS)}")
         stated.append({**LIMITS, **own_limits})
@@ -215,15 +204,13 @@ def _tasks_of_file(name, split, seed, dataset, eval_dataset) -> list[dict]:
     """Return the rows of a split of a task file, in random order."""
     path = eval_dataset if split == "test" and eval_dataset else dataset
     cls = load(name)
-    rows = []
-    for row in read_rows(path):
-        with reading(path, row.pop("_line")):
-            content = json.dumps(row, sort_keys=True).encode()
-            task = _as_task(cls, row)
-        held_out = zlib.crc32(content) % 10 == 0
-        if eval_dataset or held_out == (split == "test"):
-            # Data never chooses which code runs: a row's own "env" is overwritten.
-            rows.append({**task, "env": name})
+
+    def convert(row, place):
+        in_split = eval_dataset or is_held_out(row) == (split == "test")
+        # Data never chooses which code runs: a row's own "env" is overwritten.
+        return in_split, {**_as_task(cls, row), "env": name}
+
+    rows = [task for in_split, task in read_as(path, convert) if in_split]
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
@@ -234,9 +221,7 @@ def _as_task(cls, row: dict) -> dict:
     """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
     if hasattr(cls, "_row"):
         return cls._row(row)
-    for key in _needed(cls):
-        if key not in row:
-            raise ValueError(f'no "{key}" field; has: {", ".join(row)}')
+    need(row, *_needed(cls))
     return row
 
 
@@ -247,7 +232,7 @@ def is_task(name: str, row: dict) -> bool:
     cls = load(name)
     try:
         task = _as_task(cls, row)
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         return False
     needed = _needed(cls)
     return bool(needed) and task.keys() >= set(needed)
@@ -260,64 +245,44 @@ def _needed(cls) -> list[str]:
             if p.name != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
 
-def options(text: str | None, env_names=()) -> dict:
+def options(text: str | None, env_names: list[str]) -> dict:
     """Return what --env_options says: "num_turns=3,hard=true" is {"num_turns": 3, "hard": True}.
 
-    Values are JSON scalars; what is none of them is text.
-
-    Args:
-        env_names: the environments that are to know the names.
+    Values are JSON; what is not is text. `reset` of one of the environments must know the names.
     """
+    parameters = {}
+    for env_name in env_names:
+        parameters.update(inspect.signature(load(env_name).reset).parameters)
+    # By convention **_ is thrown away, and **kwargs is read.
+    takes_any = any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in parameters.values())
     out = {}
     for item in filter(str.strip, (text or "").split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not name.isidentifier():
             raise UserError(f"--env_options {item.strip()!r}: write name=value,name=value")
+        if name not in parameters and not takes_any:
+            otherwise = f"reset takes {', '.join(parameters)}"
+            raise UserError(f"--env_options {name}: {', '.join(env_names)}: no such argument of "
+                            f"reset; {nearest(name, parameters, otherwise=otherwise)}")
         try:
             out[name] = json.loads(value)
         except ValueError:
             out[name] = value
-        if isinstance(out[name], (dict, list)):
-            raise UserError(f"--env_options {item.strip()!r}: give a number, true, false or text")
-    known = _arguments_of_reset(env_names)
-    for name in out:
-        if known and name not in known:
-            otherwise = f"reset takes {', '.join(sorted(known))}"
-            raise UserError(f"--env_options {name}: {', '.join(env_names)}: no such argument of "
-                            f"reset; {nearest(name, known, otherwise=otherwise)}")
     return out
-
-
-def _arguments_of_reset(env_names) -> set[str]:
-    """Return the names that `reset` of the environments takes; the empty set if it takes any."""
-    known = set()
-    for env_name in env_names:
-        for name, parameter in inspect.signature(load(env_name).reset).parameters.items():
-            # By convention **_ is thrown away, and **kwargs is read.
-            if parameter.kind is parameter.VAR_KEYWORD and not name.startswith("_"):
-                return set()
-            known.add(name)
-    return {name for name in known if name != "self" and not name.startswith("_")}
 
 
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
-    Two tasks are the same if the arguments are that `reset` cannot do without. The training tasks
-    may be those of recorded episodes (`info["task"]`).
+    Two tasks are the same if the arguments are that `reset` cannot do without; where it needs none,
+    if all are. The training tasks may be those of recorded episodes (`info["task"]`).
     """
-    seen = {}
-    kept = []
-    for task in held_out:
-        columns = tuple(_needed(load(task["env"])) or sorted(task.keys() - {"env"}))
-        if columns not in seen:
-            seen[columns] = {_identity(other, columns) for other in training_tasks}
-        if _identity(task, columns) not in seen[columns]:
-            kept.append(task)
-    if len(kept) < len(held_out):
-        print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out tasks are also in the "
-              "training data: dropped")
-    return kept
+    needed = {key for name in {task["env"] for task in held_out} for key in _needed(load(name))}
+
+    def content(task):
+        return {key: task[key] for key in task if key in needed or not needed and key != "env"}
+
+    return unseen(held_out, training_tasks, content)
 
 
 def tasks_of(episodes) -> list[dict]:
@@ -346,7 +311,3 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
     epoch, place = divmod(step * tasks_per_step, len(tasks))
     order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
     return [tasks[order[(place + k) % len(tasks)]] for k in range(n)]
-
-
-def _identity(task: dict, columns) -> str:
-    return json.dumps([task.get(column) for column in columns], sort_keys=True)

@@ -1,10 +1,8 @@
 """Demonstrations: episodes of the environments' scripted experts, as if a model had played them."""
-import re
-
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Limits, Trajectory, without_faults, load_environments, without_too_long
+from agent import Episode, Limits, Trajectory, load_environments, without_faults, without_too_long
 from envs.session import Session, Watch
 from experiment.errors import EnvironmentFault
 
@@ -49,19 +47,15 @@ def warn_of_letters(tokenizer, classes: dict):
     The tiny model's tokenizer knows few words besides those of the environments that come with it.
     """
     for name, cls in classes.items():
-        words = set()
+        words = []
         for schema in envs.schemas(cls):
-            function = schema["function"]
-            words.update([function["name"], *function["parameters"]["properties"]])
-        spelled = [word for word in sorted(words) if is_spelled(tokenizer, word)]
+            words += [schema["function"]["name"], *schema["function"]["parameters"]["properties"]]
+        spelled = []
+        for word in dict.fromkeys(words):
+            tokens = len(tokenizer.encode(word, add_special_tokens=False))
+            if tokens > max(len(word) / 2, 2):
+                spelled.append(word)
         if spelled:
             print(f"note: this tokenizer spells {', '.join(spelled[:5])} of environment {name} in "
                   "letters, which makes its turns long and hard to learn; a real model does not, "
                   "or add the words to TINY_TEXT in llm/tiny.py")
-
-
-def is_spelled(tokenizer, word: str) -> bool:
-    """True if a word takes about as many tokens as it has letters."""
-    letters = len(re.sub(r"\W|_", "", word))
-    tokens = len(tokenizer.encode(word, add_special_tokens=False))
-    return letters >= 4 and tokens > letters / 2

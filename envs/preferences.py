@@ -11,10 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 import envs
-from envs.demonstrations import Conversation, Encoder, as_messages, is_messages, without_loss
-from experiment.files import replace_file, to_json
-from experiment.data import read_rows, reading
+from envs.demonstrations import Conversation, Encoder, as_messages, without_loss
+from envs.rows import first_row, need, read_as
 from experiment.errors import UserError
+from experiment.files import replace_file, to_json
 from llm.batches import prompt_of
 
 
@@ -24,15 +24,14 @@ def compares_rows(config) -> bool:
     path = config.dataset
     if not path or not path.endswith((".jsonl", ".csv", ".parquet")):
         return False
-    row = read_rows(path)[0]
-    line = row.pop("_line")
+    row, place = first_row(path)
     if row.keys() & {"chosen", "rejected"}:
         if config.trajectories:
             raise UserError(f"--trajectories {config.trajectories} and pairs in --dataset {path}: "
                             "give one")
         return True
     if not config.env and not config.trajectories:
-        raise UserError(f'{path}:{line}: no "chosen" field; has: {", ".join(row)} '
+        raise UserError(f'{place}: no "chosen" field; has: {", ".join(row)} '
                         "(tasks to play are given with --env)")
     return False
 
@@ -59,58 +58,47 @@ def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
     those of the environment. UserError: `FILE:LINE: what is wrong`.
     """
     encode = Encoder(tokenizer, env)
-    pairs = []
-    for row in tqdm(read_rows(path), "pairs", leave=False, delay=2):
-        with reading(path, row.pop("_line")):
-            chosen, rejected = preference(row)
-            pairs.append((encode(chosen), encode(rejected)))
-    return pairs
+    pairs = read_as(path, preference)
+    return [(encode(chosen), encode(rejected))
+            for chosen, rejected in tqdm(pairs, "pairs", leave=False, delay=2)]
 
 
-def preference(row: dict) -> tuple[Conversation, Conversation]:
+def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     """Return the chosen and the rejected conversation of a row {"prompt", "chosen", "rejected"}.
 
     Each field is text or a list of messages. Without a prompt, the messages with which both sides
     begin are the prompt. Only what follows the prompt is learned. Raises ValueError in one line.
     """
-    for name in ("chosen", "rejected"):
-        if name not in row:
-            raise ValueError(f'no "{name}" field; has: {", ".join(row)}')
-    chosen, rejected = row["chosen"], row["rejected"]
+    need(row, "chosen", "rejected")
+    chosen = as_messages(row["chosen"], "chosen", "assistant")
+    rejected = as_messages(row["rejected"], "rejected", "assistant")
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same: nothing to prefer")
-    prompt = row.get("prompt")
-    if prompt is None:
+    if row.get("prompt") is not None:
+        prompt = as_messages(row["prompt"], "prompt", "user")
+    else:
         prompt = shared_messages(chosen, rejected)
-    prompt = checked(as_messages(prompt, "user"), "prompt")
-    # Both sides may be whole conversations, which begin with the prompt.
-    if all(isinstance(side, list) and side[:len(prompt)] == prompt for side in (chosen, rejected)):
-        chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
-    chosen = checked(as_messages(chosen, "assistant"), "chosen")
-    rejected = checked(as_messages(rejected, "assistant"), "rejected")
-    prompt = without_loss(prompt)
-    return (Conversation(prompt + chosen, row.get("tools"), row.get("system")),
-            Conversation(prompt + rejected, row.get("tools"), row.get("system")))
+    conversations = []
+    for side in (chosen, rejected):
+        # A side may be a whole conversation, which begins with the prompt.
+        answer = side[len(prompt):] if side[:len(prompt)] == prompt else side
+        if not answer:
+            raise ValueError("chosen and rejected must continue after the prompt")
+        conversations.append(Conversation(without_loss(prompt) + answer, row, place))
+    return tuple(conversations)
 
 
 def shared_messages(chosen, rejected) -> list[dict]:
-    """Return the messages with which both conversations begin. Raises ValueError without any."""
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise ValueError('no "prompt" field; only lists of messages can do without')
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
+    """Return the messages with which both conversations begin, or raise ValueError."""
+    shared = []
+    for message, other in zip(chosen, rejected):
+        if message != other:
+            break
+        shared.append(message)
     if not shared:
         raise ValueError('no "prompt" field, and chosen and rejected do not begin with the same '
                          "message")
-    return chosen[:shared]
-
-
-def checked(value, name):
-    """Return the value if it is a list of messages, else raise ValueError."""
-    if not is_messages(value):
-        raise ValueError(f'"{name}" must be text or a list of messages')
-    return value
+    return shared
 
 
 # ---------------------------------------------------------------------------------------- episodes

@@ -78,6 +78,7 @@ class Session:
         self.reward = 0.0
         self.done = False
         self.stuck = False
+        self.member = self.kind = "__init__()"  # what runs now
 
     def start(self) -> tuple[str, str | None, int]:
         """Make and reset the environment. Return the question, the system prompt and max_turns."""

@@ -4,20 +4,19 @@
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import json
-import os
-import re
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 import envs
 from agent import Episode, play_turns, rollout, rollout_options
+from envs.rows import first_row
 from envs.session import Session, Watch
-from experiment.files import finite, replace_file
+from experiment.files import finite, open_to_write, replace_file
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import auto, fill, flag
-from experiment.data import read_rows, read_yaml
+from experiment.data import read_yaml
 from experiment.episodes import message_lines, summarise, transcript
 from experiment.errors import UserError
 from llm.chat import Chat
@@ -71,7 +70,7 @@ def as_the_run(config: Config) -> Config:
                         "give --env yourself")
     taken = {name: run.get(name) for name in ("env", "dataset", "eval_dataset", "env_options")}
     dataset = taken["dataset"]
-    if dataset and dataset != run["env"] and not envs.is_task(run["env"], read_rows(dataset)[0]):
+    if dataset and dataset != run["env"] and not envs.is_task(run["env"], first_row(dataset)[0]):
         # The run learned from conversations, which nobody can play.
         taken.update(dataset=None, eval_dataset=None)
     taken = {name: value for name, value in taken.items() if value and not getattr(config, name)}
@@ -81,44 +80,36 @@ def as_the_run(config: Config) -> Config:
 
 def run_config(model_path: str) -> Path | None:
     """Return the config.yaml of the run that wrote a model: an output folder, or a part of it."""
-    folder = Path(model_path)
-    if not folder.is_dir():
-        return None
-    folder = folder.resolve()
-    if folder.parent.name == "checkpoints":
-        folder = folder.parent.parent
-    elif folder.name == "base":
-        folder = folder.parent
-    file = folder / "config.yaml"
-    if file.is_file() and re.match(rb"# \w+ run;", file.read_bytes()[:40]):
-        return file
+    folder = Path(model_path).resolve()
+    # Parts of an output folder are base/ and checkpoints/step_NNNNNN/.
+    for place in (folder, folder.parent, folder.parent.parent):
+        file = place / "config.yaml"
+        if folder.is_dir() and file.is_file() and b" run;" in file.read_bytes()[:40]:
+            return file
     return None
 
 
 # ------------------------------------------------------------------------------------- traces
 def write_traces(config: Config, model, tokenizer, tasks: list[dict]):
     """Play the tasks, print the first episodes and the summary, and write all to --output."""
-    output = Path(config.output) if config.output else None
-    if output:
-        check_output(output)
+    if config.output:
+        check_output(config.output)
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size,
                        top_k=config.top_k, top_p=config.top_p, **rollout_options(config))
-    if output:
+    if config.output:
         rows = [json.dumps(finite(t.to_json()), ensure_ascii=False) + "\n" for t in episodes]
-        replace_file(output, "".join(rows))
+        replace_file(Path(config.output), "".join(rows))
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
     print(json.dumps(finite(summarise(episodes))))
 
 
-def check_output(path: Path):
-    """Raise UserError if the file cannot be written. It stays as it is until the episodes exist."""
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UserError(f"--output {path}: is no regular file; give another name")
-    if not path.parent.is_dir():
-        raise UserError(f"--output {path}: No such file or directory: {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--output {path}: Permission denied: {path.parent}")
+def check_output(path: str):
+    """Raise UserError if the file cannot be written. What is in it stays until there is better."""
+    try:
+        open_to_write(path, "a").close()
+    except OSError as error:
+        raise UserError(f"--output {path}: {error.strerror}") from None
 
 
 # --------------------------------------------------------------------------------------- chat

@@ -880,7 +880,7 @@ def test_the_output_file_is_replaced_when_the_episodes_exist(tmp_path, monkeypat
     talk.command(talk.Config(num_tasks=2, max_new_tokens=4, output=str(out)))
     assert len(read_trajectories(str(out))) == 2 and os.listdir(tmp_path) == ["traces.jsonl"]
     (tmp_path / "link.jsonl").symlink_to(out)
-    for place, says in [(tmp_path / "link.jsonl", "no regular file"), (tmp_path, "no regular file"), (tmp_path / "no" / "t.jsonl", "No such file")]:
+    for place, says in [(tmp_path / "link.jsonl", "symbolic links"), (tmp_path, "Is a directory"), (tmp_path / "no" / "t.jsonl", "No such file")]:
         with pytest.raises(UserError, match=f"--output .*{says}"):
             talk.command(talk.Config(num_tasks=1, output=str(place)))
 

@@ -352,7 +352,7 @@ def test_meetings_csv(tokenizer, tmp_path):
     assert json.loads(t.messages[1]["content"]) == {"probability": 0.25, "reason": "profile", "recommendation": "NO"}
     assert read(str(path), tokenizer, env="meetings")[0].rewards == []  # no meeting of the simulator: nothing to play
     path.write_text(path.read_text() + "x,high,slot,0.5\n")
-    with pytest.raises(UserError, match=r"""m.csv:3: "target_probability" must be a number, not 'high'"""):
+    with pytest.raises(UserError, match=r"""m.csv:3: "target_probability" must be a number from 0 to 1, not 'high'"""):
         read(str(path), tokenizer)
 
 
@@ -363,20 +363,20 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"messages": [ASK]}, "nothing to train: no assistant message"),
     ({"messages": []}, '"messages" must be a list of {"role": ..., "content": ...}'),
     ({"messages": "hi"}, '"messages" must be a list of {"role": ..., "content": ...}'),
-    ({"messages": [ASK, 3, ANSWER]}, "messages must be a list of objects"),
+    ({"messages": [ASK, 3, ANSWER]}, '"messages" must be a list of {"role": ..., "content": ...}'),
     ({"messages": [ASK, ANSWER], "tools": "f"}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER], "tools": [{"type": "function", "function": {"name": "a b"}}]},
      "tool names must be identifiers, got ['a b']"),
     ({"messages": [ASK, ANSWER, ANSWER]}, "message 2: need user after an answer, got assistant"),
-    ({"prompt": "How many?", "completion": None}, '"prompt" and "completion" must each be text or a list of messages'),
-    ({"prompt": 3, "completion": "42"}, '"prompt" and "completion" must each be text or a list of messages'),
-    ({"prompt": ["How many?"], "completion": "42"}, '"prompt" and "completion" must each be text or a list of messages'),
+    ({"prompt": "How many?", "completion": None}, '"completion" must be text or a list of messages'),
+    ({"prompt": 3, "completion": "42"}, '"prompt" must be text or a list of messages'),
+    ({"prompt": ["How many?"], "completion": "42"}, '"prompt" must be text or a list of messages'),
     ({"prompt": [ASK], "completion": [{**ANSWER, "loss": 0}]}, 'nothing to train: no assistant message without "loss": 0'),
     ({"question": "How many?", "answer": "many"},
      '"answer" has no number; give 72, or a solution that ends in #### 72, not \'many\''),
     ({"input_text": "Meet?", "target_probability": "0.5"},
-     'no "target_reason" column; has: input_text, target_probability'),
+     "no 'target_reason' in it"),
     ({"text": "42"}, "nothing to learn from; need messages; prompt, completion; question, answer; "
                      "input_text, target_probability; has: text"),
 ])
