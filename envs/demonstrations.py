@@ -20,6 +20,7 @@ from envs.rows import first_row, is_held_out, read_as, unseen
 from experiment.data import reading
 from experiment.errors import UserError
 from llm.chat import Chat
+from llm.recorded import recorded_ids
 
 
 class Conversation(NamedTuple):
@@ -155,7 +156,7 @@ class Encoder:
             tools = self.schemas(cls) if cls else []
             if row.get("tools") is not None:
                 tools = read_tools(row["tools"])
-            token_ids, loss_mask = self.chat(json.dumps(tools)).conversation(messages)
+            token_ids, loss_mask = recorded_ids(self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
                           messages=messages, group_id=place, info={"env": env, "task": row})
 

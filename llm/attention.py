@@ -4,6 +4,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from experiment.errors import UserError
 from llm.checkpointing import recompute
 
 SCORES = 2**25  # bytes of attention scores above which the stock kernel does the training pass
@@ -24,10 +25,10 @@ def grouped_attention(query, key, value, bias, scaling):
     """
     B, H, T, D = query.shape
     kv_heads, S = key.shape[1:3]
-    rows = H // kv_heads * T
-    scores = (query * scaling).reshape(B, kv_heads, rows, D) @ key.transpose(2, 3)
+    query = (query * scaling).reshape(B, kv_heads, -1, D)
+    scores = query @ key.transpose(2, 3)  # (B, H_kv, H / H_kv * T, S)
     weights = scores.view(B, kv_heads, -1, T, S).add_(bias).softmax(-1)
-    out = weights.view(B, kv_heads, rows, S) @ value  # (B, H_kv, rows, D)
+    out = weights.view(scores.shape) @ value
     return out.reshape(B, H, T, -1).transpose(1, 2)
 
 
@@ -39,13 +40,13 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
     """
     if changes_scores(kwargs):
-        raise ValueError(f"{type(module).__name__}: attention with soft-capping, sinks or "
-                         "a position bias is not supported by the engine")
-    R, H, C, D = query.shape
-    groups = H // key.shape[1]
+        raise UserError(f"{type(module).__name__}: attention with soft-capping, sinks or "
+                        "a position bias is not supported by the engine")
     if not row_cache.sdpa:
         bias = row_cache.bias(sliding_window, 1, query.dtype)[:, :, None]  # (R, 1, 1, C, S)
         return grouped_attention(query, key, value, bias, scaling), None
+    R, H, C, D = query.shape
+    groups = H // key.shape[1]
     if C > 1:
         # A prompt. Its mask, repeated for every query head, would be larger than the keys are.
         key = key.repeat_interleave(groups, 1)
@@ -72,20 +73,23 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     does what needs no gradient (so that the logits equal the stock model's to the bit), what has
     a mask or a bias, and what has more than 32 MiB of scores.
     """
-    B, H, T, _ = query.shape
-    P, rows = shared_prefix or (0, B)
-    visible = P + (T - P) // rows if shared_prefix else key.shape[2]  # keys of a row's last query
-    small = B * H * T * visible * query.element_size() <= SCORES
-    mask = None if shared_prefix else attention_mask
-    attend = partial(stock_attention, module, mask, scaling=scaling, dropout=dropout, **kwargs)
-    plain = mask is None and not dropout and not changes_scores(kwargs)
-    products = query.is_cpu and torch.is_grad_enabled() and small and plain
+    T, visible = query.shape[2], key.shape[2]  # visible: keys of a row's last query
+    if shared_prefix:
+        attention_mask = None
+        P, rows = shared_prefix
+        visible = P + (T - P) // rows
+    stock = attention_mask is not None or dropout or changes_scores(kwargs)
+    score_bytes = query[..., 0].numel() * visible * query.element_size()
+    products = query.is_cpu and torch.is_grad_enabled() and score_bytes <= SCORES and not stock
     if products:
         attend = partial(causal_products, scaling)
+    else:
+        attend = partial(
+            stock_attention, module, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if shared_prefix:
         attend = partial(packed_attention, attend, P, rows)
     if products:
-        return recompute(attend, query, key, value), None
+        attend = partial(recompute, attend)
     return attend(query, key, value), None  # (B, T, H, D)
 
 
@@ -99,21 +103,25 @@ def packed_attention(attend, P, rows, query, key, value):
 
     Returns (1, P + B * W, H, D).
     """
-    def completions(x):  # (1, H, P + B * W, D) -> (B, H, W, D)
-        return x[0, :, P:].unflatten(1, (rows, -1)).transpose(0, 1)
-
-    def with_prefix(x):  # (1, H_kv, P + B * W, D) -> (B, H_kv, P + W, D)
-        return torch.cat([x[:, :, :P].expand(rows, -1, -1, -1), completions(x)], 2)
     prefix = attend(query[:, :, :P], key[:, :, :P], value[:, :, :P])  # (1, P, H, D)
-    tail = attend(completions(query), with_prefix(key), with_prefix(value))  # (B, W, H, D)
+    completions = unpack(query[:, :, P:], rows)
+    seen = []
+    for x in (key, value):
+        repeated = x[:, :, :P].expand(rows, -1, -1, -1)
+        seen.append(torch.cat([repeated, unpack(x[:, :, P:], rows)], 2))  # (B, H_kv, P + W, D)
+    tail = attend(completions, *seen)  # (B, W, H, D)
     return torch.cat([prefix, tail.flatten(0, 1)[None]], 1)
+
+
+def unpack(x, rows):
+    """Return (B, H, W, D) of the rows that lie one behind the other in x (1, H, B * W, D)."""
+    return x[0].unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 def causal_products(scaling, query, key, value):
     """Causal `grouped_attention`, where the T queries are the last of S positions."""
     T, S = query.shape[2], key.shape[2]
-    ahead = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(1 + S - T)
-    bias = query.new_zeros(T, S).masked_fill_(ahead, -torch.inf)
+    bias = query.new_full((T, S), -torch.inf).triu_(1 + S - T)
     return grouped_attention(query, key, value, bias, scaling)
 
 

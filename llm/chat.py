@@ -9,7 +9,6 @@ import json
 import os
 from typing import NamedTuple
 
-from llm.recorded import recorded_ids
 from llm.template import Template, within_limits
 from llm.tool_calls import NAME
 
@@ -102,20 +101,17 @@ class Chat:
         """Return the ids of the first prompt, generation prompt included.
 
         Args:
-            messages: an optional system message, then user and assistant messages, a user's last.
+            messages: a user message, and before it perhaps a system message.
         """
-        _check_prompt(messages)
-        messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+        *system, user = [message["content"] for message in messages]
         introduction = []
-        if messages[0]["role"] == "system" and self._folds_system:
-            introduction.append(messages.pop(0)["content"])
+        if self._folds_system:
+            introduction, system = system, []
         if self._tools_text:
-            introduction.append(self._tools_text)
-        first = messages[0]
-        if first["role"] == "system":
-            first = messages[1]
-        first["content"] = "\n\n".join([*introduction, first["content"]])
-        return self._template.ids([self._message(**message) for message in messages])
+            introduction = [*introduction, self._tools_text]
+        shown = [self._message("system", text) for text in system]
+        user = "\n\n".join([*introduction, user])
+        return self._template.ids([*shown, self._message("user", user)])
 
     def turn(self, content: str, calls: list[dict], **fields: str) -> list[int]:
         """Return an assistant turn as the model would sample it, its stop token included.
@@ -203,10 +199,6 @@ class Chat:
             )
         return turn_ids
 
-    def conversation(self, messages: list[dict]) -> tuple[list[int], list[int]]:
-        """Return the ids and the loss mask of a recorded conversation, as llm/recorded.py says."""
-        return recorded_ids(self, messages)
-
     # -------------------------------------------------------------- what the template does to text
 
     def _message(self, role, content, calls=(), **fields):
@@ -242,9 +234,8 @@ class Chat:
         template.tools = [PROBE_TOOL]
         self._many_calls = True
         calls = [{"name": "probe", "arguments": {"x": arg}} for arg in (ARG, ARG2)]
-        one_call = self._called(calls[:1], [RESULT])
+        self.native_tools = template.shows([ABOUT, ARG, RESULT], self._called(calls[:1], [RESULT]))
         two_calls = self._called(calls, [RESULT, RESULT])
-        self.native_tools = template.shows([ABOUT, ARG, RESULT], one_call)
         self._many_calls = template.shows([ARG, ARG2, RESULT], two_calls)
         template.tools = tools if self.native_tools and tools else None
         self._tools_text = ""
@@ -260,10 +251,9 @@ class Chat:
                 "given as text"
             )
         self._answer_end = self._call_end = self._end_of_turn(answered, ANSWER, ANSWER)
-        if self.native_tools and self._many_calls:
-            self._call_end = self._end_of_turn(two_calls, ARG, ARG2)
-        elif self.native_tools:
-            self._call_end = self._end_of_turn(self._called(calls, [RESULT, RESULT]), ARG, ARG)
+        if self.native_tools:
+            dummy = self._called(calls, [RESULT, RESULT])
+            self._call_end = self._end_of_turn(dummy, ARG, ARG2 if self._many_calls else ARG)
         self.answer_stop_id = self._answer_end.stop_id
         self.call_stop_id = self._call_end.stop_id
 
@@ -315,10 +305,7 @@ class Chat:
     def _inside_turns(self):
         """Return the control tokens between a thought and its answer, as gpt-oss has them."""
         thinking = self._answered(REPLY, thinking=THOUGHT, reasoning_content=THOUGHT)[:2]
-        try:
-            rendering = self._template.render(thinking, generate=False)
-        except ValueError:
-            return set()
+        rendering = self._template.render(thinking, generate=False)
         between = rendering.partition(THOUGHT)[2].partition(ANSWER)[0]
         return set(self._template.controls(between))
 
@@ -333,18 +320,3 @@ def _names_of(tools):
     if bad:
         raise ValueError(f"tool names must be identifiers, got {bad}")
     return names
-
-
-def _check_prompt(messages):
-    """Raise ValueError unless messages are [system], user, [assistant, user ...] with text."""
-    for i, message in enumerate(messages):
-        role = message.get("role")
-        if role not in ("system", "user", "assistant") or (role == "system" and i > 0):
-            order = "[system], user, [assistant, user ...]"
-            raise ValueError(f"message {i} has role {role!r}: need {order}")
-        content = message.get("content")
-        if not isinstance(content, str):
-            kind = type(content).__name__
-            raise ValueError(f"message {i}: content must be text, got {kind}")
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError("a prompt must end with a user message")

@@ -13,6 +13,7 @@ slice of the cache and copies nothing. A token and its log-probability come from
 (sampling.py) and from the row's own random numbers, so what is drawn depends on the row's seed and
 the logits, never on who shares the batch. Nothing is forwarded twice.
 """
+import math
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 from experiment.errors import UserError
 from llm.attention import row_attention
-from llm.fused import fused_forward
+from llm.fused import Fused, fits
 from llm.kv_cache import RowCache
 from llm.logprobs import head_logits
 from llm.sampling import sample
@@ -63,15 +64,14 @@ class Row:
             self._uniforms += self._generator.random(64).tolist()
         return self._uniforms[:n]
 
-    def append(self, token: int, logprob: float, stop_ids) -> bool:
-        """Take a sampled token. Returns True if it ends the turn."""
+    def append(self, token: int, logprob: float, stop_ids):
+        """Take a sampled token, which ends the turn if it is a stop id or the last one allowed."""
         del self._uniforms[:1], self.forced[:1]
         self.turn.append(token)
         self.logprobs.append(logprob)
         self.pending = [token]
         ended = token in stop_ids or len(self.turn) >= self.limit
         self.state = "ended" if ended else "decode"
-        return ended
 
 
 class Engine:
@@ -88,7 +88,7 @@ class Engine:
             slots: rows that are in the batch at the same time.
             stop_ids: ids that end a turn. They are part of it.
             temperature, top_k, top_p: as in `sampling.sample`.
-            fused: use `fused.Fused` if it applies and agrees with the stock modules.
+            fused: use `fused.Fused` if it applies.
 
         Raises UserError for a model whose attention the cache cannot hold.
         """
@@ -100,9 +100,8 @@ class Engine:
         self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
         layers = model.config.get_text_config().num_hidden_layers
         self.cache = RowCache(layers, slots, self.device)
-        stock = StockForward(model)
-        self.fused = fused_forward(model, stock) if fused else None
-        self.forward = self.fused or stock
+        self.fused = Fused(model) if fused and fits(model) else None
+        self.forward = self.fused or StockForward(model)
         self.owner: list[Row | None] = [None] * slots
         self.waiting: list[Row] = []
         self.ended: list[Row] = []  # rows whose turn ended in this step
@@ -174,20 +173,15 @@ class Engine:
                 first.setdefault(row.group, row)
         if first:
             logits = self.run(list(first.values()))
-        still_waiting = {row.group for row in self.waiting}
         for i, (group, row) in enumerate(first.items()):
-            prefix = self.cache.prefix(row.slot, row.length)
-            if group in still_waiting:  # the first row will have overwritten it by then
-                prefix = [tensor.clone() for tensor in prefix]
+            prefix = [tensor.clone() for tensor in self.cache.prefix(row.slot, row.length)]
             self.prompts[group] = prefix, logits[i], row.length
         for row in entering:
             prefix, _, row.length = self.prompts[row.group]
-            row.pending = []
-            if row is not first.get(row.group):
-                for target, source in zip(self.cache.prefix(row.slot, row.length), prefix):
-                    target.copy_(source)
+            for target, source in zip(self.cache.prefix(row.slot, row.length), prefix):
+                target.copy_(source)
         logits = torch.stack([self.prompts[row.group][1] for row in entering])
-        for group in self.prompts.keys() - still_waiting:
+        for group in self.prompts.keys() - {row.group for row in self.waiting}:
             del self.prompts[group]
         return logits
 
@@ -203,16 +197,15 @@ class Engine:
         half = len(rows) // 2
         if half and len(rows) * width > LONG:
             return torch.cat([self.run(rows[:half]), self.run(rows[half:])])
-        slots, starts, lengths, ids = [], [], [], []
+        slots, starts, ids, last = [], [], [], []
         for row in rows:
             slots.append(row.slot)
             starts.append(row.length)
-            lengths.append(len(row.pending))
             ids.append(row.pending + [0] * (width - len(row.pending)))
+            last.append(len(row.pending) - 1)
             row.length += len(row.pending)
-        self.cache.prepare(slots, starts, lengths)
+        self.cache.prepare(slots, starts, width)
         hidden = self.forward(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
-        last = torch.tensor(lengths) - 1
         return self.forward.head(hidden[range(len(rows)), last])
 
     def sample(self, rows: list[Row], logits):
@@ -223,24 +216,28 @@ class Engine:
             forced += row.forced[:1] or [-1]
         uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
         forced = torch.tensor(forced, device=self.device)
-        ids, logprobs, finite = self.draw(logits, uniforms, forced)
-        if not finite.all():
-            raise FloatingPointError("the model's logits are not finite")
+        ids, logprobs = self.draw(logits, uniforms, forced)
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
-            if row.append(token, logprob, self.stop_ids):
-                self.ended.append(row)
+            self.take(row, token, logprob)
+
+    def take(self, row: Row, token: int, logprob: float):
+        """Append a sampled token to its row. Raises FloatingPointError if its logprob is NaN."""
+        if math.isnan(logprob):
+            raise FloatingPointError("the model's logits are not finite")
+        row.append(token, logprob, self.stop_ids)
+        if row.state == "ended":
+            self.ended.append(row)
 
     def pack(self):
         """Swap rows of the cache so that those that decode fill the first slots."""
         running = self.rows("decode")
-        slots = {row.slot for row in running}
-        holes = [slot for slot in range(len(running)) if slot not in slots]
-        if not holes:
-            return
-        outside = running[-len(holes):]  # they are in the order of their slots
-        span = max(row.length for row in self.owner if row)
-        self.cache.swap(holes, [row.slot for row in outside], span)
-        for row, hole in zip(outside, holes):
+        holes = []
+        for slot, row in enumerate(self.owner[:len(running)]):
+            if row not in running:
+                holes.append(slot)
+        outside = running[len(running) - len(holes):]  # they are in the order of their slots
+        for hole, row in zip(holes, outside):
+            self.cache.swap(hole, row.slot)
             other = self.owner[hole]
             if other:
                 other.slot = row.slot
@@ -272,18 +269,14 @@ class StockForward:
 
 
 def check_attention(model):
-    """Raise UserError for a model whose past is more than keys and values, or has soft-capping."""
+    """Raise UserError for a model whose past is more than the keys and values of each layer."""
     config = model.config.get_text_config()
-    problems = set(getattr(config, "layer_types", None) or ())
-    problems -= {"full_attention", "sliding_attention"}
-    if getattr(config, "attn_logit_softcapping", None):
-        problems.add("attention soft-capping")
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        problems.add("attention sinks")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
     shared = getattr(config, "num_kv_shared_layers", 0)
-    if problems or shared or not getattr(model, "_supports_attention_backend", False):
+    if others or shared or not getattr(model, "_supports_attention_backend", False):
         name = type(model).__name__
         raise UserError(
-            f"{name}: the engine cannot hold its cache ({', '.join(sorted(problems)) or name}); "
+            f"{name}: the engine cannot hold its cache ({', '.join(others) or name}); "
             "models with full or sliding-window attention work "
             "(Llama, Qwen2, Qwen3, Gemma 3, SmolLM)")

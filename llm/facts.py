@@ -10,13 +10,11 @@ class Facts:
         source: the base model's folder, its hub id, or "tiny".
         seed: the seed of the tiny model's random weights.
         shares_prefix: True if rows that begin alike may go through as one packed row.
-        fuses: True once the fused forward gave the stock modules' logits, False if it cannot.
         refuses_graphs: True if a decode step of this model could not become a CUDA graph.
     """
     source: str = ""
     seed: int = 0
     shares_prefix: bool = False
-    fuses: bool | None = None
     refuses_graphs: bool = False
 
 

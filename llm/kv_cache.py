@@ -24,6 +24,11 @@ class RowCache:
     It takes the place of transformers' Cache. Before each forward pass, `prepare` or
     `prepare_step` says which rows the pass is for and where their new tokens go. A pass has R rows
     and C tokens per row.
+
+    Attributes:
+        position: (R, C) the place of every new token in its row.
+        span: how many of a row's places the pass reads.
+        sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
 
     is_compileable = False
@@ -34,44 +39,37 @@ class RowCache:
         self.slots = slots
         self.capacity = 0  # S
         self.device = device
-        # Attention by torch's fused kernel. On a CPU it is slow with a mask and one query per row.
         self.sdpa = device.type == "cuda"
 
-    def prepare(self, slots: list[int], starts: list[int], lengths: list[int]):
-        """Make the next pass write `lengths` tokens per row, from position `starts`.
+    def prepare(self, slots: list[int], starts: list[int], width: int):
+        """Make the next pass write `width` tokens per row, from position `starts`.
 
-        C is the largest length; shorter rows are padded on the right. If the rows have the first
-        slots in order, they are read without a copy.
+        Shorter rows are padded on the right. The padding is stored like tokens, in places that no
+        query looks at before the row's own next tokens are written there. If the rows have the
+        first slots in order, they are read without a copy.
         """
-        width = max(lengths)
-        self.reserve(max(start + n for start, n in zip(starts, lengths)))
-        column = torch.arange(width, device=self.device)
-        position = torch.tensor(starts, device=self.device)[:, None] + column
-        real = column < torch.tensor(lengths, device=self.device)[:, None]  # (R, C)
-        self.take = real.flatten().nonzero()[:, 0]  # (n,) the tokens that are no padding, of R * C
-        index = torch.tensor(slots, device=self.device)
+        self.reserve(max(starts) + width)
+        start = torch.tensor(starts, device=self.device)[:, None]
+        self.rows = torch.tensor(slots, device=self.device)
         first_slots = slots == list(range(len(slots)))
-        self.read = slice(0, len(slots)) if first_slots else index
-        self.write_slot = index.repeat_interleave(width)[self.take]
-        self.write_position = position.flatten()[self.take]
-        self._see(position, self.capacity)
+        self.read = slice(0, len(slots)) if first_slots else self.rows
+        self._place(start + torch.arange(width, device=self.device), self.capacity)
 
-    def prepare_step(self, lengths, span: int):
-        """Make the next pass write one token for each of the first R rows, at positions `lengths`.
+    def prepare_step(self, position, span: int):
+        """Make the next pass write one token for each of the first R rows, at `position` (R,).
 
-        It reads the first `span` positions. Nothing depends on the values of `lengths`, so a CUDA
-        graph can replay it. A row longer than `span`, which is frozen, writes at its own position
-        and sees what the last position of the span sees.
+        It reads the first `span` places. Nothing depends on the values of `position`, so a CUDA
+        graph can replay it.
         """
-        self.write_slot = self.take = torch.arange(len(lengths), device=self.device)
-        self.write_position = lengths
-        self.read = slice(0, len(lengths)), slice(None), slice(0, span)
-        self._see(lengths[:, None], span)
+        self.rows = torch.arange(len(position), device=self.device)
+        self.read = slice(0, len(position)), slice(None), slice(0, span)
+        self._place(position[:, None], span)
 
-    def _see(self, position, span: int):
-        # A query beyond the span (padding, a frozen row) could see no key of a sliding window, and
+    def _place(self, position, span: int):
+        self.write = self.rows[:, None], slice(None), position
+        # A query beyond the span, of a row that waits, could see no key of a sliding window, and
         # the softmax over none is NaN, which a slot keeps for the next row.
-        self.position = position.clamp(max=span - 1)  # (R, C)
+        self.position = position.clamp(max=span - 1)
         self.span = span
         self.biases = {}
 
@@ -93,10 +91,7 @@ class RowCache:
             if tensors[layer] is None:
                 shape = self.slots, new.shape[1], self.capacity, new.shape[3]
                 tensors[layer] = empty_pages(new, shape)
-            new = new.transpose(1, 2).flatten(0, 1)  # (R * C, H_kv, D)
-            if len(self.take) < len(new):
-                new = new[self.take]
-            tensors[layer][self.write_slot, :, self.write_position] = new
+            tensors[layer][self.write] = new.transpose(1, 2)  # (R, C, H_kv, D)
         # All positions, not only those in use: a CPU's bfloat16 product would copy a slice.
         return self.keys[layer][self.read], self.values[layer][self.read]
 
@@ -124,10 +119,10 @@ class RowCache:
         """Return views (H_kv, length, D) of a slot's first keys and values, for all layers."""
         return [tensor[slot, :, :length] for tensor in (*self.keys, *self.values)]
 
-    def swap(self, slots: list[int], others: list[int], span: int):
-        """Exchange the first `span` positions of slots with those of others."""
+    def swap(self, slot: int, other: int):
+        """Exchange what two slots hold."""
         for tensor in (*self.keys, *self.values):
-            tensor[slots + others, :, :span] = tensor[others + slots, :, :span]
+            tensor[[slot, other]] = tensor[[other, slot]]
 
     def get_seq_length(self, *_):
         return 0  # positions are passed explicitly, nobody may derive them from the cache

@@ -242,11 +242,10 @@ def _shares_prefix(model) -> bool:
         return False
     probe = torch.arange(12, device=model.device).view(2, 6) % 9  # two rows
     probe[:, :3] = probe[0, :3]
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2, device=model.device)
     results = []
     try:
-        for share in (False, True):
-            hidden, index = hidden_states(model, probe, mask, share)
+        for prefix in (0, 3):
+            hidden, index = hidden_states(model, probe, prefix)
             results.append(hidden[index].float())  # (2, 6, D)
     except Exception:  # it takes no positions, or does not hand its attention our arguments
         return False

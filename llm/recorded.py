@@ -33,8 +33,9 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
             _check_role(message.get("role"), since, calls, bool(ids))
             text, new_calls = _read_message(message)
             loss = _loss(message)
+            if message["role"] == "tool":
+                _check_result_id(message.get("tool_call_id"), call_ids[len(since)])
             if message["role"] != "assistant":
-                _check_result_id(message, call_ids[len(since) : len(since) + 1])
                 since.append({"role": message["role"], "content": text})
                 continue
             before = _ids_before_turn(chat, since, calls, ids)
@@ -44,7 +45,8 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         ids += before + turn
         mask += [0] * len(before) + [loss] * len(turn)
         since, calls = [], new_calls
-        call_ids = [call.get("id") for call in message.get("tool_calls") or []]
+        # Calls that are written in the text have no ids.
+        call_ids = [call.get("id") for call in message.get("tool_calls") or calls]
     if not any(mask):
         without = ' without "loss": 0' if messages else ""
         raise ValueError(f"nothing to train: no assistant message{without}")
@@ -60,11 +62,12 @@ def _check_role(role, since, calls, begun):
         calls: of the last assistant message.
         begun: True if there was an assistant message.
     """
-    if since and since[-1]["role"] == "system":
+    last = since[-1]["role"] if since else ""
+    if last == "system":
         roles, when = ["user"], "after the system message"
-    elif since and since[-1]["role"] == "user":
+    elif last == "user":
         roles, when = ["assistant"], "after the user"
-    elif since and len(since) == len(calls):
+    elif last == "tool" and len(since) == len(calls):
         roles, when = ["assistant"], "after the last result"
     elif calls:
         roles, when = ["tool"], "after a tool call"
@@ -76,10 +79,9 @@ def _check_role(role, since, calls, begun):
         raise ValueError(f"need {' or '.join(roles)} {when}, got {role}")
 
 
-def _check_result_id(message, call_ids):
+def _check_result_id(result_id, call_id):
     """Raise ValueError if a result names another call than the one in whose place it stands."""
-    ids = {str(call_id) for call_id in (*call_ids, message.get("tool_call_id")) if call_id}
-    if message["role"] == "tool" and len(ids) > 1:
+    if result_id and call_id and str(result_id) != str(call_id):
         raise ValueError("results must stand in the order of their calls, by their tool_call_id")
 
 

@@ -16,7 +16,7 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
         temperature: 0 takes the most likely token, with its log-probability at temperature 1.
         top_k, top_p: cut the distribution, for chat and evaluation. Training never uses them.
 
-    Returns ids (R,), logprobs (R,) in nats, and finite (R,), False where the logits are not.
+    Returns ids (R,) and logprobs (R,) in nats, which are NaN where the logits are not finite.
     """
     rows = max(1, PIECE // logits.shape[1])
     if logits.is_cpu and len(logits) > rows:
@@ -27,14 +27,14 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
     if temperature not in (0, 1):
         z = z / temperature
     z = cut(z, top_k, top_p)  # (R, V)
-    peak = z.amax(-1, keepdim=True)  # (R, 1)
-    ids, total = inverse_cdf((z - peak).exp_(), uniforms)
+    z_max = z.amax(-1, keepdim=True)  # (R, 1)
+    ids, total = inverse_cdf((z - z_max).exp_(), uniforms)
     if temperature == 0:
         ids = z.argmax(-1)
     ids = torch.where(forced >= 0, forced, ids)
     ids = ids.clamp(max=z.shape[1] - 1)  # where the logits are not finite, no search ends inside
-    logits_drawn = z.gather(1, ids[:, None]) - peak  # (R, 1)
-    return ids, logits_drawn[:, 0] - total.log().float(), total.isfinite()
+    z_drawn = z.gather(1, ids[:, None]) - z_max  # (R, 1)
+    return ids, z_drawn[:, 0] - total.log().float()
 
 
 def inverse_cdf(weight, uniforms):
@@ -58,7 +58,8 @@ def inverse_cdf(weight, uniforms):
     # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
     rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-40))
     offset = torch.searchsorted(inside, rest, right=True)
-    return (chosen * BLOCK + offset)[:, 0], total[:, 0]
+    ids = chosen * BLOCK + offset  # (R, 1)
+    return ids[:, 0], total[:, 0]
 
 
 def cut(z, top_k: int, top_p: float):

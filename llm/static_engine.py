@@ -1,8 +1,11 @@
 """Static decoding: the engine whose decode steps are CUDA graphs. engine.py can be read without it.
 
 Decode steps run over tensors that stay in place, `WINDOW` of them before the host looks at what
-they drew. A row that ends inside a window, or waits for a tool, is frozen: it is computed along
-and changes nothing. So one step is a CUDA graph, one graph for each bucket of rows and of context.
+they drew. So one step is a CUDA graph, one graph for each bucket of rows and of context.
+
+All rows in the first slots are computed along, also one that has ended inside the window or waits
+for a tool. What that draws is dropped. What it writes lies behind the row's last token in the
+cache, where no query looks before the row itself writes there.
 """
 import sys
 
@@ -30,52 +33,45 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
 
 
 class Window:
-    """The tensors of a window of decode steps. They stay in place: graphs hold their addresses."""
+    """The tensors of a window of decode steps. They stay in place: graphs hold their addresses.
 
-    def __init__(self, slots: int, stop_ids, device):
-        def zeros(*shape, dtype=torch.long):
-            return torch.zeros(shape, dtype=dtype, device=device)
-        # Last token, its position, tokens left, running or not, and a forced id (or -1) per step.
-        self.state = zeros(4 + WINDOW, slots)
-        self.uniforms = zeros(WINDOW, slots, dtype=torch.float64)
-        # Ids and log-probabilities of every step, and how often the logits were not finite.
-        self.drawn = zeros(2 * WINDOW + 1, slots, dtype=torch.float64)
-        self.now = zeros(1)  # the step of the window
-        self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
+    Attributes:
+        state: (2 + 2 WINDOW, slots), float64: the row's last token and its place in the cache, then
+            a random number and a forced id (or -1) for every step.
+        drawn: (2, WINDOW, slots), float64: the ids and the log-probabilities of every step.
+        now: (1,) the step of the window.
+    """
 
-    def fill(self, owner):
-        """Copy the state of the slots' rows to the device. Rows that do not decode are frozen."""
-        state, uniforms = [], []  # a line per slot
-        for row in owner:
-            line, draws = [0, 0, 0, 0], [0.0] * WINDOW
+    def __init__(self, slots: int, device):
+        self.state = torch.zeros(2 + 2 * WINDOW, slots, dtype=torch.float64, device=device)
+        self.drawn = self.state.new_zeros(2, WINDOW, slots)
+        self.now = torch.zeros(1, dtype=torch.long, device=device)
+
+    def fill(self, owner: list[Row | None]):
+        """Copy what the rows in the slots need for the next steps to the device."""
+        columns = [[0.0] * len(self.state)] * len(owner)
+        for slot, row in enumerate(owner):
             if row:
-                line[:3] = row.pending[-1], row.length, row.limit - len(row.turn)
-            if row and row.state == "decode":
-                line[3:] = 1, *row.forced[:WINDOW]
-                draws = row.uniforms(WINDOW)
-            state.append(line + [-1] * (4 + WINDOW - len(line)))
-            uniforms.append(draws)
-        self.state.copy_(torch.tensor(state).T)
-        self.uniforms.copy_(torch.tensor(uniforms, dtype=torch.float64).T)
+                forced = (row.forced + [-1] * WINDOW)[:WINDOW]
+                columns[slot] = [row.pending[-1], row.length, *row.uniforms(WINDOW), *forced]
+        self.state.copy_(torch.tensor(columns, dtype=torch.float64).T)
         self.now.zero_()
-        self.drawn[-1].zero_()
 
-    def advance(self, rows: int, logits, draw):
-        """Draw one step of the first rows and write it into the window."""
-        now, state = self.now, self.state[:, :rows]
-        token, length, left, running = state[:4]  # (R,) each
-        uniforms = self.uniforms[:, :rows].index_select(0, now)[0]
-        forced = state[4:].index_select(0, now)[0]
-        ids, logprobs, finite = draw(logits, uniforms, forced)
-        drawn = self.drawn[:, :rows]
-        drawn.index_copy_(0, now, ids.double()[None])
-        drawn.index_copy_(0, now + WINDOW, logprobs.double()[None])
-        drawn[-1] += running * ~finite
-        token.copy_(torch.where(running > 0, ids, token))
-        length += running
-        left -= running
-        running *= ~(ids[:, None] == self.stops).any(1) & (left > 0)
-        now += 1
+    def inputs(self, rows: int):
+        """Return the last tokens of the first rows (R,) and their places in the cache (R,)."""
+        return self.state[:2, :rows].long()
+
+    def advance(self, logits, draw):
+        """Draw one step of the first rows from their logits (R, V)."""
+        rows = len(logits)
+        steps = self.state[2:, :rows].unflatten(0, (2, WINDOW))
+        uniforms, forced = steps.index_select(1, self.now)[:, 0]  # (R,) each
+        ids, logprobs = draw(logits, uniforms, forced.long())
+        drawn = torch.stack([ids.double(), logprobs.double()])  # (2, R)
+        self.drawn[:, :, :rows].index_copy_(1, self.now, drawn[:, None])
+        self.state[0, :rows] = ids
+        self.state[1] += 1
+        self.now += 1
 
 
 class StaticEngine(Engine):
@@ -83,31 +79,28 @@ class StaticEngine(Engine):
 
     def __init__(self, model, *, tokens: int = 0, **options):
         super().__init__(model, **options)
-        self.window = Window(self.slots, self.stop_ids, self.device)
+        self.window = Window(self.slots, self.device)
         self.cache.reserve(tokens + WINDOW)
         self.graphs = {}  # (rows, span, capacity) -> a graph, or None while there is none
-        self.graphable = not facts(model).refuses_graphs and not any(
-            map(resists_capture, model.base_model.modules()))
+        resists = any(map(resists_capture, model.base_model.modules()))
+        self.graphable = not resists and not facts(model).refuses_graphs
 
     def decode(self):
         """Decode up to `WINDOW` tokens of every running row."""
         running = self.rows("decode")
         rows = self.bucket(len(running))
-        if rows < self.bucket(running[-1].slot + 1):  # else a frozen row costs less than a swap
+        if rows < self.bucket(running[-1].slot + 1):  # else a row too many costs less than a swap
             self.pack()
         steps = min(WINDOW, max(row.limit - len(row.turn) for row in running))
         span = self.make_room(running, steps)
         self.window.fill(self.owner)
         self.replay(rows, span, steps)
-        drawn = self.window.drawn[:, :rows].tolist()  # the one look
-        if any(drawn[-1]):
-            raise FloatingPointError("the model's logits are not finite")
+        ids, logprobs = self.window.drawn.tolist()  # the one look
         for row in running:
             for step in range(steps):
                 row.length += 1
-                token, logprob = drawn[step][row.slot], drawn[WINDOW + step][row.slot]
-                if row.append(int(token), logprob, self.stop_ids):
-                    self.ended.append(row)
+                self.take(row, int(ids[step][row.slot]), logprobs[step][row.slot])
+                if row.state == "ended":
                     break
         self.clock += steps - 1
 
@@ -116,11 +109,9 @@ class StaticEngine(Engine):
         return min(1 << (rows - 1).bit_length(), self.slots)
 
     def make_room(self, running: list[Row], steps: int) -> int:
-        """Make room for `steps` tokens of the running rows. Returns the context to read."""
-        # A frozen row writes one token, in the place where it will write when it continues.
-        frozen = [row.length + 1 for row in self.owner if row]
+        """Make room for `steps` tokens of all rows. Returns the context that running ones read."""
+        self.cache.reserve(max(row.length for row in self.owner if row) + steps)
         longest = max(row.length for row in running) + steps
-        self.cache.reserve(max(longest, *frozen))
         span = SHORTEST_SPAN
         while span < longest:
             span *= 2
@@ -129,26 +120,25 @@ class StaticEngine(Engine):
     def replay(self, rows: int, span: int, steps: int):
         """Run static steps. A bucket's first window runs without a graph, which warms it up."""
         key = rows, span, self.cache.capacity  # a cache that has grown has other addresses
-        if key not in self.graphs:
-            self.graphs[key] = None
-        elif not self.graphs[key] and self.graphable:
+        if key in self.graphs and not self.graphs[key] and self.graphable:
             self.graphs[key] = self.capture(rows, span)
-        graph = self.graphs[key]
+        graph = self.graphs.setdefault(key)
         for _ in range(steps):
             graph.replay() if graph else self.static_step(rows, span)
 
     def static_step(self, rows: int, span: int):
         """Run one decode step of the first rows. Nothing here looks at a value on the device."""
-        token, length = self.window.state[:2, :rows]
-        self.cache.prepare_step(length, span)
+        token, position = self.window.inputs(rows)
+        self.cache.prepare_step(position, span)
         hidden = self.forward(token[:, None], self.cache)[:, 0]  # (R, D)
-        self.window.advance(rows, self.forward.head(hidden), self.draw)
+        self.window.advance(self.forward.head(hidden), self.draw)
 
     def capture(self, rows: int, span: int):
         """Capture the static step as a CUDA graph, or return None where no graph can hold it."""
         if self.device.type != "cuda":
             return None
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         # All graphs share one pool of memory, because no two run at once.
         pools = [other.pool() for other in self.graphs.values() if other]
         pool = pools[0] if pools else torch.cuda.graph_pool_handle()
@@ -157,8 +147,8 @@ class StaticEngine(Engine):
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.static_step(rows, span)
         except RuntimeError as error:
-            print(f"note: decoding without CUDA graphs: {str(error).splitlines()[0]}",
-                  file=sys.stderr)
+            problem = str(error).splitlines()[0]
+            print(f"note: decoding without CUDA graphs: {problem}", file=sys.stderr)
             # torch.cuda.graph leaves both behind when the end of the capture raises.
             torch.cuda.set_stream(stream)
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
@@ -174,5 +164,5 @@ def resists_capture(module) -> bool:
     Hooks before a layer (layers streamed from the host) are Python, which a replay leaves out, and
     some kinds of RoPE look at the positions.
     """
-    return bool(module._forward_pre_hooks) or getattr(module, "rope_type", "") in (
-        "dynamic", "longrope")
+    looks_at_positions = getattr(module, "rope_type", "") in ("dynamic", "longrope")
+    return looks_at_positions or bool(module._forward_pre_hooks)

@@ -14,7 +14,6 @@ import warnings
 MAX_CALLS = 64  # in one turn
 MAX_DEPTH = 64  # nesting of lists and objects in the arguments
 MAX_DIGITS = 308  # of an integer, as in a float; Python refuses to print 5,000
-TOO_LONG = f"a number of more than {MAX_DIGITS} digits"
 MAX_PYTHON = 100_000  # characters handed to Python's own parser
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
@@ -27,6 +26,7 @@ _OPENER = re.compile(
 _CLOSER = re.compile(
     r"</tool_call>|</function>|</atem:invoke>|<\|tool_call_end\|>|<tool_call\|>"
 )
+_CLOSERS = re.compile(rf"(?:\s*(?:{_CLOSER.pattern}))*")
 _PYTHON_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
 _LIKE_A_CALL = re.compile(
     r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"', re.S
@@ -35,12 +35,11 @@ _TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>)?\s*')
 _TAG_VALUE = re.compile(
     r'(?:<parameter=([^>\n]{1,64})>|<atem:parameter name="([^"\n]{1,64})">|'
     r"<arg_key>([^<\n]{1,64})</arg_key>\s*<arg_value>)"
-    r"(.*?)(?:</parameter>|</atem:parameter>|</arg_value>)\s*",
+    r"\n?(.*?)\n?(?:</parameter>|</atem:parameter>|</arg_value>)\s*",
     re.S,
 )
 _GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_LITERALS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
@@ -62,24 +61,19 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
     calls, errors = [], []
     opener = None  # The text itself may be a call, so the first attempt needs no opening tag.
     while True:
-        raw_calls, problem, position = _attempt(text, opener, position)
-        if problem:
-            errors.append(_error(problem))
-        for raw in raw_calls[: MAX_CALLS + 1]:
-            try:
-                calls.append(check_call(raw))
-            except ValueError as error:
-                errors.append(_error(error))
-        if opener:
-            position = _skip_closers(text, position)
-        opener = _OPENER.search(text, position)
-        content += text[position : opener.start() if opener else len(text)]
+        new_calls, new_errors, position = _attempt(text, opener, position)
+        calls += new_calls
+        errors += new_errors
         # The limit also bounds the time, because each attempt may read to the end of the text.
         if len(calls) + len(errors) > MAX_CALLS:
             too_many = f"error: only {MAX_CALLS} calls a turn are read"
             return content.strip(), calls[:MAX_CALLS], [*errors[:1], too_many]
+        if opener:
+            position = _CLOSERS.match(text, position).end()
+        opener = _OPENER.search(text, position)
         if not opener:
-            return content.strip(), calls, errors
+            return (content + text[position:]).strip(), calls, errors
+        content += text[position : opener.start()]
 
 
 def check_call(raw) -> dict:
@@ -106,24 +100,21 @@ def check_call(raw) -> dict:
 
 def _check_value(value, depth):
     """Raise ValueError unless a value is JSON that any other program can read."""
-    children = []
-    match value:
-        case dict():
-            children = [*value, *value.values()]
-            sound = True
-        case list():
-            children = value
-            sound = True
-        case str():
-            sound = not _SURROGATE.search(value)
-        case int() | float():
-            sound = abs(value) <= sys.float_info.max
-        case _:
-            sound = value is None
-    if not sound:
-        raise ValueError("must be JSON with finite numbers and whole characters")
     if depth > MAX_DEPTH:
         raise ValueError("are nested too deep")
+    match value:
+        case dict() if all(isinstance(key, str) for key in value):
+            children = [*value, *value.values()]
+        case list():
+            children = value
+        case str() if not _SURROGATE.search(value):
+            return
+        case int() | float() if abs(value) <= sys.float_info.max:
+            return
+        case None:
+            return
+        case _:
+            raise ValueError("must be JSON with finite numbers and whole characters")
     for child in children:
         _check_value(child, depth + 1)
 
@@ -139,24 +130,14 @@ def _skip_space(text, position):
     return _SPACE.match(text, position).end()
 
 
-def _skip_closers(text, position):
-    """Return the position after the closing tags that stand at a position."""
-    while closer := _CLOSER.match(text, _skip_space(text, position)):
-        position = closer.end()
-    return position
-
-
 def _end_of_thought(text):
     """Return where a closed thought at the start of the text ends, or 0 if there is none."""
-    end = text.find("</think>") + len("</think>")
-    if end < len("</think>"):
-        return 0
-    start = text.lstrip()[:7]
-    if start == "<think>":
-        return end
+    before, tag, _ = text.partition("</think>")
+    end = len(before + tag)
+    if not tag or text.lstrip().startswith("<think>"):
+        return end if tag else 0
     # The generation prompt may have opened the thought. But a </think> inside a call closes none.
-    opener = _OPENER.search(text)
-    inside_a_call = start[:1] in ("{", "[") or (opener and opener.start() < end)
+    inside_a_call = before.lstrip().startswith(("{", "[")) or _OPENER.search(before)
     return 0 if inside_a_call else end
 
 
@@ -164,18 +145,24 @@ def _attempt(text, opener, position):
     """Try to read calls after an opening tag, or at a position if there is no tag.
 
     Returns:
-        The unchecked calls, the exception if they could not be read, and where to continue.
+        The calls, a text for each that could not be read, and where to continue.
     """
     start = _skip_space(text, opener.end() if opener else position)
     try:
         raw_calls, end = _read(text, opener, start)
         if opener and not raw_calls:
             raise ValueError("a tool call without a function")
-        return raw_calls, None, end if raw_calls else position
-    except (ValueError, RecursionError, MemoryError, SyntaxError) as error:
-        if not opener and not _LIKE_A_CALL.match(text, start):
-            return [], None, position
-        return [], error, _next_tag(text, start)
+    except Exception as error:  # whatever a text can do to a parser
+        if opener or _LIKE_A_CALL.match(text, start):
+            return [], [_error(error)], _next_tag(text, start)
+        return [], [], position
+    calls, errors = [], []
+    for raw in raw_calls[: MAX_CALLS + 1]:
+        try:
+            calls.append(check_call(raw))
+        except ValueError as error:
+            errors.append(_error(error))
+    return calls, errors, end if raw_calls else position
 
 
 def _next_tag(text, position):
@@ -184,13 +171,10 @@ def _next_tag(text, position):
     return min([tag.start() for tag in tags if tag], default=len(text))
 
 
-def _at_tag(text, position):
-    """True at the end of the text and where an opening or closing tag starts."""
-    return (
-        position >= len(text)
-        or _CLOSER.match(text, position) is not None
-        or _OPENER.match(text, position) is not None
-    )
+def _check_end(text, position):
+    """Raise ValueError unless a tag or the end of the text follows."""
+    if _next_tag(text, position) > position:
+        raise ValueError(f"unexpected {text[position : position + 20]!r} in a tool call")
 
 
 def _read(text, opener, start):
@@ -207,27 +191,24 @@ def _read(text, opener, start):
     if _PYTHON_LIST.match(text, start) and (opener or text.rstrip().endswith(")]")):
         source = _CLOSER.split(text[start:], maxsplit=1)[0]
         return _read_python(source.strip()), start + len(source)
-    if text[start : start + 1] in ("{", "["):
-        return _read_json(text, tag, start)
-    if opener:
-        return _read_tagged(text, start)
-    return [], start
+    if text.startswith(("{", "["), start):
+        calls, end = _read_json(text, start)
+        if tag == "<tool_call>":
+            _check_end(text, end)
+        return (calls, end) if opener or any(map(_is_call, calls)) else ([], start)
+    return _read_tagged(text, start) if opener else ([], start)
 
 
-def _read_json(text, tag, start):
+def _read_json(text, position):
     """Read one call, a list of calls, or several with semicolons between them, as Llama writes."""
-    calls, end = [], start
-    while text[end : end + 1] in ("{", "[") and len(calls) <= MAX_CALLS:
-        value, end = _json(text, end)
+    calls = []
+    while text.startswith(("{", "["), position) and len(calls) <= MAX_CALLS:
+        value, position = _json(text, position)
         calls += value if isinstance(value, list) else [value]
-        end = _skip_space(text, end)
-        if text[end : end + 1] == ";":
-            end = _skip_space(text, end + 1)
-    if not tag and not any(map(_is_call, calls)):
-        return [], start
-    if tag == "<tool_call>" and not _at_tag(text, end):
-        raise ValueError(f"unexpected {text[end : end + 20]!r} after the JSON of a tool call")
-    return calls, end
+        position = _skip_space(text, position)
+        if text.startswith(";", position):
+            position = _skip_space(text, position + 1)
+    return calls, position
 
 
 def _is_call(value):
@@ -257,27 +238,24 @@ def _read_tagged(text, start):
         got = text[start : start + 20]
         raise ValueError(f"expected a JSON object or a function name, got {got!r}")
     position = name.end()
-    if text[position : position + 1] == "{":  # Llama's <function=name>{json}
+    if text.startswith("{", position):  # Llama's <function=name>{json}
         arguments, position = _json(text, position)
         return [{"name": name[1], "arguments": arguments}], position
     pairs = []
     while tag := _TAG_VALUE.match(text, position):
-        key = tag[1] or tag[2] or tag[3]
-        pairs.append((key, _tagged_value(tag[4].removeprefix("\n").removesuffix("\n"))))
+        *keys, value = tag.groups()
+        pairs.extend((key, _tagged_value(value)) for key in keys if key)
         position = tag.end()
-    if not _at_tag(text, position):
-        raise ValueError(f"unexpected {text[position : position + 20]!r} in a tool call")
+    _check_end(text, position)
     return [{"name": name[1], "arguments": _unique(pairs)}], position
 
 
 def _tagged_value(raw):
     """Return a tagged value as JSON if all of it is JSON and no string, else as it stands."""
-    if raw in _LITERALS:
-        return _LITERALS[raw]
     try:
         value, end = _json(raw, 0)
     except ValueError:
-        return raw
+        return {"True": True, "False": False, "None": None}.get(raw, raw)
     return raw if isinstance(value, str) or end < len(raw) else value
 
 
@@ -287,53 +265,31 @@ def _read_python(source):
         raise ValueError(f"a tool call of more than {MAX_PYTHON} characters")
     with warnings.catch_warnings(action="ignore"):  # of an escape such as "\d"
         tree = ast.parse(source, mode="eval").body
-    if not isinstance(tree, ast.List) or not tree.elts:
-        raise ValueError("expected [name(key=value, ...)]")
-    return [_python_call(node) for node in tree.elts]
-
-
-def _python_call(node):
-    """Return the unchecked call of one f(x=1)."""
-    if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("expected [name(key=value, ...)]")
-    pairs = []
-    for keyword in node.keywords:
-        if keyword.arg is None:  # **arguments
+    calls = []
+    for node in tree.elts:
+        keys = [keyword.arg for keyword in node.keywords]
+        if node.args or None in keys:  # None: **arguments
             raise ValueError("expected [name(key=value, ...)]")
-        pairs.append((keyword.arg, _literal(keyword.value)))
-    return {"name": ast.unparse(node.func), "arguments": _unique(pairs)}
-
-
-def _literal(node):
-    """Return the value of a Python literal, JSON's true, false and null included."""
-    match node:
-        case ast.Constant(value=int() as value) if value > sys.float_info.max:
-            raise ValueError(TOO_LONG)
-        case ast.Constant(value=value):
-            return value
-        case ast.Name(id=name) if name in _LITERALS:
-            return _LITERALS[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return _unique([(_literal(k), _literal(v)) for k, v in zip(keys, values)])
-    raise ValueError("arguments must be literal values")
+        try:
+            values = [ast.literal_eval(keyword.value) for keyword in node.keywords]
+        except ValueError:
+            raise ValueError("arguments must be literal values") from None
+        arguments = _unique(list(zip(keys, values)))
+        calls.append({"name": ast.unparse(node.func), "arguments": arguments})
+    return calls
 
 
 def _unique(pairs):
-    """Return the pairs as a dict with text keys, else raise ValueError."""
-    arguments = {str(key): value for key, value in pairs}
-    if len(arguments) < len(pairs):
+    """Return the pairs as a dict, else raise ValueError."""
+    if len(dict(pairs)) < len(pairs):
         raise ValueError("an argument is given twice")
-    return arguments
+    return dict(pairs)
 
 
 def _integer(digits):
     """Return a JSON integer, unless it is longer than any number that a tool can use."""
     if len(digits) > MAX_DIGITS:
-        raise ValueError(TOO_LONG)
+        raise ValueError(f"a number of more than {MAX_DIGITS} digits")
     return int(digits)
 
 

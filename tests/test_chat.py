@@ -275,10 +275,6 @@ def test_refusals_are_one_line():
         "no chat template": lambda: Chat(bare, []),
         "control tokens": lambda: Chat(tok, [evil_key]),
         "identifiers": lambda: Chat(tok, [evil_name]),
-        "'banana'": lambda: c.prompt([{"role": "banana", "content": "x"}]),
-        "message 1 has role 'system'": lambda: c.prompt([*user("x"), {"role": "system", "content": "x"}]),
-        "must be text, got NoneType": lambda: c.prompt([{"role": "user", "content": None}]),
-        "end with a user": lambda: c.prompt([]),
         "one tool call per turn": lambda: chat("llama").turn("", TWO),
         "names must be": lambda: c.turn("", [{"name": "f", "arguments": {"<|im_end|>": 1}}]),
     }.items():

@@ -66,12 +66,12 @@ class Played:
 def play(model, episodes, *, slots, limit=6, stop_ids=(), pause=None, seed=0, hold=lambda row: False, **sampling):
     """Play `episodes`, each (prompt, group, [tokens that answer turn 1, turn 2, ...]), to their ends -> (Played each, engine)."""
     engine = make_engine(model, slots=slots, stop_ids=stop_ids, **sampling)
-    engine.forwarded, prepare = 0, engine.cache.prepare  # tokens that go through the model
+    engine.forwarded, run = 0, engine.run  # tokens that go through the model
 
-    def count(slots, starts, lengths):
-        engine.forwarded += sum(lengths)
-        prepare(slots, starts, lengths)
-    engine.cache.prepare = count
+    def count(rows):
+        engine.forwarded += sum(len(row.pending) for row in rows)
+        return run(rows)
+    engine.run = count
     played = [Played(prompt, plan) for prompt, _, plan in episodes]
     rows = [Row(prompt, group=group, seed=seed * 1000 + i, limit=limit) for i, (prompt, group, _) in enumerate(episodes)]
     of, paused = dict(zip(rows, played)), []

@@ -17,6 +17,7 @@ from envs.expert import demonstrate
 from envs.session import Session, Watch
 from experiment.errors import UserError
 from llm.chat import Chat
+from llm.recorded import recorded_ids
 from llm.tool_calls import parse_tool_calls
 from llm.logprobs import token_logprobs
 from llm.tiny import make_tiny
@@ -89,9 +90,9 @@ def test_same_chat_through_sft_and_rollout_gives_the_same_ids(case):
         written += [{"role": "assistant", "content": content, "tool_calls": calls}, *episode.trajectory.messages[place:]]
     played = episode.trajectory
     assert played.stop_reason == "done" and played.info["success"] and played.info["tool_calls"] == 2
-    assert chat.conversation(written) == (played.token_ids, played.loss_mask)
+    assert recorded_ids(chat, written) == (played.token_ids, played.loss_mask)
     if case != "gptoss":  # whose channels are part of the text
-        assert chat.conversation(played.messages) == (played.token_ids, played.loss_mask)
+        assert recorded_ids(chat, played.messages) == (played.token_ids, played.loss_mask)
 
 
 def test_openais_form_text_and_ours_give_the_same_ids(chat):
@@ -99,9 +100,9 @@ def test_openais_form_text_and_ours_give_the_same_ids(chat):
         {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "48/2"}'}}]}
     as_text = {"role": "assistant", "content": f"Half of it.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"}
     as_parts = {"role": "assistant", "content": [{"type": "text", "text": "Half of it."}], "tool_calls": [{"function": CALL}]}
-    wanted = chat.conversation([SYSTEM, ASK, CALLING, TOOL, ANSWER])
+    wanted = recorded_ids(chat, [SYSTEM, ASK, CALLING, TOOL, ANSWER])
     for turn in (as_openai, as_text, as_parts):
-        assert chat.conversation([SYSTEM, ASK, turn, {**TOOL, "tool_call_id": "a"}, ANSWER, ASK]) == wanted
+        assert recorded_ids(chat, [SYSTEM, ASK, turn, {**TOOL, "tool_call_id": "a"}, ANSWER, ASK]) == wanted
 
 
 def test_whole_conversation_is_what_the_template_renders(chat, tokenizer):
@@ -110,7 +111,7 @@ def test_whole_conversation_is_what_the_template_renders(chat, tokenizer):
     messages = [SYSTEM, ASK, two, TOOL, TOOL, ANSWER, ASK, ANSWER]
     rendered = [{**m, "tool_calls": [{"type": "function", "function": c} for c in m["tool_calls"]]} if m is two else m
                 for m in messages]
-    ids, _ = chat.conversation(messages)
+    ids, _ = recorded_ids(chat, messages)
     whole = tokenizer.apply_chat_template(rendered, tools=envs.schemas(envs.load("gsm8k")), return_dict=False)
     assert whole[:len(ids)] == ids and tokenizer.decode(whole[len(ids):]) == "\n"  # no model samples that newline
 
@@ -118,12 +119,12 @@ def test_whole_conversation_is_what_the_template_renders(chat, tokenizer):
 def test_trained_are_the_assistants_turns_and_loss_0_takes_one_out(chat, tokenizer):
     messages = [ASK, CALLING, TOOL, {**ANSWER, "loss": 0}, ASK, {"role": "assistant", "content": "43"}, ASK]
     call = 'Half of it.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "48/2"}}\n</tool_call><|im_end|>'
-    episode = Trajectory(*chat.conversation(messages))
+    episode = Trajectory(*recorded_ids(chat, messages))
     assert spelled(tokenizer, episode) == [call, "43<|im_end|>"]
     assert tokenizer.decode(episode.token_ids).endswith("43<|im_end|>")  # what follows the last answer is cut
-    assert chat.conversation([{**m, "weight": m.pop("loss")} if "loss" in m else m for m in map(dict, messages)]) == (
+    assert recorded_ids(chat, [{**m, "weight": m.pop("loss")} if "loss" in m else m for m in map(dict, messages)]) == (
         episode.token_ids, episode.loss_mask)  # OpenAI's name for it
-    assert chat.conversation([*messages, TOOL, SYSTEM]) == (episode.token_ids, episode.loss_mask)
+    assert recorded_ids(chat, [*messages, TOOL, SYSTEM]) == (episode.token_ids, episode.loss_mask)
 
 
 def bigram_model(chances):
@@ -236,7 +237,7 @@ def test_loss_and_gradient_are_trls(tokenizer, tmp_path):
 ])
 def test_a_conversation_that_no_rollout_makes_is_refused(chat, messages, problem):
     with pytest.raises(ValueError) as caught:
-        chat.conversation(messages)
+        recorded_ids(chat, messages)
     assert str(caught.value) == problem
 
 
@@ -246,13 +247,13 @@ def test_a_conversation_that_no_rollout_makes_is_refused(chat, messages, problem
 def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
     chat = Chat(real(case[5:]) if case.startswith("real:") else small(case), [])
     for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
-        ids, mask = chat.conversation([ASK, {"role": "assistant", **message}])
+        ids, mask = recorded_ids(chat, [ASK, {"role": "assistant", **message}])
         assert chat.text([i for i, m in zip(ids, mask) if m]) == shown
 
 
 def test_a_thought_that_the_template_drops_is_refused():
     with pytest.raises(ValueError, match="message 1: the chat template does not show a thought where"):
-        Chat(real("deepseekv3"), []).conversation([ASK, {**ANSWER, "content": "<think>\nHalf.\n</think>\n\nSo:"}])
+        recorded_ids(Chat(real("deepseekv3"), []), [ASK, {**ANSWER, "content": "<think>\nHalf.\n</think>\n\nSo:"}])
 
 
 # --------------------------------------------------------------------------------------------------- the readers

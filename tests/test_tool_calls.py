@@ -128,7 +128,7 @@ def tagged(body):
         "[f(a=1, a=2)]": "",
         "[f(a=1e999)]": "finite",
         "[f(a=b'x')]": "must be JSON",
-        "[f(a={1})]": "literal",
+        "[f(a={1})]": "must be JSON",
         "[f(a=...)]": "must be JSON",
         "[(lambda: 1)()]": "",
         "[f(a=" + "-" * 50_000 + "1)]": "",
