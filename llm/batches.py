@@ -35,10 +35,10 @@ def cheapest_order(trajectories: list, batch_size: int) -> list:
     share their prompt, which `token_logprobs` forwards once. The longest come first, so that what
     does not fit in memory fails at once. The order is a function of token counts only.
     """
-    longest = {}
-    for t in trajectories:
-        longest[t.group_id] = max(longest.get(t.group_id, 0), len(t.token_ids))
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
+    longest = {}  # of each group
+    for t in by_length:
+        longest.setdefault(t.group_id, len(t.token_ids))
     by_group = sorted(by_length, key=lambda t: (-longest[t.group_id], t.group_id))
     return min(by_length, by_group, key=lambda order: forwarded_tokens(order, batch_size))
 

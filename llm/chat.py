@@ -10,7 +10,6 @@ import os
 from typing import NamedTuple
 
 from llm.template import Template, within_limits
-from llm.tool_calls import NAME
 
 # Words that no template contains. Where they come out tells what a template does with a text.
 SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq zqhzq"
@@ -83,7 +82,7 @@ class Chat:
         self.tokenizer = tokenizer
         self._template = Template(tokenizer)
         tools = self._template.clean(tools)
-        self.tool_names = _names_of(tools)
+        self.tool_names = [tool["function"]["name"] for tool in tools]
         source = str(tokenizer.chat_template)
         if source not in _TRIED:
             within_limits(self._template.name, self._probe, tools)
@@ -130,7 +129,7 @@ class Chat:
         if len(calls) > 1 and not self._many_calls:
             raise ValueError(f"the chat template shows one tool call per turn, got {len(calls)}")
         user = self._message("user", USER)
-        assistant = self._message("assistant", content, calls, **self._template.clean(fields))
+        assistant = self._message("assistant", content, calls, **fields)
         prompt = self._template.ids([user])
         whole = self._template.ids([user, assistant], generate=False)
         shared = len(os.path.commonprefix([prompt, whole]))
@@ -202,14 +201,13 @@ class Chat:
     # -------------------------------------------------------------- what the template does to text
 
     def _message(self, role, content, calls=(), **fields):
-        message = {"role": role, "content": self._template.clean(content), **fields}
+        message = {"role": role, "content": content, **fields}
         if calls:
             message["tool_calls"] = [
-                # Mistral's templates insist on ids of nine alphanumeric characters.
-                {"id": f"call{i:05d}", "type": "function", "function": self._template.clean(call)}
+                {"id": _call_id(i), "type": "function", "function": call}
                 for i, call in enumerate(calls)
             ]
-        return message
+        return self._template.clean(message)
 
     def _answered(self, reply, **fields):
         """Return a dummy conversation: user, assistant, user."""
@@ -221,10 +219,10 @@ class Chat:
 
     def _called(self, calls, results):
         """Return a dummy conversation: user, assistant with calls, results."""
-        shown = calls[: None if self._many_calls else 1]
+        shown = calls if self._many_calls else calls[:1]
         messages = [self._message("user", USER), self._message("assistant", "", shown)]
         for i, (call, result) in enumerate(zip(calls, results, strict=True)):
-            fields = {"tool_call_id": f"call{i:05d}", "name": self._template.clean(call["name"])}
+            fields = {"tool_call_id": _call_id(i), "name": call["name"]}
             messages.append(self._message("tool", result, **fields))
         return messages
 
@@ -267,16 +265,11 @@ class Chat:
             last: the turn's last sentinel.
         """
         template = self._template
-        rendering = template.render(dummy)
-        syntax = template.controls(rendering[rendering.index(first) : rendering.index(last)])
-
-        def controls_after(rendering):
-            controls = template.controls(rendering[rendering.rindex(last) :])
-            return [token_id for token_id in controls if token_id not in syntax]
-
-        before = template.controls(rendering[: rendering.rindex(last)])
-        followed = controls_after(rendering)
-        alone = controls_after(template.render(dummy[:2], generate=False))
+        before, _, after = template.render(dummy).rpartition(last)
+        _, _, after_alone = template.render(dummy[:2], generate=False).rpartition(last)
+        syntax = template.controls(before.partition(first)[2])
+        followed = [control for control in template.controls(after) if control not in syntax]
+        alone = [control for control in template.controls(after_alone) if control not in syntax]
         if not followed:
             raise ValueError(
                 f"no added token ends a turn of the chat template of {template.name}: "
@@ -288,7 +281,8 @@ class Chat:
         both = os.path.commonprefix([alone, followed])
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
-        return TurnEnd(stop, cut, before.count(cut) + (both.count(cut) or 1))
+        count = template.controls(before).count(cut)
+        return TurnEnd(stop, cut, count + (both.count(cut) or 1))
 
     def _turn_starts(self):
         """Return the control tokens that open an assistant message or the message after it."""
@@ -299,24 +293,13 @@ class Chat:
         followed = template.controls(template.render(answered))
         opening = opened[len(os.path.commonprefix([closed, opened])) :]
         following = followed[self._answer_end.position(followed) + 1 :]
-        starts = {*opening[:1], *following[:1]}
-        return frozenset(starts - self._inside_turns())
-
-    def _inside_turns(self):
-        """Return the control tokens between a thought and its answer, as gpt-oss has them."""
-        thinking = self._answered(REPLY, thinking=THOUGHT, reasoning_content=THOUGHT)[:2]
-        rendering = self._template.render(thinking, generate=False)
-        between = rendering.partition(THOUGHT)[2].partition(ANSWER)[0]
-        return set(self._template.controls(between))
+        # gpt-oss writes some of them between a thought and its answer, too.
+        thoughtful = self._answered(REPLY, thinking=THOUGHT, reasoning_content=THOUGHT)[:2]
+        rendering = template.render(thoughtful, generate=False)
+        inside = template.controls(rendering.partition(THOUGHT)[2].partition(ANSWER)[0])
+        return frozenset({*opening[:1], *following[:1]}.difference(inside))
 
 
-def _names_of(tools):
-    """Return the names of the tools, or raise ValueError if a schema has no usable one."""
-    try:
-        names = [tool["function"]["name"] for tool in tools]
-    except (KeyError, TypeError):
-        raise ValueError('each tool must be an object {"function": {"name": ...}}') from None
-    bad = [name for name in names if not isinstance(name, str) or not NAME.fullmatch(name)]
-    if bad:
-        raise ValueError(f"tool names must be identifiers, got {bad}")
-    return names
+def _call_id(i):
+    """Return the id of a turn's i-th call: nine letters and digits, as Mistral's templates demand."""
+    return f"call{i:05d}"

@@ -155,7 +155,7 @@ class Engine:
         """Give free slots to waiting rows and sample their first tokens."""
         free = [slot for slot, row in enumerate(self.owner) if row is None]
         entering = self.waiting[:len(free)]
-        self.waiting = self.waiting[len(free):]
+        del self.waiting[:len(free)]
         for row, slot in zip(entering, free):
             row.slot = slot
             self.owner[slot] = row

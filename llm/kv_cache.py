@@ -77,7 +77,7 @@ class RowCache:
         """Make room for `needed` tokens per row. When the cache grows, all tensors are new ones."""
         if needed <= self.capacity:
             return
-        self.capacity = -(-max(needed, self.capacity * 5 // 4) // 32) * 32
+        self.capacity = 32 * math.ceil(max(needed, 1.25 * self.capacity) / 32)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 if old is not None:
@@ -111,7 +111,7 @@ class RowCache:
             if window:
                 hidden |= key <= query - window
             hidden = hidden.repeat(1, 1, copies, 1)
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+            bias = hidden.new_zeros(hidden.shape, dtype=dtype)
             self.biases[window, copies] = bias.masked_fill_(hidden, -torch.inf)
         return self.biases[window, copies]
 

@@ -100,7 +100,8 @@ def _read_message(message):
     """Return the text and the calls of a message, calls written in the text included."""
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
-    text = _text_of(message.get("content"), "" if calls else None)
+    content = message.get("content")
+    text = "" if content is None and calls else _text_of(content)
     thought = str(message.get("reasoning_content") or message.get("thinking") or "").strip()
     if thought:
         text = f"<think>\n{thought}\n</think>\n\n{text}"
@@ -115,10 +116,8 @@ def _read_message(message):
     return (content, calls) if calls else (text, [])
 
 
-def _text_of(content, default):
+def _text_of(content):
     """Return the content of a message as text. It may be a list of text parts."""
-    if content is None and default is not None:
-        return default
     if isinstance(content, list):
         try:
             return "".join([item["text"] for item in content])

@@ -1,9 +1,9 @@
 """Static decoding: the engine whose decode steps are CUDA graphs. engine.py can be read without it.
 
 Decode steps run over tensors that stay in place, `WINDOW` of them before the host looks at what
-they drew. So one step is a CUDA graph, one graph for each bucket of rows and of context.
+they drew. So they are one CUDA graph, a graph for each bucket of rows and of context.
 
-All rows in the first slots are computed along, also one that has ended inside the window or waits
+All rows in the first slots are computed along, even one that has ended inside the window or waits
 for a tool. What that draws is dropped. What it writes lies behind the row's last token in the
 cache, where no query looks before the row itself writes there.
 """
@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from llm.engine import Engine, Row
+from llm.engine import Engine
 from llm.facts import facts
 
 WINDOW = 4  # decode steps between two looks at the results
@@ -32,56 +32,24 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
     return StaticEngine(model, tokens=tokens, **options) if static else Engine(model, **options)
 
 
-class Window:
-    """The tensors of a window of decode steps. They stay in place: graphs hold their addresses.
+class StaticEngine(Engine):
+    """The engine with static decode steps, which become CUDA graphs where there is a GPU.
 
     Attributes:
-        state: (2 + 2 WINDOW, slots), float64: the row's last token and its place in the cache, then
+        inputs: (2 + 2 WINDOW, slots), float64: a row's last token and its place in the cache, then
             a random number and a forced id (or -1) for every step.
-        drawn: (2, WINDOW, slots), float64: the ids and the log-probabilities of every step.
-        now: (1,) the step of the window.
+        drawn: (WINDOW, 2, slots), float64: the ids and the log-probabilities of every step.
+        graphs: (rows, span, capacity) -> a graph, or None while there is none.
     """
-
-    def __init__(self, slots: int, device):
-        self.state = torch.zeros(2 + 2 * WINDOW, slots, dtype=torch.float64, device=device)
-        self.drawn = self.state.new_zeros(2, WINDOW, slots)
-        self.now = torch.zeros(1, dtype=torch.long, device=device)
-
-    def fill(self, owner: list[Row | None]):
-        """Copy what the rows in the slots need for the next steps to the device."""
-        columns = [[0.0] * len(self.state)] * len(owner)
-        for slot, row in enumerate(owner):
-            if row:
-                forced = (row.forced + [-1] * WINDOW)[:WINDOW]
-                columns[slot] = [row.pending[-1], row.length, *row.uniforms(WINDOW), *forced]
-        self.state.copy_(torch.tensor(columns, dtype=torch.float64).T)
-        self.now.zero_()
-
-    def inputs(self, rows: int):
-        """Return the last tokens of the first rows (R,) and their places in the cache (R,)."""
-        return self.state[:2, :rows].long()
-
-    def advance(self, logits, draw):
-        """Draw one step of the first rows from their logits (R, V)."""
-        rows = len(logits)
-        steps = self.state[2:, :rows].unflatten(0, (2, WINDOW))
-        uniforms, forced = steps.index_select(1, self.now)[:, 0]  # (R,) each
-        ids, logprobs = draw(logits, uniforms, forced.long())
-        drawn = torch.stack([ids.double(), logprobs.double()])  # (2, R)
-        self.drawn[:, :, :rows].index_copy_(1, self.now, drawn[:, None])
-        self.state[0, :rows] = ids
-        self.state[1] += 1
-        self.now += 1
-
-
-class StaticEngine(Engine):
-    """The engine with static decode steps, which become CUDA graphs where there is a GPU."""
 
     def __init__(self, model, *, tokens: int = 0, **options):
         super().__init__(model, **options)
-        self.window = Window(self.slots, self.device)
         self.cache.reserve(tokens + WINDOW)
-        self.graphs = {}  # (rows, span, capacity) -> a graph, or None while there is none
+        # They stay in place, because graphs hold their addresses.
+        self.inputs = torch.zeros(
+            2 + 2 * WINDOW, self.slots, dtype=torch.float64, device=self.device)
+        self.drawn = self.inputs.new_zeros(WINDOW, 2, self.slots)
+        self.graphs = {}
         resists = any(map(resists_capture, model.base_model.modules()))
         self.graphable = not resists and not facts(model).refuses_graphs
 
@@ -91,50 +59,61 @@ class StaticEngine(Engine):
         rows = self.bucket(len(running))
         if rows < self.bucket(running[-1].slot + 1):  # else a row too many costs less than a swap
             self.pack()
-        steps = min(WINDOW, max(row.limit - len(row.turn) for row in running))
-        span = self.make_room(running, steps)
-        self.window.fill(self.owner)
-        self.replay(rows, span, steps)
-        ids, logprobs = self.window.drawn.tolist()  # the one look
-        for row in running:
-            for step in range(steps):
-                row.length += 1
-                self.take(row, int(ids[step][row.slot]), logprobs[step][row.slot])
-                if row.state == "ended":
-                    break
-        self.clock += steps - 1
+        self.cache.reserve(max(row.length for row in self.owner if row) + WINDOW)
+        self.fill()
+        self.replay(rows, self.span(max(row.length for row in running) + WINDOW))
+        for ids, logprobs in self.drawn.tolist():  # the one look
+            for row in running:
+                if row.state == "decode":
+                    row.length += 1
+                    self.take(row, int(ids[row.slot]), logprobs[row.slot])
+        self.clock += WINDOW - 1
+
+    def fill(self):
+        """Copy what the rows in the slots need for the next steps to the device."""
+        columns = [[0.0] * len(self.inputs)] * self.slots
+        for slot, row in enumerate(self.owner):
+            if row:
+                forced = (row.forced + [-1] * WINDOW)[:WINDOW]
+                columns[slot] = [row.pending[-1], row.length, *row.uniforms(WINDOW), *forced]
+        self.inputs.copy_(torch.tensor(columns, dtype=torch.float64).T)
 
     def bucket(self, rows: int) -> int:
         """Round up to a power of two, or to all slots."""
         return min(1 << (rows - 1).bit_length(), self.slots)
 
-    def make_room(self, running: list[Row], steps: int) -> int:
-        """Make room for `steps` tokens of all rows. Returns the context that running ones read."""
-        self.cache.reserve(max(row.length for row in self.owner if row) + steps)
-        longest = max(row.length for row in running) + steps
+    def span(self, longest: int) -> int:
+        """Return how much context to read for rows of at most this length: a few sizes in all."""
         span = SHORTEST_SPAN
         while span < longest:
             span *= 2
         return min(span, self.cache.capacity)
 
-    def replay(self, rows: int, span: int, steps: int):
+    def replay(self, rows: int, span: int):
         """Run static steps. A bucket's first window runs without a graph, which warms it up."""
         key = rows, span, self.cache.capacity  # a cache that has grown has other addresses
         if key in self.graphs and not self.graphs[key] and self.graphable:
             self.graphs[key] = self.capture(rows, span)
         graph = self.graphs.setdefault(key)
-        for _ in range(steps):
-            graph.replay() if graph else self.static_step(rows, span)
+        if graph:
+            graph.replay()
+        else:
+            self.static_steps(rows, span)
 
-    def static_step(self, rows: int, span: int):
-        """Run one decode step of the first rows. Nothing here looks at a value on the device."""
-        token, position = self.window.inputs(rows)
-        self.cache.prepare_step(position, span)
-        hidden = self.forward(token[:, None], self.cache)[:, 0]  # (R, D)
-        self.window.advance(self.forward.head(hidden), self.draw)
+    def static_steps(self, rows: int, span: int):
+        """Run decode steps of the first rows. Nothing here looks at a value on the device."""
+        token, position = self.inputs[:2, :rows].long()  # (R,) each
+        uniforms, forced = self.inputs[2:, :rows].chunk(2)  # (WINDOW, R) each
+        for step in range(WINDOW):
+            self.cache.prepare_step(position + step, span)
+            hidden = self.forward(token[:, None], self.cache)[:, 0]  # (R, D)
+            logits = self.forward.head(hidden)
+            token, logprobs = self.draw(logits, uniforms[step], forced[step].long())
+            self.drawn[step, 0, :rows] = token
+            self.drawn[step, 1, :rows] = logprobs
 
     def capture(self, rows: int, span: int):
-        """Capture the static step as a CUDA graph, or return None where no graph can hold it."""
+        """Capture the static steps as a CUDA graph, or return None where no graph can hold it."""
         if self.device.type != "cuda":
             return None
         graph = torch.cuda.CUDAGraph()
@@ -145,7 +124,7 @@ class StaticEngine(Engine):
         try:
             # Tools run in threads. What they do on the GPU is not part of this capture.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.static_step(rows, span)
+                self.static_steps(rows, span)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
             print(f"note: decoding without CUDA graphs: {problem}", file=sys.stderr)

@@ -57,7 +57,10 @@ class Template:
         be marked, because templates look them up: ValueError if one spells a control token.
         """
         if isinstance(value, dict):
-            return {self._name(key): self.clean(item) for key, item in value.items()}
+            for name in value:
+                if self.clean(name) != name:
+                    raise ValueError(f"names must be text without control tokens, got {name!r:.60}")
+            return {name: self.clean(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.clean(item) for item in value]
         if not isinstance(value, str):
@@ -71,11 +74,6 @@ class Template:
 
     def _normalized(self, text):
         return self._normalizer.normalize_str(text) if self._normalizer else text
-
-    def _name(self, name):
-        if not isinstance(name, str) or self._control.search(name):
-            raise ValueError(f"names must be text without control tokens, got {name!r:.60}")
-        return name.encode("utf-8", "replace").decode()
 
     def render(self, messages: list[dict], generate: bool = True) -> str:
         """Return the template's text for messages, or raise ValueError in one line."""

@@ -18,11 +18,13 @@ MAX_PYTHON = 100_000  # characters handed to Python's own parser
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 _SPACE = re.compile(r"\s*")
+_SEMICOLON = re.compile(r"\s*;?\s*")
 _OPENER = re.compile(
     r'(?:<tool_call>\s*)?<function=|<tool_call>|<atem:invoke name="|<\|python_tag\|>|'
     r"<\|tool_call_start\|>|<\|tool_call>call:|"
     r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>"
 )
+_NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
     r"</tool_call>|</function>|</atem:invoke>|<\|tool_call_end\|>|<tool_call\|>"
 )
@@ -59,16 +61,16 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
     position = _end_of_thought(text)
     content = text[:position]
     calls, errors = [], []
-    opener = None  # The text itself may be a call, so the first attempt needs no opening tag.
+    opener = _NO_TAG.match(text, position)  # The text itself may be a call.
     while True:
-        new_calls, new_errors, position = _attempt(text, opener, position)
+        new_calls, new_errors, position = _attempt(text, opener)
         calls += new_calls
         errors += new_errors
         # The limit also bounds the time, because each attempt may read to the end of the text.
         if len(calls) + len(errors) > MAX_CALLS:
             too_many = f"error: only {MAX_CALLS} calls a turn are read"
             return content.strip(), calls[:MAX_CALLS], [*errors[:1], too_many]
-        if opener:
+        if opener[0]:
             position = _CLOSERS.match(text, position).end()
         opener = _OPENER.search(text, position)
         if not opener:
@@ -91,17 +93,14 @@ def check_call(raw) -> dict:
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise ValueError(f"the arguments of {name} must be an object, got {kind}")
-    try:
-        _check_value(arguments, depth=1)
-    except ValueError as error:
-        raise ValueError(f"the arguments of {name} {error}") from None
+    _check_value(arguments, depth=1)
     return {"name": name, "arguments": arguments}
 
 
 def _check_value(value, depth):
     """Raise ValueError unless a value is JSON that any other program can read."""
     if depth > MAX_DEPTH:
-        raise ValueError("are nested too deep")
+        raise ValueError("arguments must not be nested so deep")
     match value:
         case dict() if all(isinstance(key, str) for key in value):
             children = [*value, *value.values()]
@@ -114,7 +113,7 @@ def _check_value(value, depth):
         case None:
             return
         case _:
-            raise ValueError("must be JSON with finite numbers and whole characters")
+            raise ValueError("arguments must be JSON with finite numbers and whole characters")
     for child in children:
         _check_value(child, depth + 1)
 
@@ -124,10 +123,6 @@ def _error(problem):
     if type(problem) is not ValueError:  # A RecursionError, for instance, says nothing to a model.
         problem = "the tool call cannot be read"
     return f"error: {problem}"[:300]
-
-
-def _skip_space(text, position):
-    return _SPACE.match(text, position).end()
 
 
 def _end_of_thought(text):
@@ -141,28 +136,28 @@ def _end_of_thought(text):
     return 0 if inside_a_call else end
 
 
-def _attempt(text, opener, position):
-    """Try to read calls after an opening tag, or at a position if there is no tag.
+def _attempt(text, opener):
+    """Try to read calls after an opening tag, which is empty for the first attempt.
 
     Returns:
         The calls, a text for each that could not be read, and where to continue.
     """
-    start = _skip_space(text, opener.end() if opener else position)
+    start = _SPACE.match(text, opener.end()).end()
     try:
         raw_calls, end = _read(text, opener, start)
-        if opener and not raw_calls:
+        if opener[0] and not raw_calls:
             raise ValueError("a tool call without a function")
     except Exception as error:  # whatever a text can do to a parser
-        if opener or _LIKE_A_CALL.match(text, start):
+        if opener[0] or _LIKE_A_CALL.match(text, start):
             return [], [_error(error)], _next_tag(text, start)
-        return [], [], position
+        return [], [], opener.end()
     calls, errors = [], []
     for raw in raw_calls[: MAX_CALLS + 1]:
         try:
             calls.append(check_call(raw))
         except ValueError as error:
             errors.append(_error(error))
-    return calls, errors, end if raw_calls else position
+    return calls, errors, end if raw_calls else opener.end()
 
 
 def _next_tag(text, position):
@@ -180,34 +175,32 @@ def _check_end(text, position):
 def _read(text, opener, start):
     """Return the unchecked calls that start at a position, and where they end.
 
-    Without an opener there are none if the text is an answer.
+    Without a tag there are none if the text is an answer.
     """
-    tag = opener[0] if opener else ""
-    if opener and opener["name"]:
+    tag = opener[0]
+    if opener["name"]:
         arguments, end = _json(text, start)
         return [{"name": opener["name"], "arguments": arguments}], end
     if tag == "<|tool_call>call:":
         return _read_gemma(text, start)
-    if _PYTHON_LIST.match(text, start) and (opener or text.rstrip().endswith(")]")):
+    if _PYTHON_LIST.match(text, start) and (tag or text.rstrip().endswith(")]")):
         source = _CLOSER.split(text[start:], maxsplit=1)[0]
         return _read_python(source.strip()), start + len(source)
     if text.startswith(("{", "["), start):
         calls, end = _read_json(text, start)
         if tag == "<tool_call>":
             _check_end(text, end)
-        return (calls, end) if opener or any(map(_is_call, calls)) else ([], start)
-    return _read_tagged(text, start) if opener else ([], start)
+        return (calls, end) if tag or any(map(_is_call, calls)) else ([], start)
+    return _read_tagged(text, start) if tag else ([], start)
 
 
 def _read_json(text, position):
     """Read one call, a list of calls, or several with semicolons between them, as Llama writes."""
     calls = []
     while text.startswith(("{", "["), position) and len(calls) <= MAX_CALLS:
-        value, position = _json(text, position)
+        value, end = _json(text, position)
         calls += value if isinstance(value, list) else [value]
-        position = _skip_space(text, position)
-        if text.startswith(";", position):
-            position = _skip_space(text, position + 1)
+        position = _SEMICOLON.match(text, end).end()
     return calls, position
 
 

@@ -270,11 +270,9 @@ def test_refusals_are_one_line():
             "parameters": {"type": "object", "properties": {"<|im_start|>": {"type": "string"}}},
         },
     }
-    evil_name = {"type": "function", "function": {"name": "f<|im_end|>", "description": "", "parameters": {}}}
     for message, make in {
         "no chat template": lambda: Chat(bare, []),
         "control tokens": lambda: Chat(tok, [evil_key]),
-        "identifiers": lambda: Chat(tok, [evil_name]),
         "one tool call per turn": lambda: chat("llama").turn("", TWO),
         "names must be": lambda: c.turn("", [{"name": "f", "arguments": {"<|im_end|>": 1}}]),
     }.items():

@@ -39,9 +39,9 @@ def graphs(monkeypatch):
     captured = []
 
     def capture(engine, rows, span):
-        held = [engine.window.state, engine.window.drawn, engine.window.now, *engine.cache.keys, *engine.cache.values]
+        held = [engine.inputs, engine.drawn, *engine.cache.keys, *engine.cache.values]
         kept = [t.clone() for t in held]
-        graph = Recorded(lambda: engine.static_step(rows, span))
+        graph = Recorded(lambda: engine.static_steps(rows, span))
         for t, old in zip(held, kept, strict=True):
             t.copy_(old)
         captured.append((rows, span))

@@ -200,13 +200,6 @@ def test_names_that_are_words_of_the_tokenizer_are_no_control_tokens():
     assert c.turn("", [{"name": "query", "arguments": {"query": "type"}}])[-1] == c.call_stop_id
 
 
-@pytest.mark.parametrize("tools", [[{}], [{"function": 3}], ["look"], [{"function": {"name": 3}}], [None], [{"function": {"name": "a b"}}]])
-def test_tools_without_a_usable_name_are_refused(tools):
-    with pytest.raises(ValueError, match="tool") as caught:
-        Chat(small("hermes"), tools)
-    assert "\n" not in str(caught.value)
-
-
 # ----------------------------------------------------------------------------------------------- templates without end
 ENDLESS = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
