@@ -301,5 +301,5 @@ class Chat:
 
 
 def _call_id(i):
-    """Return the id of a turn's i-th call: nine letters and digits, as Mistral's templates demand."""
+    """Return the id of a turn's i-th call: nine letters and digits, as Mistral's templates ask."""
     return f"call{i:05d}"

@@ -172,10 +172,10 @@ class Engine:
             if row.group not in self.prompts:
                 first.setdefault(row.group, row)
         if first:
-            logits = self.run(list(first.values()))
-        for i, (group, row) in enumerate(first.items()):
-            prefix = [tensor.clone() for tensor in self.cache.prefix(row.slot, row.length)]
-            self.prompts[group] = prefix, logits[i], row.length
+            logits = self.run(list(first.values()))  # (groups, V)
+            for row, row_logits in zip(first.values(), logits):
+                prefix = [tensor.clone() for tensor in self.cache.prefix(row.slot, row.length)]
+                self.prompts[row.group] = prefix, row_logits, row.length
         for row in entering:
             prefix, _, row.length = self.prompts[row.group]
             for target, source in zip(self.cache.prefix(row.slot, row.length), prefix):

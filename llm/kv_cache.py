@@ -26,8 +26,8 @@ class RowCache:
     and C tokens per row.
 
     Attributes:
-        position: (R, C) the place of every new token in its row.
-        span: how many of a row's places the pass reads.
+        position: (R, C) the position of every new token in its row.
+        span: how many positions of a row the pass reads.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
 
@@ -44,29 +44,31 @@ class RowCache:
     def prepare(self, slots: list[int], starts: list[int], width: int):
         """Make the next pass write `width` tokens per row, from position `starts`.
 
-        Shorter rows are padded on the right. The padding is stored like tokens, in places that no
-        query looks at before the row's own next tokens are written there. If the rows have the
+        Shorter rows are padded on the right. The padding is stored like tokens, at positions that
+        no query looks at before the row's own next tokens are written there. If the rows have the
         first slots in order, they are read without a copy.
         """
         self.reserve(max(starts) + width)
-        start = torch.tensor(starts, device=self.device)[:, None]
-        self.rows = torch.tensor(slots, device=self.device)
+        index = torch.tensor(slots, device=self.device)
         first_slots = slots == list(range(len(slots)))
-        self.read = slice(0, len(slots)) if first_slots else self.rows
-        self._place(start + torch.arange(width, device=self.device), self.capacity)
+        self.read = slice(0, len(slots)) if first_slots else index
+        start = torch.tensor(starts, device=self.device)[:, None]
+        position = start + torch.arange(width, device=self.device)
+        self._write(index, position, self.capacity)
 
     def prepare_step(self, position, span: int):
         """Make the next pass write one token for each of the first R rows, at `position` (R,).
 
-        It reads the first `span` places. Nothing depends on the values of `position`, so a CUDA
+        It reads the first `span` positions. Nothing depends on the values of `position`, so a CUDA
         graph can replay it.
         """
-        self.rows = torch.arange(len(position), device=self.device)
         self.read = slice(0, len(position)), slice(None), slice(0, span)
-        self._place(position[:, None], span)
+        index = torch.arange(len(position), device=self.device)
+        self._write(index, position[:, None], span)
 
-    def _place(self, position, span: int):
-        self.write = self.rows[:, None], slice(None), position
+    def _write(self, index, position, span: int):
+        """Let the next pass write to these positions (R, C) of the slots `index` (R,)."""
+        self.write = index[:, None], slice(None), position
         # A query beyond the span, of a row that waits, could see no key of a sliding window, and
         # the softmax over none is NaN, which a slot keeps for the next row.
         self.position = position.clamp(max=span - 1)

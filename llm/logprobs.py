@@ -246,7 +246,7 @@ def block_logprobs(model, hidden, targets, temperature, chunk_elements):
         hidden: (n, D)
         targets: (n,)
     """
-    block_rows = min(BLOCK_ROWS, max(128, chunk_elements // 2 // max(1, len(hidden))))
+    block_rows = min(BLOCK_ROWS, max(128, chunk_elements // 4 // max(1, len(hidden))))
     exact = hidden.float()  # The blocks' gradients are added in float32.
     columns = []
     for block in blocks(len(model.get_output_embeddings().weight), block_rows):

@@ -45,20 +45,22 @@ def inverse_cdf(weight, uniforms):
     """
     if weight.shape[1] % BLOCK:
         weight = F.pad(weight, (0, -weight.shape[1] % BLOCK))
-    weight = weight.unflatten(1, (-1, BLOCK))  # (R, blocks, block)
-    sums = weight.sum(-1)  # (R, blocks)
+    blocks = weight.unflatten(1, (-1, BLOCK))  # (R, blocks, block)
+    sums = blocks.sum(-1)  # (R, blocks)
     # In float64, because a uniform near 1 must stay below the total.
     cumulative = sums.double().cumsum(-1)
     total = cumulative[:, -1:]  # (R, 1)
     target = uniforms[:, None] * total
-    chosen = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
-    rest = target - cumulative.gather(1, chosen) + sums.gather(1, chosen)  # (R, 1)
-    inside = torch.take_along_dim(weight, chosen[..., None], 1)[:, 0]  # (R, block)
+    block = torch.searchsorted(cumulative, target, right=True)  # (R, 1)
+    block.clamp_(max=sums.shape[1] - 1)
+    rest = target - cumulative.gather(1, block)
+    rest += sums.gather(1, block)
+    inside = torch.take_along_dim(blocks, block[..., None], 1)[:, 0]  # (R, block)
     inside = inside.double().cumsum(-1)
     # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
-    rest = torch.minimum(rest.clamp_(min=0), inside[:, -1:] * (1 - 2**-40))
-    offset = torch.searchsorted(inside, rest, right=True)
-    ids = chosen * BLOCK + offset  # (R, 1)
+    below_sum = inside[:, -1:] * (1 - 2**-40)
+    rest = torch.minimum(rest.clamp_(min=0), below_sum)
+    ids = block * BLOCK + torch.searchsorted(inside, rest, right=True)
     return ids[:, 0], total[:, 0]
 
 
@@ -71,5 +73,6 @@ def cut(z, top_k: int, top_p: float):
         ordered, index = z.sort(descending=True)
         probs = ordered.softmax(-1)
         outside = probs.cumsum(-1) - probs >= top_p
-        z = z.masked_fill(torch.zeros_like(outside).scatter(1, index, outside), -torch.inf)
+        outside = outside.scatter(1, index, outside)  # in the order of the vocabulary
+        z = z.masked_fill(outside, -torch.inf)
     return z

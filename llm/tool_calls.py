@@ -128,12 +128,12 @@ def _error(problem):
 def _end_of_thought(text):
     """Return where a closed thought at the start of the text ends, or 0 if there is none."""
     before, tag, _ = text.partition("</think>")
-    end = len(before + tag)
-    if not tag or text.lstrip().startswith("<think>"):
-        return end if tag else 0
+    if not tag:
+        return 0
+    opened = text.lstrip().startswith("<think>")
     # The generation prompt may have opened the thought. But a </think> inside a call closes none.
     inside_a_call = before.lstrip().startswith(("{", "[")) or _OPENER.search(before)
-    return 0 if inside_a_call else end
+    return len(before + tag) if opened or not inside_a_call else 0
 
 
 def _attempt(text, opener):
