@@ -219,8 +219,9 @@ def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
         logprobs[piece] = logp.gather(1, targets[piece])[:, 0]
         entropy[piece] = -logp.mul_(probs).sum(-1)
         if overwrite:
-            slope = probs.neg_().scatter_(1, targets[piece], 1, reduce="add")
-            logits[piece] = _over(slope, temperature)
+            probs.neg_().scatter_(1, targets[piece], 1, reduce="add")
+            logits[piece] = _over(probs, temperature)
+        del logp, probs  # Free them before the next piece's are computed.
 
 
 def _logits_gradient(logits, targets, temperature, entropy, grad_logprobs, grad_entropy):

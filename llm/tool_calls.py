@@ -166,10 +166,10 @@ def _next_tag(text, position):
     return min([tag.start() for tag in tags if tag], default=len(text))
 
 
-def _check_end(text, position):
+def _check_end(text, position, where):
     """Raise ValueError unless a tag or the end of the text follows."""
     if _next_tag(text, position) > position:
-        raise ValueError(f"unexpected {text[position : position + 20]!r} in a tool call")
+        raise ValueError(f"unexpected {text[position : position + 20]!r} {where} a tool call")
 
 
 def _read(text, opener, start):
@@ -189,7 +189,7 @@ def _read(text, opener, start):
     if text.startswith(("{", "["), start):
         calls, end = _read_json(text, start)
         if tag == "<tool_call>":
-            _check_end(text, end)
+            _check_end(text, end, "after the JSON of")
         return (calls, end) if tag or any(map(_is_call, calls)) else ([], start)
     return _read_tagged(text, start) if tag else ([], start)
 
@@ -239,7 +239,7 @@ def _read_tagged(text, start):
         *keys, value = tag.groups()
         pairs.extend((key, _tagged_value(value)) for key in keys if key)
         position = tag.end()
-    _check_end(text, position)
+    _check_end(text, position, "in")
     return [{"name": name[1], "arguments": _unique(pairs)}], position
 
 
