@@ -5,7 +5,9 @@ the process, what stands in its place is whole. state.json is written last. It h
 the sha256 of all other files, and a checksum of itself.
 """
 import hashlib
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from experiment.data import read_json, reading
@@ -16,34 +18,32 @@ MAX_COPY = 2**28  # bytes of a copy that lets a step be undone
 
 
 def checkpoints(output_dir):
-    """Return the paths of all checkpoints/step_NNNNNN, the newest last."""
-    folders = Path(output_dir).glob("checkpoints/step_*")
-    numbered = [path for path in folders if path.name[5:].isdecimal()]
+    """Return the paths of all checkpoints/step_NNNNNN with a state.json, the newest last."""
+    paths = [file.parent for file in Path(output_dir).glob("checkpoints/step_*/state.json")]
+    numbered = [path for path in paths if path.name[5:].isdecimal()]
     return sorted(numbered, key=lambda path: int(path.name[5:]))
 
 
 def newest_checkpoint(output_dir):
-    """Return the path of the checkpoint with the highest step that has a state.json, or None."""
-    for path in reversed(checkpoints(output_dir)):
-        if (path / "state.json").exists():
-            return path
-    return None
+    """Return the path of the checkpoint with the highest step, or None."""
+    return next(reversed(checkpoints(output_dir)), None)
 
 
 # ---------------------------------------------------------------------------- writing and reading
 def write_checkpoint(path, save_model, tokenizer, optimizer, state):
-    """Write a checkpoint whole or not at all.
+    """Write a checkpoint whole or not at all. What stands in its place is moved aside.
 
     Args:
-        path: checkpoints/step_NNNNNN; a checkpoint that is there is replaced.
+        path: checkpoints/step_NNNNNN.
         save_model: writes the weights into the folder it is given.
         tokenizer: is saved beside them, unless it is None.
         optimizer: what `optimizer_tensors` returns, or None.
         state: what state.json holds beside the fingerprints of these files.
     """
+    # A run that was killed while it wrote has left such a folder.
+    for leftover in path.parent.glob(".tmp-step_*"):
+        shutil.rmtree(leftover)
     temporary = path.with_name(f".tmp-{path.name}")
-    replaced = path.with_name(f".was-{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         save_model(temporary)
@@ -54,21 +54,18 @@ def write_checkpoint(path, save_model, tokenizer, optimizer, state):
             save_file(optimizer, temporary / "optimizer.safetensors")
         _seal(temporary, state, path.parent.parent / "config.yaml")
         if path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            path.rename(replaced if (path / "state.json").exists() else _free_name(path))
+            _move_aside(path)
         temporary.rename(path)
         sync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _free_name(path):
-    """Return a name beside the path for a folder that no run of ours has written."""
+def _move_aside(path):
     number = 1
     while path.with_name(f"kept_{number}_{path.name}").exists():
         number += 1
-    return path.with_name(f"kept_{number}_{path.name}")
+    path.rename(path.with_name(f"kept_{number}_{path.name}"))
 
 
 def _seal(folder, state, file_with_mode):
@@ -77,11 +74,10 @@ def _seal(folder, state, file_with_mode):
     for file in files:
         # safetensors creates files that only their owner may read.
         shutil.copymode(file_with_mode, file)
-        sync(file)
     names = [file.relative_to(folder).as_posix() for file in files]
     state = {**state, "files": {name: fingerprint(folder / name) for name in names}}
     replace_file(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
-    for path in {folder / "state.json", folder, *(file.parent for file in files)}:
+    for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
@@ -98,64 +94,64 @@ def read_state(checkpoint):
     state = read_json(path)
     if state.pop("checksum", None) != _checksum(state):
         raise UserError(f"{path}: damaged (its checksum differs)")
-    with reading(path):
-        for name, expected in state["files"].items():
-            _verify(Path(checkpoint) / name, expected)
+    for name, expected in state["files"].items():
+        file = Path(checkpoint) / name
+        with reading(file):
+            if fingerprint(file) != expected:
+                raise ValueError("damaged (size or sha256 differs from state.json)")
     return state
 
 
-def _verify(path, expected):
-    with reading(path):
-        actual = fingerprint(path)
-    if actual["bytes"] != expected["bytes"]:
-        sizes = f"{actual['bytes']} bytes, state.json says {expected['bytes']}"
-        raise UserError(f"{path}: damaged ({sizes})")
-    if actual != expected:
-        raise UserError(f"{path}: damaged (sha256 differs from state.json)")
-
-
 # --------------------------------------------------------------------------------------- removing
-def prune(output_dir, keep):
-    """Remove old checkpoints. The last two, the one with the best score and `keep` stay."""
+def prune(output_dir):
+    """Remove old checkpoints. The last two and the one with the best score stay."""
     scores = {}
     for path in checkpoints(output_dir):
-        try:
+        # What no run of ours wrote is not removed.
+        with suppress(UserError, KeyError):
             scores[path] = read_json(path / "state.json")["score"]
-        except (UserError, KeyError):
-            # What no run of ours wrote is not removed.
-            continue
     evaluated = [path for path in scores if scores[path] is not None]
     best = max(evaluated, key=scores.get, default=None)
     for path in list(scores)[:-2]:
-        if path not in (best, keep):
+        if path != best:
             remove(path)
 
 
 def remove(path):
-    """Remove a folder so that no half of it is ever taken for a checkpoint."""
-    renamed = path.with_name(f".old-{path.name}")
-    shutil.rmtree(renamed, ignore_errors=True)
-    path.rename(renamed)
-    shutil.rmtree(renamed)
+    """Remove the files that a checkpoint's state.json lists, and it last. What else is there stays.
+
+    A checkpoint whose list is damaged is moved aside.
+    """
+    state = path / "state.json"
+    try:
+        listed = [path / name for name in read_json(state)["files"]]
+    except (UserError, KeyError, TypeError):
+        _move_aside(path)
+        return
+    files = [file for file in listed if file.resolve().is_relative_to(path.resolve())]
+    for file in (*files, state):
+        file.unlink(missing_ok=True)
+    for folder in {file.parent for file in (*files, state)}:
+        # Those above it go, too, if they are empty then.
+        with suppress(OSError):
+            os.removedirs(folder)
 
 
 # -------------------------------------------------------------------------------------- optimizer
 def optimizer_tensors(optimizer, named_parameters):
     """Return every tensor of the optimizer's state as {"parameter name|key": CPU tensor}.
 
-    A plain number becomes a 0-dim tensor. A tensor that several parameters share is copied, because
-    safetensors refuses it. The learning rate is left out: it is a function of the step.
+    A plain number becomes a 0-dim tensor. The learning rate is left out: it is a function of the
+    step.
     """
     import torch
     names = {p: name for name, p in named_parameters}
-    tensors, seen = {}, set()
+    tensors = {}
     for p in _trained(optimizer):
-        # The empty tensor says that the parameter is known, though perhaps without a state yet.
-        tensors[f"{names[p]}|"] = torch.empty(0)
         for key, value in optimizer.state.get(p, {}).items():
             tensor = torch.as_tensor(value).detach().cpu().contiguous()
-            tensors[f"{names[p]}|{key}"] = tensor.clone() if tensor.data_ptr() in seen else tensor
-            seen.add(tensor.data_ptr())
+            # Parameters may share the tensor of their step, and safetensors refuses shared ones.
+            tensors[f"{names[p]}|{key}"] = tensor if tensor.ndim else tensor.clone()
     return tensors
 
 
@@ -164,38 +160,23 @@ def _trained(optimizer):
 
 
 def load_optimizer(optimizer, named_parameters, path):
-    """Give each parameter the state saved under its name, in the saved dtype.
-
-    Raises UserError for a file that is damaged or belongs to other parameters.
-    """
-    from safetensors import SafetensorError
+    """Give each parameter the state saved under its name, in the saved dtype. Raises UserError."""
     from safetensors.torch import load_file
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not an optimizer file ({error})") from None
     states = {}
-    for key, value in saved.items():
-        name, _, key = key.rpartition("|")
-        states.setdefault(name, {})
-        if key:
-            states[name][key] = value
+    with reading(path):
+        for key, value in load_file(path).items():
+            name, _, key = key.rpartition("|")
+            states.setdefault(name, {})[key] = value
     names = {p: name for name, p in named_parameters}
-    parameters = {names[p]: p for p in _trained(optimizer)}
-    for name in sorted(parameters.keys() ^ states.keys()):
-        if name in parameters:
-            raise UserError(f"{path}: has no state for {name}")
-        raise UserError(f"{path}: {name} is not trained here")
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
-            for key, value in states[names[p]].items():
-                if "exp_avg" in key and value.shape != p.shape:
-                    shapes = f"was {tuple(value.shape)}, here it is {tuple(p.shape)}"
-                    raise UserError(f"{path}: {names[p]} {shapes}")
+            for key, value in states.pop(names[p], {}).items():
                 # torch keeps the step number on the CPU, except for these two kinds of AdamW.
                 stays = key == "step" and not on_device
                 optimizer.state[p][key] = value if stays else value.to(p.device)
+    for name in states:
+        raise UserError(f"{path}: {name} is not trained here")
 
 
 def copy_of_state(optimizer):

@@ -3,6 +3,7 @@
 A run is resumed only if these files are the same.
 """
 import os
+from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
 from experiment.data import read_json
@@ -16,14 +17,6 @@ CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.jso
 SAMPLE_ABOVE = 2**30  # bytes; of larger files only samples are hashed
 
 
-def newest_start(config):
-    """Return what the run starts from: model_path, or the newest checkpoint in it."""
-    path = getattr(config, "model_path", None)
-    if path and os.path.isdir(path):
-        return str(newest_checkpoint(path) or path)
-    return path
-
-
 def ingredients(config, sources, base):
     """Return {label: fingerprint} of the files that a run depends on.
 
@@ -33,42 +26,39 @@ def ingredients(config, sources, base):
         base: the folder of the tiny model that was made for the run, which may not exist.
     """
     values = [getattr(config, name, None) or "" for name in DATA_FLAGS]
-    data = [path.strip() for path in ",".join(values).split(",")]
-    files = {path: path for path in data if os.path.isfile(path)}
-    # A source has the same label wherever the project lies.
+    paths = [path.strip() for path in ",".join(values).split(",")]
+    paths += _model_files(getattr(config, "model_path", None))
+    files = {str(path): path for path in paths if os.path.isfile(path)}
+    # These have the same label wherever the project and the run lie.
     files |= {f"environment {os.path.basename(path)}": path for path in sources}
-    files |= _model_files(newest_start(config))
-    files |= {f"base/{os.path.basename(path)}": path for path in _files_in(base)}
+    files |= {f"base/{path.name}": path for path in _files_in(base)}
     return {label: fingerprint(path, SAMPLE_ABOVE) for label, path in files.items()}
 
 
 def _model_files(model):
-    """Return {label: path} of a model's files, and for an adapter also of its base model's."""
+    """Return the paths of a model's files, and for an adapter also of its base model's."""
     if not model or model == "tiny":
-        return {}
+        return []
     if not os.path.isdir(model):
         from huggingface_hub import try_to_load_from_cache
         try:
-            found = [try_to_load_from_cache(model, name) for name in CACHED_FILES]
+            cached = [try_to_load_from_cache(model, name) for name in CACHED_FILES]
         except ValueError:  # not the form of a hub id
-            return {}
+            return []
         # The path of a cached file contains the revision.
-        return {path: path for path in found if isinstance(path, str)}
-    files = {path: path for path in _files_in(model)}
+        return [path for path in cached if isinstance(path, str)]
+    folder = newest_checkpoint(model) or Path(model)
     try:
-        base = read_json(os.path.join(model, "adapter_config.json"))["base_model_name_or_path"]
-    except (UserError, KeyError):
-        return files
-    for folder in (base, os.path.join(model, str(base))):
-        if isinstance(base, str) and base and os.path.isdir(folder):
-            return files | _model_files(folder)
-    return files
+        base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+        bases = [base, folder / base] if base else []
+    except (UserError, KeyError, TypeError):
+        bases = []
+    bases = [path for path in bases if os.path.isdir(path)]
+    return _files_in(folder) + (_model_files(bases[0]) if bases else [])
 
 
 def _files_in(folder):
     """Return the paths of a model folder's files."""
-    if not os.path.isdir(folder):
-        return []
-    names = [name for name in sorted(os.listdir(folder)) if name.endswith(MODEL_FILES)]
-    paths = [os.path.join(folder, name) for name in names if name not in NOT_THE_MODEL]
-    return [path for path in paths if os.path.isfile(path)]
+    paths = sorted(Path(folder).glob("*"))
+    return [path for path in paths
+            if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL]

@@ -14,19 +14,17 @@ from experiment.config import convert, options
 from experiment.data import read_json, read_text, read_yaml, reading
 from experiment.errors import UserError
 from experiment.files import disk_space, open_to_write, replace_file, sync, to_json
-from experiment.ingredients import newest_start
 
 CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
-RESULTS = ("result.json", "report.html", "preference_pairs.json")
-FOLDERS = ("checkpoints", "base")
+# The config is removed last: until then a killed removal can be repeated.
+FILES = (*LOGS, "result.json", "report.html", "preference_pairs.json", CONFIG)
+NAMES = (*FILES, "checkpoints", "base")
 # Permissions for one call, which config.yaml does not repeat.
 ONCE = ("overwrite", "resume")
 # What a resumed run may change without a word, and what it may change with a note.
 FREE = (*ONCE, "output_dir", "save_every", "dry_run")
-HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "memory",
-            "eval_every")
-SAME_NUMBERS = ("plain", "checkpoint")  # settings of --memory
+HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "eval_every")
 
 
 class OutputFolder:
@@ -56,7 +54,6 @@ class OutputFolder:
         if values.get("overwrite") and values.get("resume"):
             raise UserError("--resume continues a run and --overwrite removes it; give one of them")
         self._create()
-        self._refuse_links()
         self._lock()
         if values.get("overwrite"):
             self._overwrite(values)
@@ -64,37 +61,28 @@ class OutputFolder:
             self.refuse_a_run()
 
     def _create(self):
-        probe = self.path / ".tmp-probe"
         try:
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self.is_new = is_new
-            probe.unlink(missing_ok=True)
-            with open_to_write(probe, "w") as file:
-                file.write("x")
-            probe.unlink()
+            paths = [*(self.path / name for name in (*NAMES, ".lock")), *self.path.glob("base/*")]
+            links = [path for path in paths if path.is_symlink()]
+            self.lock = None if links else open_to_write(self.path / ".lock", "a+")
         except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
             reason = "is a file" if os.path.isfile(self.path) else getattr(error, "strerror", error)
             raise UserError(
                 f"{self.path}: cannot write there ({reason}); give another --output_dir") from None
+        if links:
+            raise UserError(f"{links[0]}: is a symbolic link, which a run does not write through; "
+                            "remove it, or give another --output_dir")
 
     def remove_if_unused(self):
         """Remove the folder if this run made it and wrote no more than its config."""
         if self.is_new and {path.name for path in self.path.iterdir()} <= {CONFIG, ".lock"}:
             shutil.rmtree(self.path)
 
-    def _refuse_links(self):
-        names = (CONFIG, *LOGS, *RESULTS, *FOLDERS, ".lock")
-        paths = [*(self.path / name for name in names), *self.path.glob("checkpoints/*"),
-                 *self.path.glob("base/*"), *self.path.glob("bad_step_*.json")]
-        for path in paths:
-            if path.is_symlink():
-                raise UserError(f"{path}: is a symbolic link, which a run does not write through; "
-                                "remove it, or give another --output_dir")
-
     def _lock(self):
         """Hold `.lock` until this process ends, however it ends: then the kernel releases it."""
-        self.lock = open_to_write(self.path / ".lock", "a+")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,8 +105,7 @@ class OutputFolder:
         return match and match[1]
 
     def _contents(self):
-        names = (CONFIG, *LOGS, *RESULTS, *FOLDERS)
-        return [name for name in names if (self.path / name).exists()]
+        return [name for name in NAMES if (self.path / name).exists()]
 
     def refuse_a_run(self):
         """Raise UserError if the folder holds a run, or files with the names of a run's files."""
@@ -128,52 +115,33 @@ class OutputFolder:
             return
         if not algorithm:
             raise UserError(f"{self.path}: already holds {contents[0]}; give another --output_dir")
-        if (self.path / "result.json").exists():
-            raise UserError(f"{self.path}: already holds a {algorithm} run; give another "
-                            "--output_dir, or --overwrite to replace it")
         steps = [int(path.name[5:]) for path in checkpoints(self.path)]
         saved = f"{steps[-1]} steps are saved" if steps else "no step is saved"
-        raise UserError(f"{self.path}: already holds a {algorithm} run, unfinished ({saved}); "
-                        "--resume continues it, --overwrite replaces it, or give another "
-                        "--output_dir")
+        progress = "finished" if "result.json" in contents else f"unfinished ({saved})"
+        raise UserError(f"{self.path}: already holds a {algorithm} run, {progress}; --resume "
+                        "continues it, --overwrite replaces it, or give another --output_dir")
 
     def _overwrite(self, values):
         """Remove what a run of ours wrote, unless this run starts from it."""
         contents = self._contents()
-        if not contents:
-            return
-        if not self.written_by():
+        if contents and not self.written_by():
             raise UserError(f"{self.path}: holds {contents[0]}, which no run has written, and "
                             "--overwrite removes runs only; give another --output_dir")
         for name, value in values.items():
             given = name != "output_dir" and isinstance(value, str) and os.path.exists(value)
-            if given and Path(value).resolve().is_relative_to(self.path.resolve()):
+            if given and contents and Path(value).resolve().is_relative_to(self.path.resolve()):
                 raise UserError(f"--{name} {value} lies in the folder to overwrite; "
                                 "give another --output_dir")
         for path in checkpoints(self.path):
-            _remove_checkpoint(path)
-        self._remove_leftovers()
+            remove(path)
         if (self.path / "base" / "made.json").exists():
             shutil.rmtree(self.path / "base")
-        for folder in ("checkpoints", "base"):
-            _remove_if_empty(self.path / folder)
-        # The config goes last: until then a killed removal can be repeated.
-        for path in self._bad_steps():
-            path.unlink()
-        for name in (*LOGS, *RESULTS, CONFIG):
-            (self.path / name).unlink(missing_ok=True)
+        for path in [*self._bad_steps(), *(self.path / name for name in FILES)]:
+            path.unlink(missing_ok=True)
 
     def _bad_steps(self):
         paths = self.path.glob("bad_step_*.json")
         return [path for path in paths if path.stem[9:].isdecimal()]
-
-    def _remove_leftovers(self):
-        """Remove what a killed run left behind while it wrote or removed a file."""
-        for pattern in (".tmp-step_*", ".old-step_*", ".was-step_*"):
-            for path in self.path.glob(f"checkpoints/{pattern}"):
-                shutil.rmtree(path)
-        for name in (CONFIG, *LOGS, *RESULTS, "probe"):
-            (self.path / f".tmp-{name}").unlink(missing_ok=True)
 
     # -------------------------------------------------------------------------------------- writing
     def write(self, name, text):
@@ -221,9 +189,6 @@ class OutputFolder:
             are None if no step is saved. Raises UserError.
         """
         algorithm = self.written_by()
-        if not algorithm:
-            raise UserError(f"{self.path / CONFIG}: was not written by a run; "
-                            "give another --output_dir")
         if algorithm != self.algorithm:
             raise UserError(f"{self.path}: holds a {algorithm} run, not one of {self.algorithm}")
         longer = self._compare(config, values)
@@ -233,15 +198,13 @@ class OutputFolder:
                 steps = result["steps"]
             print(f"{self.path}: finished after {steps} steps; a larger --max_steps continues it")
             return result, None, None
-        self._restore_replaced()
-        previous = values["resume"] == "previous"
-        checkpoint, state = self._choose(previous)
+        checkpoint, state = self._choose(values["resume"] == "previous")
         if state:
-            self._check_ingredients(state, made_of, newest_start(config))
+            self._check_ingredients(state, made_of)
         # Nothing is removed before the checkpoint is verified.
-        self._remove_leftovers()
-        for newer in checkpoints(self.path)[-1:] if previous else ():
-            remove(newer)
+        for path in checkpoints(self.path):
+            if state and int(path.name[5:]) > state["step"]:
+                remove(path)
         self._cut_logs(state)
         print(f"{self.path}: continues after step {state['step']}" if state else
               f"{self.path}: no step is saved, begins again")
@@ -258,20 +221,15 @@ class OutputFolder:
         if longer:
             del changed["max_steps"]
         differences = [f"--{name} is {values[name]} and was {old}" for name, old in changed.items()]
-        if changed and _harmless(changed, {**values, **began}, values):
-            print(f"note: {', '.join(differences)}: numbers may differ by rounding from here on")
-        elif changed:
+        same_steps = _sequences(values) == _sequences({**values, **began})
+        if changed.keys() <= {*HARMLESS} and same_steps:
+            for difference in differences:
+                print(f"note: {difference}: numbers may differ by rounding from here on")
+        else:
             raise UserError(f"{self.path}: --resume continues the run as it began (max_steps may "
                             f"grow), but {', '.join(differences)}; the same command: "
                             f"{self.command}")
         return longer
-
-    def _restore_replaced(self):
-        """Take back a checkpoint whose replacement was killed between two renames."""
-        for path in self.path.glob("checkpoints/.was-step_*"):
-            original = path.with_name(path.name.removeprefix(".was-"))
-            if not original.exists():
-                path.rename(original)
 
     def _choose(self, previous):
         """Return the checkpoint to continue from and its verified state, or (None, None)."""
@@ -290,11 +248,8 @@ class OutputFolder:
                 fix = f"--resume previous continues from {candidates[-2].name}"
             raise UserError(f"{error}; {fix}") from None
 
-    def _check_ingredients(self, state, made_of, start):
+    def _check_ingredients(self, state, made_of):
         """Refuse to continue with another model, other data or another environment."""
-        if state["model"] != start:
-            raise UserError("--model_path has a newer checkpoint than the one this run began "
-                            f"with, {state['model']}: now {start}; move it away, or begin anew")
         for path in sorted(state["made_of"].keys() | made_of.keys()):
             if state["made_of"].get(path) != made_of.get(path):
                 raise UserError(f"{path}: is not the file this run began with; put that back, or "
@@ -319,36 +274,8 @@ class OutputFolder:
                 path.unlink()
 
 
-def _harmless(changed, before, after):
-    """True if only flags changed that leave the equations of a step as they are."""
-    def sequences(values):
-        # Of a step, where these two flags decide it. In grpo they only divide it.
-        if "tasks_per_step" in values:
-            return 0
-        return values["batch_size"] * (values["gradient_accumulation_steps"] or 1)
-
-    settings = {values.get("memory", "plain") for values in (before, after)}
-    return (changed.keys() <= {*HARMLESS} and sequences(before) == sequences(after)
-            and (len(settings) == 1 or settings <= {*SAME_NUMBERS}))
-
-
-def _remove_checkpoint(path):
-    """Remove what a checkpoint's state.json lists. What else is in its folder stays."""
-    if not (path / "state.json").exists():
-        return
-    try:
-        listed = [path / name for name in read_json(path / "state.json")["files"]]
-    except (UserError, KeyError, TypeError):
-        # The list is damaged. Nothing else leaves such files in such a folder.
-        suffixes = (".safetensors", ".json", ".jinja")
-        listed = [file for file in path.iterdir() if file.suffix in suffixes]
-    files = [file for file in listed if file.resolve().is_relative_to(path.resolve())]
-    for file in [*files, path / "state.json"]:
-        file.unlink(missing_ok=True)
-    for folder in sorted({path, *(file.parent for file in files)}, reverse=True):
-        _remove_if_empty(folder)
-
-
-def _remove_if_empty(folder):
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+def _sequences(values):
+    """Return the sequences of an update where these two flags decide it. In grpo they do not."""
+    if "tasks_per_step" in values:
+        return None
+    return values["batch_size"] * (values["gradient_accumulation_steps"] or 1)

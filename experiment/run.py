@@ -32,7 +32,7 @@ from experiment.config import convert, options
 from experiment.distributed import join
 from experiment.errors import Stop, UserError
 from experiment.files import check_space, disk_space, finite, to_json
-from experiment.ingredients import ingredients, newest_start
+from experiment.ingredients import ingredients
 from experiment.output_folder import OutputFolder
 from experiment.process import peak_memory_mb
 from experiment.seeds import mix
@@ -82,6 +82,7 @@ class Run:
         self.watch = None
         self.saved_at = time.monotonic()
         self.looping = self.updated = False
+        self.made_of = {}
         self.saved = self.score = self.unlogged = self.marks = self.undo = self.schedule = None
         self.signals = active_signals()
         if self.signals:
@@ -98,11 +99,8 @@ class Run:
         """Enter the folder; return (result, checkpoint, state) as `continue_run` does."""
         self.files.enter(values)
         opened = None, None, None
-        self.ingredients = None
-        self.start = newest_start(self.config)
         if values.get("resume") and self.files.written_by():
-            self.ingredients = self._ingredients()
-            opened = self.files.continue_run(self.config, values, self.ingredients)
+            opened = self.files.continue_run(self.config, values, self._ingredients())
         elif values.get("resume"):
             self.files.refuse_a_run()
             print(f"{self.folder}: nothing to resume, a new run begins")
@@ -372,8 +370,9 @@ class Run:
             self.step = self.saved = self.state["step"]
             self.bad = self.state["bad"]
             self.alarms.read(self.folder / "metrics.jsonl")
-        elif self.writes and self.ingredients is None:
-            self.ingredients = self._ingredients()
+            self.made_of = self.state["made_of"]
+        elif self.writes:
+            self.made_of = self._ingredients()
         size = sum(p.numel() * p.element_size() for p in trained)
         # A checkpoint holds the weights and the two moments of AdamW. Three are kept.
         needed = 3 * size * max(3 - len(checkpoints(self.folder)), 1)
@@ -401,19 +400,17 @@ class Run:
         """
         path = self.folder / "checkpoints" / f"step_{step:06d}"
         if self.writes:
-            if self.ingredients is None:
-                self.ingredients = self._ingredients()
             marks = self.files.log_sizes() if self.marks is None else self.marks
             self.files.sync_logs(marks)
             state = {"step": step, "algorithm": self.algorithm, "extra": extra,
-                     "score": self.score, "bad": self.bad, "lines": marks, "model": self.start,
-                     "made_of": self.ingredients,
+                     "score": self.score, "bad": self.bad, "lines": marks,
+                     "made_of": self.made_of,
                      "versions": {name: version(name) for name in ("torch", "transformers")}}
             # The weights are about half as large as the two moments of AdamW.
             needed = sum(tensor.nbytes for tensor in (optimizer or {}).values()) * 3 // 2
             with disk_space(path, needed, self.command):
                 write_checkpoint(path, save_model, tokenizer, optimizer, state)
-            prune(self.folder, path)
+            prune(self.folder)
         self.saved, self.saved_at = step, time.monotonic()
         return path
 

@@ -179,7 +179,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(4 steps are saved\); --resume continues"):
         started(folder)
     (folder / "result.json").write_text("{}")
-    with pytest.raises(UserError, match="a: already holds a grpo run; give another --output_dir, or --overwrite to"):
+    with pytest.raises(UserError, match="a: already holds a grpo run, finished; .*--overwrite replaces it, or give another --output_dir"):
         started(folder)
     (folder / "metrics.jsonl").write_text("")
     assert (folder / "metrics.jsonl").exists()
@@ -306,8 +306,9 @@ def test_save(tmp_path):
     assert sorted(state["files"]) == ["model.safetensors", "optimizer.safetensors", "tokenizer.json"]
     assert state["files"]["tokenizer.json"]["bytes"] == 2
     assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "config.yaml").stat().st_mode}
-    book.save(7, weights)                                                   # the same step again replaces it
+    book.save(7, weights)                                                   # what stands there is moved aside
     assert sorted(file.name for file in path.iterdir()) == ["model.safetensors", "state.json"]
+    assert read_state(tmp_path / "checkpoints/kept_1_step_000007") == state
     for step in (1000000, 999999):
         book.save(step, weights)
     (tmp_path / "checkpoints/step_2000000").mkdir()                         # without a state.json it is none
@@ -364,7 +365,7 @@ def test_optimizer_files_that_do_not_fit(tmp_path):
     from safetensors.torch import save_file
     path, model = tmp_path / "optimizer.safetensors", small_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(UserError, match="not an optimizer file"):
+    with pytest.raises(UserError, match="optimizer.safetensors: no such file"):
         load_optimizer(optimizer, model.named_parameters(), path)
     saved = optimizer_tensors(optimizer, model.named_parameters())     # no state yet, no complaint
     save_file(saved, path)
@@ -372,17 +373,11 @@ def test_optimizer_files_that_do_not_fit(tmp_path):
     assert not optimizer.state
     update(model, optimizer, 0)
     saved = optimizer_tensors(optimizer, model.named_parameters())
-    save_file({key: value for key, value in saved.items() if not key.startswith("1.bias")}, path)
-    with pytest.raises(UserError, match="has no state for 1.bias"):
-        load_optimizer(optimizer, model.named_parameters(), path)
-    save_file({**saved, "2.bias|": torch.empty(0)}, path)
+    save_file({**saved, "2.bias|step": torch.ones(1)}, path)
     with pytest.raises(UserError, match="2.bias is not trained here"):
         load_optimizer(optimizer, model.named_parameters(), path)
-    save_file({**saved, "1.bias|exp_avg": torch.zeros(3)}, path)
-    with pytest.raises(UserError, match=r"1.bias was \(3,\), here it is \(2,\)"):
-        load_optimizer(optimizer, model.named_parameters(), path)
     path.write_bytes(b"version https://git-lfs")
-    with pytest.raises(UserError, match="not an optimizer file"):
+    with pytest.raises(UserError, match="optimizer.safetensors: cannot be read"):
         load_optimizer(optimizer, model.named_parameters(), path)
 
 
