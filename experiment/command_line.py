@@ -64,7 +64,7 @@ def parse(config_class, argv, description=""):
     flags = options(config_class)
     parser = _make_parser(flags, description)
     try:
-        given, unknown = parser.parse_known_args([_plain_name(str(word), flags) for word in argv])
+        given, unknown = parser.parse_known_args([str(word) for word in argv])
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: needs a value") from None
     if unknown:
@@ -73,17 +73,10 @@ def parse(config_class, argv, description=""):
     for path in given.config:
         values.update(_yaml_values(path, flags))
     del given.config
-    for name, (typed, text) in vars(given).items():
+    for name, text in vars(given).items():
         is_none = flags[name].optional and text.lower() in ("none", "null")
-        values[name] = convert(None if is_none else text, flags[name], typed)
+        values[name] = convert(None if is_none else text, flags[name], f"--{name}")
     return config_class(**values)
-
-
-class _Store(argparse.Action):
-    """Keep the value of a flag together with the name that was typed, for messages."""
-
-    def __call__(self, parser, namespace, text, option_string=None):
-        setattr(namespace, self.dest, (option_string, text))
 
 
 def _names(flags):
@@ -92,18 +85,6 @@ def _names(flags):
     for name, option in flags.items():
         out.update(dict.fromkeys(option.aliases, name))
     return out
-
-
-def _plain_name(word, flags):
-    """Return a word of the command line as argparse knows it: --x=false for --no_x, no dashes."""
-    name, equals, text = word.partition("=")
-    if not name.startswith("--"):
-        return word
-    name = name[2:].replace("-", "_")
-    switch = flags.get(name.removeprefix("no_"))
-    if name not in flags and switch and switch.kind is bool and not equals:
-        return f"--{name.removeprefix('no_')}=false"
-    return f"--{name}{equals}{text}"
 
 
 def _make_parser(flags, description):
@@ -119,16 +100,21 @@ def _make_parser(flags, description):
     parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument("--config", metavar="FILE", action="append", default=[],
                         help="YAML file of options; the command line overrides it")
-    groups = {"": parser}
+    groups = {}
     for name, option in flags.items():
         if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        shape = {"dest": name, "action": _Store, "metavar": METAVARS[option.kind]}
+            groups[option.group] = parser.add_argument_group(option.group or None)
+        shape = {"dest": name, "metavar": METAVARS[option.kind]}
         if option.kind is bool or option.const:
             shape.update(nargs="?", const=option.const or "true")
         groups[option.group].add_argument(f"--{name}", help=_help_text(option), **shape)
-        for alias in option.aliases:
+        hidden = {alias for word in (name, *option.aliases)
+                  for alias in (word, word.replace("_", "-"))}
+        for alias in hidden - {name}:
             parser.add_argument(f"--{alias}", help=argparse.SUPPRESS, **shape)
+        if option.kind is bool:
+            parser.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name,
+                                action="store_const", const="false", help=argparse.SUPPRESS)
     return parser
 
 
@@ -163,7 +149,7 @@ def _yaml_values(path, flags):
 # ------------------------------------------------------------------------------------ unknown names
 def _refusal(word, flags):
     """Return the message for a word of the command line that is no flag."""
-    name = word.partition("=")[0].removeprefix("--")
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
     if not name or not word.startswith("--"):
         return f"unexpected argument {word}; options are written --name value"
     return f"unknown option --{name}; {_proposal(name, [*_names(flags), 'config', 'help'], '--')}"

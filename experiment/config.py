@@ -10,6 +10,7 @@ import re
 import textwrap
 import types
 import typing
+from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,6 @@ def flag(default, help="", **properties):
         low, high: inclusive bounds of a number.
         above: exclusive lower bound of a number.
         const: the value of the flag if it is given without one.
-        group: the heading in --help, for a class that has no `heading`.
     """
     if help:
         properties["help"] = help
@@ -64,9 +64,7 @@ def fill(config, *tables):
     it, or else its stated default. A table may only contain names of the config's fields.
     """
     flags = options(type(config))
-    given = {}
-    for table in reversed(tables):
-        given.update(table)
+    given = ChainMap(*tables)
     for name in given:
         if name not in flags:
             raise KeyError(f"{type(config).__name__} has no field {name}")
@@ -101,29 +99,23 @@ class Option:
 
 def options(config_class):
     """Return {field name: Option}, first the class's new fields and then those of its parents."""
+    properties = {}
+    for c in reversed(config_class.__mro__):
+        new = {}
+        for name in vars(c).get("__annotations__", ()):
+            field = c.__dataclass_fields__[name]
+            inherited = properties.get(name) or {"group": getattr(c, "heading", "")}
+            stated = {**inherited, "default": field.default, "auto": False, **field.metadata}
+            (properties if name in properties else new)[name] = stated
+        properties = {**new, **properties}
     hints = typing.get_type_hints(config_class)
-    classes = [c for c in config_class.__mro__ if dataclasses.is_dataclass(c)]
-    declared_in = {}
-    for c in classes:
-        for name in vars(c).get("__annotations__", ()):
-            declared_in.setdefault(name, []).insert(0, c)
-    out = {}
-    for c in classes:
-        for name in vars(c).get("__annotations__", ()):
-            if declared_in[name][0] is c:
-                out[name] = _option(name, hints[name], declared_in[name])
-    return out
+    return {name: _option(hints[name], stated) for name, stated in properties.items()}
 
 
-def _option(name, hint, classes):
-    """Return the Option of a field that these classes declare, the oldest ancestor first."""
+def _option(hint, properties):
+    """Return the Option of a field by its type annotation and its properties."""
     union = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = next(t for t in union if t is not type(None))
-    properties = {"group": vars(classes[0]).get("heading", "")}
-    for c in classes:
-        field = c.__dataclass_fields__[name]
-        properties.update(default=field.default, auto=False)
-        properties.update(field.metadata)
     return Option(kind, type(None) in union, **properties)
 
 

@@ -21,9 +21,9 @@ from experiment.errors import UserError
 
 @dataclasses.dataclass
 class Config:
-    model_path: str = flag("tiny", "tiny, a hub id or a folder", group="model")
+    model_path: str = flag("tiny", "tiny, a hub id or a folder")
     reference: str | None = flag(None, "the reference policy")
-    learning_rate: float = flag(1e-5, "AdamW step size", group="optimisation", above=0)
+    learning_rate: float = flag(1e-5, "AdamW step size", above=0)
     lora_dropout: float = flag(0.0, "probability", low=0, high=1)
     group_size: int = flag(8, "episodes per task", aliases=("samples_per_prompt",), low=2)
     batch_size: int = flag(4, "sequences in one forward", low=1)
@@ -84,7 +84,7 @@ def test_accepts(line, name, value):
     ("--batch_size ４", "--batch_size ４: not a whole number"),
     ("--batch_size true", "--batch_size true: not a whole number"),
     ("--batch_size=", "--batch_size '': not a whole number"),
-    ("--samples_per_prompt 1", "--samples_per_prompt 1: must be at least 2"),
+    ("--samples_per_prompt 1", "--group_size 1: must be at least 2"),
     ("--load_in_4bit=yes", "--load_in_4bit yes: not true or false"),
     ("--load_in_4bit yes", "--load_in_4bit yes: not true or false"), ("--resume x", "--resume x: must be one of newest, previous"),
     ("--loss gpro", "--loss gpro: must be one of grpo, dapo, gspo"),
