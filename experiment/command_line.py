@@ -73,10 +73,17 @@ def parse(config_class, argv, description=""):
     for path in given.config:
         values.update(_yaml_values(path, flags))
     del given.config
-    for name, text in vars(given).items():
+    for name, (typed, text) in vars(given).items():
         is_none = flags[name].optional and text.lower() in ("none", "null")
-        values[name] = convert(None if is_none else text, flags[name], f"--{name}")
+        values[name] = convert(None if is_none else text, flags[name], typed)
     return config_class(**values)
+
+
+class _Store(argparse.Action):
+    """Keep the value of a flag together with the name that was typed, for messages."""
+
+    def __call__(self, parser, namespace, text, option_string=None):
+        setattr(namespace, self.dest, (option_string, self.const if text == [] else text))
 
 
 def _names(flags):
@@ -104,7 +111,7 @@ def _make_parser(flags, description):
     for name, option in flags.items():
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group or None)
-        shape = {"dest": name, "metavar": METAVARS[option.kind]}
+        shape = {"dest": name, "action": _Store, "metavar": METAVARS[option.kind]}
         if option.kind is bool or option.const:
             shape.update(nargs="?", const=option.const or "true")
         groups[option.group].add_argument(f"--{name}", help=_help_text(option), **shape)
@@ -114,7 +121,7 @@ def _make_parser(flags, description):
             parser.add_argument(f"--{alias}", help=argparse.SUPPRESS, **shape)
         if option.kind is bool:
             parser.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name,
-                                action="store_const", const="false", help=argparse.SUPPRESS)
+                                action=_Store, nargs=0, const="false", help=argparse.SUPPRESS)
     return parser
 
 

@@ -10,7 +10,6 @@ however a process ends, and so the others learn who is gone, where a collective 
 """
 import atexit
 import functools
-import json
 import os
 import socket
 import sys
@@ -77,7 +76,7 @@ class Ranks:
             self._choose_gpu()
         # A rank that dies while the others start is noticed like one that dies in a run.
         self.runs = 1
-        self._connect(self._rendezvous())
+        self._meet()
         # A long wait is a long rollout; the connections tell who is gone.
         self._together(dist.init_process_group, backend, timeout=timedelta(days=7),
                        store=self.store, rank=rank, world_size=world)
@@ -87,15 +86,10 @@ class Ranks:
             self._be_silent()
 
     def launcher(self):
-        """Return the words of a command line that start this many processes."""
+        """Return the words of a command line that start as many processes on this machine."""
         if self.world == 1:
             return ["python"]
-        words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', self.world)}"]
-        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
-        if nodes != "1":
-            endpoint = f"--rdzv_endpoint={os.environ['MASTER_ADDR']}:29500"
-            words[1:1] = [f"--nnodes={nodes}", "--rdzv_backend=c10d", endpoint]
-        return words
+        return ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', self.world)}"]
 
     def _choose_gpu(self):
         import torch
@@ -105,17 +99,45 @@ class Ranks:
                             f"{gpus}; --nproc_per_node={gpus}")
         torch.cuda.set_device(local)
 
-    def _rendezvous(self):
-        """Return the store of all ranks, once all of them have started."""
+    def _meet(self):
+        """Wait until all ranks have started, connect them with rank 0, and exchange their names."""
         import torch.distributed as dist
+        name = f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})"
+        timeout = timedelta(minutes=JOIN_MINUTES)
         try:
-            timeout = timedelta(minutes=JOIN_MINUTES)
             self.store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        except RuntimeError as error:
-            reason = str(error).split("\n")[0][:200]
+            self.store.set(f"experiment/name{self.rank}", name)
+            self.peers = self._call_rank_0() if self.rank else self._answer_others()
+            names = [self.store.get(f"experiment/name{rank}") for rank in range(self.world)]
+        except (RuntimeError, OSError) as error:
             other = f"rank {1 - self.rank} has" if self.world == 2 else "some ranks have"
+            reason = str(error).split("\n")[0][:200]
             raise Stop(f"{other} not started within {JOIN_MINUTES} minutes: {reason}", 5) from None
-        return self.store
+        self.names = [name.decode() for name in names]
+        self.alive = {*self.peers}
+        for rank, peer in self.peers.items():
+            _keep_alive(peer)
+            threading.Thread(target=self._watch, args=(rank, peer), daemon=True).start()
+
+    def _call_rank_0(self):
+        port = int(self.store.get("experiment/port"))
+        peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
+        peer.sendall(self.rank.to_bytes(4, "big"))
+        return {0: peer}
+
+    def _answer_others(self):
+        peers = {}
+        with socket.create_server(("", 0), backlog=self.world) as server:
+            server.settimeout(60 * JOIN_MINUTES)
+            self.store.set("experiment/port", str(server.getsockname()[1]))
+            while len(peers) < self.world - 1:
+                peer, _ = server.accept()
+                peer.settimeout(None)
+                # No bytes: it has gone again.
+                rank = int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "big")
+                if rank:
+                    peers[rank] = peer
+        return peers
 
     def _be_silent(self):
         """Print nothing but errors. What rank 0 prints is enough."""
@@ -158,15 +180,14 @@ class Ranks:
             try:
                 out = act()
             except (UserError, Stop) as raised:
-                code = [raised.code] if isinstance(raised, Stop) else []
-                error = type(raised), *raised.args, *code
+                error = raised
         out, error = self.gather((out, error))[0]
         if error:
             until = time.monotonic() + GRACE
             # A process that ends with something unread takes back what it sent.
             while self.rank == 0 and self.alive and time.monotonic() < until:
                 time.sleep(0.05)
-            raise error[0](*error[1:])
+            raise error
         return out
 
     def total(self, numbers: dict) -> Counter:
@@ -224,43 +245,6 @@ class Ranks:
     def _lost(self):
         raise Stop(f"{self.gone} is gone", 5)
 
-    def _connect(self, store):
-        """Connect rank 0 with every other rank, and exchange the names that messages use."""
-        name = f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})"
-        if self.rank == 0:
-            self._accept_peers(store, name)
-        else:
-            port = int(store.get("experiment/port"))
-            peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
-            peer.sendall(json.dumps([self.rank, name]).encode() + b"\n")
-            self.peers = {0: peer}
-            self.names = json.loads(_read_line(peer) or self._missing(0))
-        self.alive = {*self.peers}
-        for rank, peer in self.peers.items():
-            _keep_alive(peer)
-            threading.Thread(target=self._watch, args=(rank, peer), daemon=True).start()
-
-    def _accept_peers(self, store, name):
-        self.peers, self.names = {}, [name] * self.world
-        with socket.create_server(("", 0), backlog=self.world) as server:
-            server.settimeout(60 * JOIN_MINUTES)
-            store.set("experiment/port", str(server.getsockname()[1]))
-            while len(self.peers) < self.world - 1:
-                try:
-                    peer, _ = server.accept()
-                except TimeoutError:
-                    self._missing(min({*range(1, self.world)} - {*self.peers}))
-                peer.settimeout(None)
-                line = _read_line(peer)
-                if line:
-                    rank, self.names[rank] = json.loads(line)
-                    self.peers[rank] = peer
-        for peer in self.peers.values():
-            peer.sendall(json.dumps(self.names).encode() + b"\n")
-
-    def _missing(self, rank):
-        raise Stop(f"rank {rank} is gone before all ranks had started", 5)
-
     def _watch(self, rank, peer):
         """Wait until a peer's connection closes; what it said before is who else was gone."""
         said = b""
@@ -271,32 +255,17 @@ class Ranks:
             pass
         self.gone = self.gone or said.decode() or self.names[rank]
         self.alive.discard(rank)
-        if self.rank == 0:
-            self._tell_others()
+        for other in self.peers.values() if self.rank == 0 else ():
+            try:
+                other.sendall(self.gone.encode())
+                other.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
         time.sleep(GRACE)
         if self.runs:
             # The main thread has not noticed, because it waits in a collective.
             os.write(2, f"{self.gone} is gone; so is rank {self.rank}\n".encode())
             os._exit(5)
-
-    def _tell_others(self):
-        for peer in self.peers.values():
-            try:
-                peer.sendall(self.gone.encode())
-                peer.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
-
-
-def _read_line(peer):
-    """Return the bytes up to a newline, or b"" if the peer closed before it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = peer.recv(1)
-        if not byte:
-            return b""
-        line += byte
-    return line
 
 
 def _keep_alive(peer):

@@ -32,11 +32,11 @@ class Stop(BaseException):
     """
 
     def __init__(self, message, code):
-        super().__init__(message)
+        super().__init__(message, code)
         self.code = code
 
     def __str__(self):
-        return printable(super().__str__())
+        return printable(self.args[0])
 
 
 class EnvironmentFault(RuntimeError):

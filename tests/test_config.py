@@ -84,7 +84,7 @@ def test_accepts(line, name, value):
     ("--batch_size ４", "--batch_size ４: not a whole number"),
     ("--batch_size true", "--batch_size true: not a whole number"),
     ("--batch_size=", "--batch_size '': not a whole number"),
-    ("--samples_per_prompt 1", "--group_size 1: must be at least 2"),
+    ("--samples_per_prompt 1", "--samples_per_prompt 1: must be at least 2"),
     ("--load_in_4bit=yes", "--load_in_4bit yes: not true or false"),
     ("--load_in_4bit yes", "--load_in_4bit yes: not true or false"), ("--resume x", "--resume x: must be one of newest, previous"),
     ("--loss gpro", "--loss gpro: must be one of grpo, dapo, gspo"),
