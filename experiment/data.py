@@ -63,6 +63,9 @@ def _reason(error, path):
         return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, csv.Error):
+        unclosed = "unexpected end of data" in text
+        return "quote opened here is never closed" if unclosed else f"not CSV: {text}"
     if isinstance(error, RecursionError):
         return "nested too deep"
     if isinstance(error, MemoryError):
@@ -253,7 +256,7 @@ def _csv_rows(path):
     header, start = None, 1
     while True:
         with reading(path, start):
-            fields = _next_fields(reader)
+            fields = next(reader, None)
             if fields is None:
                 return
             if fields and header is None:
@@ -265,16 +268,6 @@ def _csv_rows(path):
                 yield start, dict(zip(header, fields))
         # A quoted field may hold line breaks, so one row may take several lines.
         start = reader.line_num + 1
-
-
-def _next_fields(reader):
-    """Return the fields of the next row, or None at the end of the file."""
-    try:
-        return next(reader, None)
-    except csv.Error as error:
-        if "unexpected end of data" in str(error):
-            raise ValueError("quote opened here is never closed") from error
-        raise ValueError(f"not CSV: {error}") from error
 
 
 def _csv_header(fields):

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from experiment.data import lines_of, parse_object, read_json, read_text, read_yaml, reading
-from experiment.episodes import is_finite, problem
 from experiment.errors import UserError
 
 LOGS = ("metrics.jsonl", "timing.jsonl")
@@ -64,11 +63,8 @@ class Record:
         wanted = {number for step in steps for number in self.lines_of_step[step]}
         for number, row in objects(self.episode_file, wanted):
             with reading(self.episode_file, number):
-                episode = {**OPTIONAL, **row, "info": {"tool_calls": 0, **row["info"]}}
-                # A file of episodes may hold texts only.
-                reason = problem(episode) if episode["token_ids"] else None
-                if reason or not is_finite(episode["reward"]):
-                    raise ValueError(reason or "reward must be a number")
+                episode = {**OPTIONAL, **row, "reward": float(row["reward"])}
+                episode["info"] = {"tool_calls": 0, **row["info"]}
             yield number, episode
 
 

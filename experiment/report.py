@@ -184,11 +184,11 @@ def tokens_html(episode, tokenizer):
     for t, text in enumerate(token_texts(tokenizer, ids)):
         text = escape(text).replace("\n", "↵\n")
         if not mask[t]:
-            spans.append(f'<i title="id {ids[t]}, not sampled">{text}</i>')
+            spans.append(f'<i title="id {ids[t]:d}, not sampled">{text}</i>')
             continue
         p = math.exp(min(episode["logprobs"][t], 0.0))
         level = sum(p < bound for bound in SURPRISE)
-        spans.append(f'<i class=s{level} title="id {ids[t]}, p {p:.3g}">{text}</i>')
+        spans.append(f'<i class=s{level} title="id {ids[t]:d}, p {p:.3g}">{text}</i>')
         is_last_of_turn = not any(mask[t + 1:t + 2])
         if is_last_of_turn:
             reward = next(rewards, 0.0)

@@ -52,6 +52,9 @@ class Run:
         folder: the path of the output folder.
         ranks: the `Ranks` that share the work.
         checkpoint: the checkpoint this run continues from, or None.
+        step: how many steps are done.
+        line: the metrics of the present step.
+        before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds: of the present step; `agent.rollout` adds to it.
         watch: the count of environments' faults of the last rollout, or None.
     """
@@ -165,9 +168,9 @@ class Run:
     def steps(self, total, state, evaluate, evaluate_before=True):
         """Yield the numbers of the steps that are still to be done; do everything around them.
 
-        Before the first step, the checkpoint to resume from is loaded, or the policy is evaluated.
-        Before each, the optimizer gets the step's learning rate. After each come the held-out
-        evaluation if it is due, the lines of the logs, and a checkpoint if it is due.
+        Before the first step, load the checkpoint to resume from, or evaluate the policy. Before
+        each, set the learning rate. After each, even one left by `continue`, evaluate and save if
+        that is due, and write the lines of the logs. After the last, save and evaluate.
 
         Args:
             total: steps of the whole run.
@@ -185,11 +188,13 @@ class Run:
         # Earlier sessions count. Making, teaching and evaluating a model is not training.
         self.began = time.time() - extra.get("seconds", 0.0)
         self.opened -= extra.get("seconds", 0.0)
-        for note in first_notes(self.before, self.config) if self.algorithm != "sft" else ():
-            print(note)
+        if self.algorithm != "sft":
+            for note in first_notes(self.before, self.config):
+                print(note)
         self.looping, self.marks = True, self.files.log_sizes()
         self.saved_at = time.monotonic()
         if extra.get("unlogged"):
+            # The run was stopped between a step and its line: write that line now.
             self.line = extra["unlogged"]
             self._close_step(evaluate, {})
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,

@@ -141,7 +141,7 @@ def test_text_of_others_stays_text_in_the_report(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [
-    {"messages": 3}, {"messages": [{"role": "user"}]}, {"reward": "much"}, {"logprobs": [0.0]}, {"info": []},
+    {"messages": 3}, {"messages": [{"role": "user"}]}, {"reward": "much"}, {"info": []},
     {"messages": [turn("", [{"name": 3, "arguments": {}}])]}])
 def test_what_is_no_episode_is_named_by_line(tmp_path, broken):
     name = write(tmp_path / "t.jsonl", [episode(calls=()), episode(calls=()) | broken])

@@ -247,11 +247,12 @@ def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_is_named(tmp_path):
 
 @pytest.mark.parametrize("broken", [
     {"messages": 3}, {"messages": [{"role": "user"}]}, {"reward": "much"}, {"reward": None}, {"logprobs": [0.0]}, {"info": []},
-    {"token_ids": ["<script>"] * 4}, {"token_ids": [-1] * 4}, {"rewards": ["x"]}, {"loss_mask": None},
+    {"token_ids": ["<script>"] * 4}, {"token_ids": [-1] * 4}, {"rewards": ["x"] * 4}, {"loss_mask": None},
     {"reward_parts": {"a": "b"}}])
 def test_what_is_no_episode_is_named_by_line(tmp_path, broken):
-    name = write(tmp_path / "t.jsonl", [episode(calls=()), episode(calls=()) | broken])
-    with pytest.raises(UserError, match=r"t.jsonl:2: "):
+    name = folder(tmp_path, episodes=[episode(calls=()), episode(calls=()) | broken])
+    byte_level(tmp_path)
+    with pytest.raises(UserError, match=r"trajectories.jsonl:2: "):
         view.write_html(name)
 
 
