@@ -4,6 +4,7 @@ A checkpoint is written beside its place, flushed to the disk, and renamed, so t
 the process, what stands in its place is whole. state.json is written last. It holds the size and
 the sha256 of all other files, and a checksum of itself.
 """
+import copy
 import hashlib
 import os
 import shutil
@@ -138,68 +139,50 @@ def remove(path):
 
 
 # -------------------------------------------------------------------------------------- optimizer
-def optimizer_tensors(optimizer, named_parameters):
-    """Return every tensor of the optimizer's state as {"parameter name|key": CPU tensor}.
+def trained_parameters(optimizer):
+    """Return the parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_tensors(optimizer):
+    """Return the optimizer's state as {"number of the parameter|key": CPU tensor}.
 
     A plain number becomes a 0-dim tensor. The learning rate is left out: it is a function of the
     step.
     """
     import torch
-    names = {p: name for name, p in named_parameters}
     tensors = {}
-    for p in _trained(optimizer):
-        for key, value in optimizer.state.get(p, {}).items():
+    for number, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
             tensor = torch.as_tensor(value).detach().cpu().contiguous()
             # Parameters may share the tensor of their step, and safetensors refuses shared ones.
-            tensors[f"{names[p]}|{key}"] = tensor if tensor.ndim else tensor.clone()
+            tensors[f"{number}|{key}"] = tensor if tensor.ndim else tensor.clone()
     return tensors
 
 
-def _trained(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def load_optimizer(optimizer, named_parameters, path):
-    """Give each parameter the state saved under its name, in the saved dtype. Raises UserError."""
+def load_optimizer(optimizer, path):
+    """Give the optimizer the state that a file holds. Raises UserError."""
     from safetensors.torch import load_file
     states = {}
     with reading(path):
-        for key, value in load_file(path).items():
-            name, _, key = key.rpartition("|")
-            states.setdefault(name, {})[key] = value
-    names = {p: name for name, p in named_parameters}
-    for group in optimizer.param_groups:
-        on_device = group.get("capturable") or group.get("fused")
-        for p in group["params"]:
-            for key, value in states.pop(names[p], {}).items():
-                # torch keeps the step number on the CPU, except for these two kinds of AdamW.
-                stays = key == "step" and not on_device
-                optimizer.state[p][key] = value if stays else value.to(p.device)
-    for name in states:
-        raise UserError(f"{path}: {name} is not trained here")
+        for name, value in load_file(path).items():
+            number, _, key = name.partition("|")
+            states.setdefault(int(number), {})[key] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
 
 
 def copy_of_state(optimizer):
     """Return a copy of the weights that train and of their state, or None if it is large."""
-    import torch
-    parameters = _trained(optimizer)
+    parameters = trained_parameters(optimizer)
     # AdamW has two moments for each weight.
     if 3 * sum(p.numel() * p.element_size() for p in parameters) > MAX_COPY:
         return None
-    copies = []
-    for p in parameters:
-        state = optimizer.state.get(p, {})
-        tensors = {key: torch.as_tensor(value).clone() for key, value in state.items()}
-        copies.append((p, p.detach().clone(), tensors))
-    return copies
+    return [p.detach().clone() for p in parameters], copy.deepcopy(optimizer.state_dict())
 
 
 def put_back(optimizer, copies):
     """Give the weights and the optimizer's state the values that `copy_of_state` returned."""
-    for p, weights, state in copies:
-        p.data.copy_(weights)
-        for key in list(optimizer.state.get(p, {})):
-            if key not in state:
-                del optimizer.state[p][key]
-            else:
-                optimizer.state[p][key].copy_(state[key])
+    weights, state = copies
+    for p, values in zip(trained_parameters(optimizer), weights):
+        p.data.copy_(values)
+    optimizer.load_state_dict(state)

@@ -1,6 +1,6 @@
 """report.html: result, curves and episodes of one run, on one page without script or network.
 
-    python -m experiment.report RUN      an output folder, or a .jsonl of episodes
+    python -m experiment.report RUN...      output folders, or .jsonl files of episodes
 """
 import argparse
 import math
@@ -67,21 +67,15 @@ HEAD = """<!doctype html><html lang=en><head><meta charset=utf-8>
 <title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>"""
 
 
-def write_html(name, output=None):
-    """Write the page of one run and return its path. Raises UserError.
+def write_html(name):
+    """Write the page of an output folder or of a .jsonl of episodes beside it; return its path.
 
-    Args:
-        name: an output folder or a .jsonl of episodes.
-        output: the file to write; by default beside what is shown.
+    Raises UserError, or OSError if it cannot be written.
     """
     path = Path(name)
-    default = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    text = page(Record(name))
-    try:
-        replace_file(Path(output or default), whole(text))
-    except OSError as error:
-        raise UserError(f"{output or default}: cannot be written ({error.strerror})") from None
-    return output or default
+    output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
+    replace_file(output, whole(page(Record(name))))
+    return output
 
 
 def page(record):
@@ -198,15 +192,12 @@ def tokens_html(episode, tokenizer):
 
 # ------------------------------------------------------------------------------------ command
 def main(argv):
-    """Write the page that the command line asks for and print its path. Raises UserError."""
+    """Write the pages that the command line asks for. Raises UserError or OSError."""
     parser = argparse.ArgumentParser("python -m experiment.report", allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="an output folder, or a .jsonl of episodes")
-    parser.add_argument("--output", help="file to write; by default RUN/report.html")
-    args = parser.parse_args(argv)
-    if args.output and not args.output.endswith(".html"):
-        # Never write over a file of episodes.
-        raise UserError(f"--output {args.output}: give a name that ends in .html")
-    print(f"written: {write_html(args.run, args.output)}")
+    parser.add_argument("runs", nargs="+", metavar="RUN",
+                        help="an output folder, or a .jsonl of episodes")
+    for name in parser.parse_args(argv).runs:
+        print(f"written: {write_html(name)}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from experiment.checkpoint import (
     optimizer_tensors,
     prune,
     put_back,
+    trained_parameters,
     write_checkpoint,
 )
 from experiment.closing import first_notes, next_command, print_table
@@ -366,12 +367,11 @@ class Run:
 
         In a new run that is {}. Raises Stop if there is no disk space for the checkpoints to come.
         """
-        trained = [p for group in state.optimizer.param_groups for p in group["params"]]
+        trained = trained_parameters(state.optimizer)
         self.ranks.check_alike(trained)
         if self.checkpoint:
             state.load_weights(self.checkpoint)
-            load_optimizer(state.optimizer, state.model.named_parameters(),
-                           self.checkpoint / "optimizer.safetensors")
+            load_optimizer(state.optimizer, self.checkpoint / "optimizer.safetensors")
             self.step = self.saved = self.state["step"]
             self.bad = self.state["bad"]
             self.alarms.read(self.folder / "metrics.jsonl")
@@ -388,9 +388,7 @@ class Run:
         state = self.training
         extra = {"before": self.before, "seconds": time.time() - self.began,
                  "schedule": self.schedule, "unlogged": self.unlogged}
-        tensors = {}
-        if self.writes:
-            tensors = optimizer_tensors(state.optimizer, state.model.named_parameters())
+        tensors = optimizer_tensors(state.optimizer) if self.writes else {}
         self.save(self.step, state.save_weights, state.tokenizer, tensors, extra)
 
     def save(self, step, save_model, tokenizer=None, optimizer=None, extra=None):

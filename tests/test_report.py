@@ -270,8 +270,7 @@ def command(*words, cwd=ROOT):
 
 
 @pytest.mark.parametrize("words, said", [
-    ((), "arguments are required: RUN"), (("a", "b"), "unrecognized arguments: b"), (("x", "--outptu", "y"), "unrecognized arguments: --outptu y"),
-    (("x", "--output"), "--output: expected one argument"), (("x", "--output", "x.jsonl"), "give a name that ends in .html"),
+    ((), "arguments are required: RUN"), (("x", "--outptu", "y"), "unrecognized arguments: --outptu"),
     (("/none/x",), "/none/x: no such file"), (("README.md",), "give an output folder"), (("tests",), "give an output folder")])
 def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
     done = command(*words)
@@ -281,9 +280,11 @@ def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
 
 def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
     name = folder(tmp_path / "run", [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}], [episode(step=0)])
-    assert command(name).stdout == f"written: {name}/report.html\n"
-    assert command(name, "--output", tmp_path / "r.html").stdout == f"written: {tmp_path}/r.html\n" and (tmp_path / "r.html").exists()
-    assert command(name, "--output", tmp_path / "none" / "r.html").returncode == 2
+    other = write(tmp_path / "t.jsonl", [episode()])
+    assert command(name, other).stdout == f"written: {name}/report.html\nwritten: {tmp_path}/t.html\n"
+    (tmp_path / "t.html").unlink()
+    (tmp_path / "t.html").mkdir()
+    assert command(other).returncode == 2
     code = f"import sys; from experiment import report as view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"

@@ -298,7 +298,7 @@ def test_save(tmp_path):
         def save_pretrained(self, folder):
             (Path(folder) / "tokenizer.json").write_text("{}")
     assert newest_checkpoint(tmp_path) is None
-    path = book.save(7, weights, Tokenizer(), optimizer_tensors(optimizer, model.named_parameters()), {"best": 0.5})
+    path = book.save(7, weights, Tokenizer(), optimizer_tensors(optimizer), {"best": 0.5})
     assert path == tmp_path / "checkpoints/step_000007" == newest_checkpoint(str(tmp_path))
     state = read_state(path)
     assert (state["step"], state["algorithm"], state["extra"]) == (7, "grpo", {"best": 0.5})
@@ -348,13 +348,13 @@ def test_optimizer_goes_on_as_if_never_stopped(tmp_path, options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
     for seed in range(3):
         update(model, optimizer, seed)
-    saved = optimizer_tensors(optimizer, model.named_parameters())
-    assert {"0.weight|exp_avg", "0.weight|exp_avg_sq", "1.bias|step"} <= set(saved)
+    saved = optimizer_tensors(optimizer)
+    assert {"0|exp_avg", "0|exp_avg_sq", "3|step"} <= set(saved)
     save_file(saved, tmp_path / "optimizer.safetensors")
     other = small_model()
     other.load_state_dict(model.state_dict())
-    fresh = torch.optim.AdamW(reversed(list(other.parameters())), lr=0.1, **options)         # by name, not by order
-    load_optimizer(fresh, other.named_parameters(), tmp_path / "optimizer.safetensors")
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1, **options)
+    load_optimizer(fresh, tmp_path / "optimizer.safetensors")
     for seed in range(3, 6):
         update(model, optimizer, seed)
         update(other, fresh, seed)
@@ -366,19 +366,15 @@ def test_optimizer_files_that_do_not_fit(tmp_path):
     path, model = tmp_path / "optimizer.safetensors", small_model()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="optimizer.safetensors: no such file"):
-        load_optimizer(optimizer, model.named_parameters(), path)
-    saved = optimizer_tensors(optimizer, model.named_parameters())     # no state yet, no complaint
+        load_optimizer(optimizer, path)
+    saved = optimizer_tensors(optimizer)     # no state yet, no complaint
     save_file(saved, path)
-    load_optimizer(optimizer, model.named_parameters(), path)
+    load_optimizer(optimizer, path)
     assert not optimizer.state
     update(model, optimizer, 0)
-    saved = optimizer_tensors(optimizer, model.named_parameters())
-    save_file({**saved, "2.bias|step": torch.ones(1)}, path)
-    with pytest.raises(UserError, match="2.bias is not trained here"):
-        load_optimizer(optimizer, model.named_parameters(), path)
     path.write_bytes(b"version https://git-lfs")
     with pytest.raises(UserError, match="optimizer.safetensors: cannot be read"):
-        load_optimizer(optimizer, model.named_parameters(), path)
+        load_optimizer(optimizer, path)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
