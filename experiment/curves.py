@@ -28,8 +28,8 @@ def curves(logs):
                 constant.append(f"{escape(name)} {number(values[-1])}")
     text = ""
     if figures:
-        text = ("<h2>Curves</h2><p>Thin: as logged. Bold: means of a twentieth of the run each. Top "
-                f"right: the last value.</p><div class=curves>{''.join(figures)}</div>")
+        text = ("<h2>Curves</h2><p>Thin: as logged. Bold: means of a twentieth of the run each. "
+                f"Top right: the last value.</p><div class=curves>{''.join(figures)}</div>")
     if constant:
         text += f"<p>Unchanged throughout: {', '.join(constant)}.</p>"
     return text
