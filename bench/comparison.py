@@ -30,7 +30,7 @@ MAX_CALLS = 8           # rows of the histogram of calls per episode
 MAX_TOOLS = 16
 MAX_EXAMPLE = 4000      # characters
 EXPLANATION = """\
-Accuracy: share of tasks solved, with Wilson's 95 % interval; ceiling: that of the best agent.
+Accuracy: share of tasks solved, with Wilson's 95 % interval.
 What is said of a training run's episodes is said of the last quarter of its steps.
 """
 ANSWER = re.compile(r"\{[^{}]*\"probability\"[^{}]*\}")
@@ -147,11 +147,10 @@ def tool_use(records):
 
 # -------------------------------------------------------------------------------- calibration
 def forecast(episode):
-    """Return (stated probability, outcome 0 or 1, true probability or what stands there).
+    """Return (stated probability, outcome 0 or 1), or None if the answer states no probability.
 
-    The last assistant message holds {"probability": ..., "recommendation": "YES" or "NO"}.
-    Outcome and true probability are in the episode's info. Where they are not, a correct YES or a
-    wrong NO says that the outcome was 1. Without a probability or an outcome None is returned.
+    The last assistant message holds {"probability": ..., "recommendation": "YES" or "NO"}. A correct YES or a wrong NO
+    says that the outcome was 1.
     """
     texts = [m["content"] or "" for m in episode["messages"] if m["role"] == "assistant"]
     try:
@@ -159,13 +158,10 @@ def forecast(episode):
         stated = float(answer["probability"])
     except (IndexError, ValueError, TypeError, OverflowError):
         return None
-    info = episode["info"]
-    outcome, recommended = info.get("outcome"), YES_NO.get(str(answer.get("recommendation")))
-    if outcome is None and recommended is not None and "success" in info:
-        outcome = recommended == info["success"]
-    if outcome is None or not 0 <= stated <= 1:
+    recommended, info = YES_NO.get(str(answer.get("recommendation"))), episode["info"]
+    if recommended is None or "success" not in info or not 0 <= stated <= 1:
         return None
-    return stated, int(outcome in (True, "YES")), info.get("probability")
+    return stated, int(recommended == info["success"])
 
 
 def calibration(records):
@@ -174,44 +170,25 @@ def calibration(records):
     for record in records:
         forecasts = list(filter(None, map(forecast, record.episodes)))
         if forecasts:
-            scores.append(calibration_scores(record, forecasts))
+            scores.append([record.name, f"{len(forecasts)} of {len(record.episodes)}",
+                           number(brier(forecasts), ".3f"), number(calibration_error(forecasts), ".3f")])
             column = {}
             for i, group in enumerate(bins(forecasts)):
                 column[f"{i / 10:.1f} to {i / 10 + 0.1:.1f}"] = bin_text(group)
             columns.append((record.name, column))
     if not scores:
         return ""
-    header = ("run", "probabilities read", "Brier score", "calibration error (10 bins)",
-              "Brier of the true probability", "accuracy", "Bayes ceiling", "accuracy / ceiling")
+    header = "run", "probabilities read", "Brier score", "calibration error (10 bins)"
     return "\n".join([
         "## Calibration\n", table(header, scores),
         "Each bin: episodes, mean probability stated -> share of outcomes that came true.\n",
         side_by_side("probability stated", columns, "-")])
 
 
-def calibration_scores(record, forecasts):
-    """Return the row of a run in the table of scores."""
-    pairs, truths = [], []
-    for stated, outcome, truth in forecasts:
-        pairs.append((stated, outcome))
-        truths.append((truth, outcome))
-    true_brier = accuracy = best = relative = None
-    if all(is_number(truth) for truth, _ in truths):
-        true_brier = brier(truths)
-    if record.after:
-        accuracy, best = record.after[0] / record.after[1], ceiling(record)
-    if accuracy is not None and best:
-        relative = accuracy / best
-    row = [record.name, f"{len(pairs)} of {len(record.episodes)}"]
-    for score in (brier(pairs), calibration_error(pairs), true_brier, accuracy, best, relative):
-        row.append(number(score, ".3f"))
-    return row
-
-
 def bin_text(pairs):
     if not pairs:
         return "-"
-    stated, outcomes, _ = zip(*pairs)
+    stated, outcomes = zip(*pairs)
     return f"{len(pairs)}: {fmean(stated):.2f} -> {fmean(outcomes):.2f}"
 
 
@@ -294,11 +271,6 @@ def held_out(record, key):
     return (round(solved), int(played)) if abs(solved - round(solved)) < 1e-6 else None
 
 
-def ceiling(record):
-    """Return the accuracy of the best possible agent if the episodes' environment states it."""
-    return mean(filter(is_number, [e["info"].get("ceiling") for e in record.episodes]))
-
-
 def summary(record):
     """Return {column: text} of the figures that both reports show, "-" where there is none."""
     result, played = record.result, record.episodes
@@ -327,9 +299,7 @@ def accuracy(record):
         return "-"
     solved, played = record.after
     low, high = wilson(solved, played)
-    text = f"{solved / played:.3f} ({low:.3f} to {high:.3f}) of {played} {record.measured_on}"
-    best = ceiling(record)
-    return f"{text}; ceiling {best:.3f}" if best else text
+    return f"{solved / played:.3f} ({low:.3f} to {high:.3f}) of {played} {record.measured_on}"
 
 
 def mean(values):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import comparison as view
-from bench.comparison import bins, brier, calibration_error, ceiling, forecast, measure, summary
+from bench.comparison import bins, brier, calibration_error, forecast, measure, summary
 from experiment.errors import UserError
 from experiment.statistics import difference, wilson
 from test_report import EVIL, episode, folder, turn, write
@@ -32,32 +32,19 @@ def test_brier_and_calibration_error_by_hand():
 
 
 # --------------------------------------------------------------------------------------------------------- forecasts
-def test_forecast_reads_the_last_answer_and_the_outcome_where_it_is():
-    assert forecast(says(0.7, True, yes=True)) == (0.7, 1, None)
-    assert forecast(says(0.7, False, yes=True)) == (0.7, 0, None)
-    assert forecast(says(0.2, True, yes=False)) == (0.2, 0, None)
-    assert forecast(says(0.2, False, yes=False)) == (0.2, 1, None)
-    assert forecast(says(0.2, False, yes=True, outcome=1, probability=0.6)) == (0.2, 1, 0.6)
-    assert forecast(episode('{"probability": 0.3, "recommendation": "MAYBE"}')) is None  # says nothing of the outcome
-    assert forecast(episode('I think {"probability": 0.3, "recommendation": "NO"}.', outcome=False))[:2] == (0.3, 0)
+def test_forecast_reads_the_last_answer_and_what_the_recommendation_says_of_the_outcome():
+    assert forecast(says(0.7, True, yes=True)) == (0.7, 1)
+    assert forecast(says(0.7, False, yes=True)) == (0.7, 0)
+    assert forecast(says(0.2, True, yes=False)) == (0.2, 0)
+    assert forecast(says(0.2, False, yes=False)) == (0.2, 1)
+    assert forecast(episode('{"probability": 0.3, "recommendation": "MAYBE"}')) is None
+    assert forecast(episode('I think {"probability": 0.3, "recommendation": "NO"}.')) == (0.3, 0)
 
 
 @pytest.mark.parametrize("answer", ["", "no", '{"probability": 1.2, "recommendation": "YES"}', '{"probability": "much"}', '{"probability": null}',
                                     '{"probability": NaN, "recommendation": "NO"}', '{"reason": "x"}', '{"probability": 0.5'])
 def test_what_is_no_forecast(answer):
     assert forecast(episode(answer)) is None
-
-
-def test_ceiling_and_truth_are_those_that_the_environment_wrote_into_the_episodes(tmp_path):
-    rows = [says(0.5, True, ceiling=0.8), says(0.5, True, ceiling=0.7)]
-    assert summary(measure(write(tmp_path / "e.jsonl", rows)))["accuracy (95 %)"].endswith("; ceiling 0.750")
-    assert ceiling(measure(write(tmp_path / "e.jsonl", [says(0.5, True)]))) is None
-    rows = [says(0.5, True, env="meetings", ceiling=0.81, outcome=m > 5, probability=m / 10) for m in (4, 7)]
-    run = measure(write(tmp_path / "t.jsonl", rows))
-    assert summary(run)["accuracy (95 %)"] == "1.000 (0.342 to 1.000) of 2 episodes; ceiling 0.810"  # 2 / (2 + z2)
-    assert ceiling(run) == 0.81 and [forecast(e) for e in run.episodes] == [(0.5, 0, 0.4), (0.5, 1, 0.7)]
-    text = Path(view.write_report([run.name], tmp_path / "r.md")).read_text()
-    assert tables(text)[run.name] == ["2 of 2", "0.250", "0.000", "0.125", "1.000", "0.810", "1.235"]  # (0.16 + 0.09) / 2
 
 
 def test_an_environment_that_a_data_file_names_is_not_run(tmp_path):
@@ -69,8 +56,8 @@ def test_an_environment_that_a_data_file_names_is_not_run(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------- report.md
 def test_report_by_hand(tmp_path):
-    first = write(tmp_path / "a.jsonl", [says(0.9, True, ceiling=0.8), says(0.8, False), says(0.3, True, yes=False),
-                                         says(0.1, False, yes=False, ceiling=0.8, calls=())])
+    first = write(tmp_path / "a.jsonl", [says(0.9, True), says(0.8, False), says(0.3, True, yes=False),
+                                         says(0.1, False, yes=False, calls=())])
     second = write(tmp_path / "b.jsonl", [says(0.9, True, calls=["slot_fit", "follow_up"], tool_errors=1)] * 3)
     run = folder(tmp_path / "dpo", result={"success_before": 0.5, "success_after": 0.75, "seconds": 12.3,
                                            "peak_memory_mb": 1888.2})
@@ -79,8 +66,8 @@ def test_report_by_hand(tmp_path):
     found = tables(text)
     low, high = wilson(2, 4)
     # rewards 1, 0.1, 1, 0.1; calls 1, 1, 1, 0
-    assert found[first] == ["4 of 4", "0.388", "0.525", "-", "0.500", "0.800", "0.625"]  # the last table with it
-    assert f"| {first} | - | 4 | - | 0.500 ({low:.3f} to {high:.3f}) of 4 episodes; ceiling 0.800 | 0.55 | 0.75 | 0.000 | 1.000 | 0.000 | - | - |" in text
+    assert found[first] == ["4 of 4", "0.388", "0.525"]  # the last table with it
+    assert f"| {first} | - | 4 | - | 0.500 ({low:.3f} to {high:.3f}) of 4 episodes | 0.55 | 0.75 | 0.000 | 1.000 | 0.000 | - | - |" in text
     assert f"| {second} | - | 3 | - | 1.000 (0.439 to 1.000) of 3 episodes | 1 | 2 | 0.500 | 1.000 | 0.000 | - | - |" in text
     low, high = wilson(15, 20)
     assert f"| {run} | grpo | 0 | 0.500 -> 0.750 | 0.750 ({low:.3f} to {high:.3f}) of 20 held-out | - | - | - | - | - | 12.3 | 1,888 |" in text
