@@ -107,10 +107,10 @@ def _make_parser(flags, description):
     parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument("--config", metavar="FILE", action="append", default=[],
                         help="YAML file of options; the command line overrides it")
-    groups = {}
+    groups = {"": parser}
     for name, option in flags.items():
         if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group or None)
+            groups[option.group] = parser.add_argument_group(option.group)
         shape = {"dest": name, "action": _Store, "metavar": METAVARS[option.kind]}
         if option.kind is bool or option.const:
             shape.update(nargs="?", const=option.const or "true")

@@ -221,14 +221,13 @@ class OutputFolder:
         if longer:
             del changed["max_steps"]
         differences = [f"--{name} is {values[name]} and was {old}" for name, old in changed.items()]
-        same_steps = _sequences(values) == _sequences({**values, **began})
-        if changed.keys() <= {*HARMLESS} and same_steps:
-            for difference in differences:
-                print(f"note: {difference}: numbers may differ by rounding from here on")
-        else:
+        if changed and not (changed.keys() <= {*HARMLESS}
+                            and _sequences(values) == _sequences({**values, **began})):
             raise UserError(f"{self.path}: --resume continues the run as it began (max_steps may "
                             f"grow), but {', '.join(differences)}; the same command: "
                             f"{self.command}")
+        for difference in differences:
+            print(f"note: {difference}: numbers may differ by rounding from here on")
         return longer
 
     def _choose(self, previous):
