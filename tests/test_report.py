@@ -247,8 +247,7 @@ def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_is_named(tmp_path):
 
 @pytest.mark.parametrize("broken", [
     {"messages": 3}, {"messages": [{"role": "user"}]}, {"reward": "much"}, {"reward": None}, {"logprobs": [0.0]}, {"info": []},
-    {"token_ids": ["<script>"] * 4}, {"token_ids": [-1] * 4}, {"rewards": ["x"] * 4}, {"loss_mask": None},
-    {"reward_parts": {"a": "b"}}])
+    {"token_ids": ["<script>"] * 4}, {"token_ids": [-1] * 4}, {"rewards": ["x"] * 4}, {"loss_mask": None}])
 def test_what_is_no_episode_is_named_by_line(tmp_path, broken):
     name = folder(tmp_path, episodes=[episode(calls=()), episode(calls=()) | broken])
     byte_level(tmp_path)
