@@ -29,6 +29,7 @@ import json
 import os
 import sys
 import traceback
+from itertools import chain
 
 import numpy as np
 
@@ -126,15 +127,15 @@ def limits(env_names: str) -> dict:
 
     Of several environments the largest. LIMITS holds what one gets that states none.
     """
-    stated = []
+    largest = {}
     for name in names_of(env_names):
-        own_limits = getattr(load(name), "limits", {})
-        for key, value in own_limits.items():
+        stated = getattr(load(name), "limits", {})
+        for key, value in {**LIMITS, **stated}.items():
             if key not in LIMITS or not isinstance(value, int | float) or value <= 0:
                 raise UserError(f"environment {name!r}: limits[{key!r}] is {value!r}; it may state "
                                 f"positive numbers as {', '.join(LIMITS)}")
-        stated.append({**LIMITS, **own_limits})
-    return {key: max(row[key] for row in stated) for key in LIMITS}
+            largest[key] = max(value, largest.get(key, value))
+    return largest
 
 
 def lengths(env_names: str | None) -> dict:
@@ -181,7 +182,7 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
         columns = [_tasks_of_file(name, split, seed, dataset, eval_dataset)]
     else:
         columns = [_tasks_of_environment(name, split, share, seed) for name in names]
-    rows = [{**task, **extra} for row in zip(*columns) for task in row]
+    rows = [{**task, **extra} for task in chain.from_iterable(zip(*columns))]
     return rows[:n]
 
 
@@ -231,11 +232,10 @@ def is_task(name: str, row: dict) -> bool:
         return False
     cls = load(name)
     try:
-        task = _as_task(cls, row)
+        need(_as_task(cls, row), *_needed(cls))
     except (ValueError, KeyError, TypeError):
         return False
-    needed = _needed(cls)
-    return bool(needed) and task.keys() >= set(needed)
+    return bool(_needed(cls))
 
 
 def _needed(cls) -> list[str]:

@@ -154,11 +154,10 @@ class GSM8K:
 
         `num_turns` answers are allowed, 1 by default (AReaL: 5). Each call of `answer` counts.
         """
-        row = self._row({"question": question, "answer": answer, "num_turns": num_turns})
-        solution = row["answer"]
+        solution = self._row({"question": question, "answer": answer})["answer"]
         self._gold = _number(solution.rpartition("####")[2])
         self._plan = true_calculations(solution)[:self.max_turns - 1]
-        self._attempts_left = num_turns or 1
+        self._attempts_left = int(num_turns or 1)
         self._computed = 0
         self.reward = 0.0
         self.done = False
@@ -190,7 +189,7 @@ class GSM8K:
         """Count one answer. Return the words that ask for another one, or None at the end."""
         self._attempts_left -= 1
         self.reward = float(values == {self._gold})
-        self.done = self._check() or self._attempts_left == 0
+        self.done = self._check() or self._attempts_left <= 0
         # The words are AReaL's.
         return None if self.done else "Unfortunately your answer is wrong. Let's try again."
 
@@ -213,7 +212,7 @@ class GSM8K:
     def _row(row: dict) -> dict:
         """Return the row with "answer" as text, or raise ValueError. Other columns stay."""
         need(row, "question", "answer")
-        question, answer, turns = row["question"], row["answer"], row.get("num_turns")
+        question, answer = row["question"], row["answer"]
         if not isinstance(question, str) or not question.strip():
             raise ValueError('"question" is empty or not text')
         if type(answer) in (int, float):
@@ -222,8 +221,6 @@ class GSM8K:
         if not isinstance(answer, str) or _number(answer.rpartition("####")[2]) is None:
             raise ValueError('"answer" has no number; give 72, or a solution that ends in '
                              f"#### 72, not {str(answer)[-40:]!r}")
-        if turns is not None and (type(turns) is not int or turns < 1):
-            raise ValueError(f"num_turns {turns!r}: use an integer >= 1")
         return {**row, "answer": answer}
 
     @staticmethod

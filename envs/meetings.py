@@ -101,26 +101,30 @@ def logistic(scores) -> float:
     return 1 / (1 + math.exp(-0.8 * sum(scores)))
 
 
+def possible(tools):
+    """Yield everything that these tools may say, tool -> score, and how likely it is."""
+    for scores in product(*(PRIOR[name] for name in tools)):
+        said = dict(zip(tools, scores))
+        yield said, math.prod(PRIOR[name][score] for name, score in said.items())
+
+
 def belief(seen: dict) -> float:
     """Return P(good | these scores), the mean over what the other tools may say.
 
     What the prompt says of the meeting is left out.
     """
-    unseen = [PRIOR[name].items() for name in TOOLS if name not in seen]
     total = 0.0
-    for rest in product(*unseen):
-        scores = [*seen.values(), *(score for score, _ in rest)]
-        total += logistic(scores) * math.prod(chance for _, chance in rest)
+    for said, chance in possible([name for name in TOOLS if name not in seen]):
+        total += chance * logistic([*seen.values(), *said.values()])
     return total
 
 
 def accuracy(tools) -> float:
     """Return how often the best guess from these tools' scores is right: E[max(p, 1 - p)]."""
     total = 0.0
-    for scores in product(*(PRIOR[name] for name in tools)):
-        seen = dict(zip(tools, scores))
-        p = belief(seen)
-        total += max(p, 1 - p) * math.prod(PRIOR[name][score] for name, score in seen.items())
+    for said, chance in possible(tools):
+        p = belief(said)
+        total += chance * max(p, 1 - p)
     return total
 
 
@@ -247,18 +251,17 @@ class Meetings:
         named = set(re.findall(r'"recommendation"\s*:\s*"(YES|NO)"', text))
         self.recommended = named == {"YES"} if len(named) == 1 else None
         probability = read_probability(text)
-        self._reward_parts["outcome"] = self._outcome_reward(probability)
         if self._shaped and probability is not None:
             self._reward_parts["calibration"] = 0.25 - (probability - self.outcome) ** 2
-
-    def _outcome_reward(self, probability) -> float:
         if self.recommended is None:
-            return -1.0
-        if not self.seen:
-            return -0.5
-        if probability is None:
-            return -0.25
-        return 1.0 if self._check() else 0.1
+            outcome = -1.0
+        elif not self.seen:
+            outcome = -0.5
+        elif probability is None:
+            outcome = -0.25
+        else:
+            outcome = 1.0 if self._check() else 0.1
+        self._reward_parts["outcome"] = outcome
 
     def _expert(self) -> list[dict] | str:
         """Return the next call in the persona's order, then the answer."""

@@ -68,6 +68,8 @@ class Session:
         done: True once the environment has ended the episode.
         stuck: True once a call was left behind. The environment still sits in it, and is not
             touched again.
+        member: what is called now, such as "reset()" or the name of a tool.
+        kind: as what its faults are counted: "tool" for every tool, else the member.
     """
 
     def __init__(self, watch: Watch, name: str, cls: type, task: dict):
@@ -78,7 +80,7 @@ class Session:
         self.reward = 0.0
         self.done = False
         self.stuck = False
-        self.member = self.kind = "__init__()"  # what runs now
+        self.member = self.kind = "__init__()"
 
     def start(self) -> tuple[str, str | None, int]:
         """Make and reset the environment. Return the question, the system prompt and max_turns."""
