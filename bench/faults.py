@@ -71,14 +71,20 @@ def signals(place, options):
     cases = [signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for _ in range(times)]
     for signum in cases:
         with tempfile.TemporaryDirectory(dir=place) as folder:
+            # Under nohup the child would inherit that SIGHUP is ignored.
             run = subprocess.Popen(words(place, 10**6), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                   text=True)
+                                   text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
             log = Path(folder, "run", "metrics.jsonl")
             while not log.exists() and run.poll() is None:
                 time.sleep(0.02)
             time.sleep(draw.uniform(0, 1))
             run.send_signal(signum)
-            _, errors = run.communicate(timeout=60)
+            try:
+                _, errors = run.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                run.kill()
+                failures.append(f"{signum.name}: hangs for more than 60 s")
+                continue
             saved = read_state(newest_checkpoint(Path(folder, "run")))["step"]
             lines = log.read_bytes().count(b"\n")
             if run.returncode != 128 + signum or one_line(errors) or saved != lines:
