@@ -217,7 +217,8 @@ def yaml_files(place, base):
     path = place / "config.yaml"
     values = {"seed": 1, "learning_rate": 1e-4, "lora_target_modules": "all-linear", "dtype": "float32",
               "model_path": str(base), "batch_size": 2, "env": "equations", "output_dir": str(place / "out"),
-              "dataset": str(place.parent / "good.jsonl"), "max_steps": 1, "eval_tasks": 0}
+              "dataset": str(place.parent / "good.jsonl"), "max_steps": 1, "eval_tasks": 0,
+              "max_samples": 40}
     for key in values:
         for odd in ODD:
             if odd != "\ud800":

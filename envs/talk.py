@@ -84,7 +84,7 @@ def run_config(model_path: str) -> Path | None:
     # Parts of an output folder are base/ and checkpoints/step_NNNNNN/.
     for place in (folder, folder.parent, folder.parent.parent):
         file = place / "config.yaml"
-        if folder.is_dir() and file.is_file() and b" run;" in file.read_bytes()[:40]:
+        if os.path.isdir(folder) and file.is_file() and b" run;" in file.read_bytes()[:40]:
             return file
     return None
 

@@ -169,10 +169,12 @@ def is_adapter(path: str) -> bool:
 
 def newest(path: str) -> str:
     """Return the newest checkpoint of an output folder, and every other path as it is."""
+    if not os.path.isdir(path):
+        return path
     steps = checkpoints(path)
     if steps:
         return str(steps[-1])
-    if os.path.isdir(path) and not any(name.endswith("config.json") for name in os.listdir(path)):
+    if not any(name.endswith("config.json") for name in os.listdir(path)):
         raise UserError(f"{path}: no config.json, no adapter_config.json and no checkpoints "
                         "in this folder")
     return path
