@@ -18,7 +18,6 @@ Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -262,7 +261,7 @@ def teach_tiny(config, run) -> str:
     """
     if config.model_path != "tiny":
         return config.model_path
-    base = Path(config.output_dir, "base")
+    base = run.folder / "base"
     taught = base / "made.json"  # written last: where it exists, the folder is complete
     if run.ranks.first(taught.exists):
         return str(base)

@@ -37,7 +37,8 @@ class OutputFolder:
     """
 
     def __init__(self, path, algorithm, command):
-        self.path = Path(path)
+        # An environment may change the current folder.
+        self.path = Path(path).absolute()
         self.algorithm = algorithm
         self.command = command
         self.is_new = False

@@ -428,7 +428,7 @@ class Run:
         print_table(self.before, self.after, self.total, self.training_seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         command = next_command(next_step, self.config, *words)
-        print(f"written: {self.folder}\nnext:    {command}")
+        print(f"written: {self.config.output_dir}\nnext:    {command}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,

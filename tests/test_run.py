@@ -130,6 +130,15 @@ def test_a_wrong_command_leaves_no_folder_behind(tmp_path):
         assert folder.exists() == bool(keeps) and all((folder / kept).exists() for kept in keeps)
 
 
+def test_an_environment_may_change_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = output_folder.OutputFolder("run", "sft", "the command")
+    files.enter({"output_dir": "run"})
+    monkeypatch.chdir("/")
+    files.append("metrics.jsonl", [{"step": 0}])
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_help(program):
     done = program("--help", COLUMNS="100", LC_ALL="C")
     assert (done.returncode, done.stderr) == (0, "")
