@@ -4,6 +4,7 @@
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import json
+import os
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
