@@ -47,9 +47,9 @@ def chat(row):
 
 def completion(row):
     """{"prompt", "completion"}, each text or messages: the completion is learned."""
-    for name in ("prompt", "completion"):
-        if isinstance(row[name], str) and not row[name].strip():
-            raise ValueError(f'"{name}" is empty')
+    for name, purpose in (("prompt", "answer"), ("completion", "train on")):
+        if row[name] == [] or isinstance(row[name], str) and not row[name].strip():
+            raise ValueError(f'"{name}" is empty: nothing to {purpose}')
     prompt = as_messages(row["prompt"], "prompt", "user")
     return without_loss(prompt) + as_messages(row["completion"], "completion", "assistant")
 

@@ -152,8 +152,7 @@ def read_columns(row: dict) -> tuple[str, float, str]:
     except ValueError:
         probability = math.nan
     if not 0 <= probability <= 1:
-        raise ValueError('"target_probability" must be a number from 0 to 1, not '
-                         f"{stated[:40]!r}")
+        raise ValueError(f'"target_probability" must be from 0 to 1, not {stated[:40]}')
     if not text:
         raise ValueError('"input_text" is empty')
     if not re.fullmatch(WORD, reason):

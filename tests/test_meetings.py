@@ -341,8 +341,8 @@ GOOD = {"input_text": simulate(482107)["prompt"], "target_probability": "0.5", "
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"target_reason": None}, "'target_reason'"), ({"target_probability": "high"}, '"target_probability" must be a number from 0 to 1, not \'high\''),
-    ({"target_probability": "1.01"}, '"target_probability" must be a number from 0 to 1, not \'1.01\''), ({"target_probability": "nan"}, '"target_probability" must be a number'),
+    ({"target_reason": None}, "'target_reason'"), ({"target_probability": "high"}, '"target_probability" must be from 0 to 1, not high'),
+    ({"target_probability": "1.01"}, '"target_probability" must be from 0 to 1, not 1.01'), ({"target_probability": "nan"}, '"target_probability" must be from 0 to 1, not nan'),
     ({"target_reason": "two words"}, '"target_reason" must be one word'), ({"input_text": " "}, '"input_text" is empty')])
 def test_rows_that_cannot_be_read(change, says):
     with pytest.raises((ValueError, KeyError)) as error:

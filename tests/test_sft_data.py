@@ -353,7 +353,7 @@ def test_meetings_csv(tokenizer, tmp_path):
     assert json.loads(t.messages[1]["content"]) == {"probability": 0.25, "reason": "profile", "recommendation": "NO"}
     assert read(str(path), tokenizer, env="meetings")[0].rewards == []  # no meeting of the simulator: nothing to play
     path.write_text(path.read_text() + "x,high,slot,0.5\n")
-    with pytest.raises(UserError, match=r"""m.csv:3: "target_probability" must be a number from 0 to 1, not 'high'"""):
+    with pytest.raises(UserError, match=r"""m.csv:3: "target_probability" must be from 0 to 1, not high"""):
         read(str(path), tokenizer)
 
 
