@@ -1,4 +1,4 @@
-"""SFT, reward-weighted, DPO and GRPO from the same start at the same number of episodes: two worlds, three seeds.
+"""SFT, reward-weighted, DPO and GRPO from the same start at the same number of episodes: two environments, three seeds.
 
     python bench/four_lessons.py [OUT]      two runs at a time, one thread each; writes bench/results/four_lessons.json,
                                             .md (the table for the README) and .png; finished runs are not run again
@@ -44,25 +44,25 @@ def python(log: str, command: str) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def start(out: str, world: str, seed: int) -> str:
-    """The folder of the model that all lessons of this world and seed start from."""
-    folder = os.path.join(out, f"{world}_{seed}", "start")
+def start(out: str, env: str, seed: int) -> str:
+    """The folder of the model that all lessons of this environment and seed start from."""
+    folder = os.path.join(out, f"{env}_{seed}", "start")
     if not os.path.exists(os.path.join(folder, "config.json")):
         os.makedirs(os.path.dirname(folder), exist_ok=True)
-        python(folder + ".log", f"sft.py --env {world} --seed {seed} {START[world]} --eval_tasks 0 --overwrite "
+        python(folder + ".log", f"sft.py --env {env} --seed {seed} {START[env]} --eval_tasks 0 --overwrite "
                                 f"--output_dir {folder}_sft")
         python(folder + ".log", f"lora.py merge {folder}_sft {folder}")
     return folder
 
 
-def lesson(out: str, world: str, seed: int, name: str) -> dict:
+def lesson(out: str, env: str, seed: int, name: str) -> dict:
     """One run -> success before and after, seconds, memory, and [(episodes, success)] on the way."""
-    flags = LESSONS[name].replace("START_NOISE", START[world].split()[1])
-    flags += f" {GRPO[world]}" if name == "GRPO" else ""
-    folder = os.path.join(out, f"{world}_{seed}", name.replace(" ", "_").replace(",", "").replace("'", ""))
+    flags = LESSONS[name].replace("START_NOISE", START[env].split()[1])
+    flags += f" {GRPO[env]}" if name == "GRPO" else ""
+    folder = os.path.join(out, f"{env}_{seed}", name.replace(" ", "_").replace(",", "").replace("'", ""))
     if not os.path.exists(cost := folder + ".cpu_seconds"):
-        seconds = python(folder + ".log", f"{flags} --env {world} --seed {seed} --output_dir {folder} --overwrite "
-                                          f"--model_path {out}/{world}_{seed}/start")
+        seconds = python(folder + ".log", f"{flags} --env {env} --seed {seed} --output_dir {folder} --overwrite "
+                                          f"--model_path {out}/{env}_{seed}/start")
         with open(cost, "w") as f:
             f.write(str(round(seconds)))
     with open(cost) as f:
@@ -85,14 +85,14 @@ def spread(values) -> str:
 
 
 def table(rows: dict) -> str:
-    out = ["| world | lesson | before | after 2,880 episodes: mean (three seeds) | CPU seconds | MB |",
+    out = ["| environment | lesson | before | after 2,880 episodes: mean (three seeds) | CPU seconds | MB |",
            "|---|---|---|---|---|---|"]
-    for world in START:
+    for env in START:
         for name in LESSONS:
-            runs = rows[world][name]
+            runs = rows[env][name]
             before, after, seconds, memory = ([run[key] for run in runs] for key in (
                 "before", "after", "cpu_seconds", "peak_memory_mb"))
-            out.append(f"| {world} | {name} | {spread(before)} | {spread(after)} | {sum(seconds) / len(runs):.0f} | "
+            out.append(f"| {env} | {name} | {spread(before)} | {spread(after)} | {sum(seconds) / len(runs):.0f} | "
                        f"{max(memory)} |")
     return "\n".join(out) + "\n"
 
@@ -104,12 +104,12 @@ def picture(rows: dict, ceiling: float, path: str):
     from matplotlib import pyplot as plt
     figure, panels = plt.subplots(1, len(START), figsize=(11, 4), sharey=True)
     grid = np.linspace(0, EPISODES, 200)
-    for panel, world in zip(panels, START):
+    for panel, env in zip(panels, START):
         for name in LESSONS:
-            curves = np.array([np.interp(grid, *zip(*run["curve"])) for run in rows[world][name]])  # (seeds, 200)
+            curves = np.array([np.interp(grid, *zip(*run["curve"])) for run in rows[env][name]])  # (seeds, 200)
             line, = panel.plot(grid, curves.mean(0), label=name)
             panel.fill_between(grid, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15)
-        panel.set_title(world), panel.set_xlabel("episodes played, or demonstrations shown"), panel.grid(alpha=0.3)
+        panel.set_title(env), panel.set_xlabel("episodes played, or demonstrations shown"), panel.grid(alpha=0.3)
     panels[1].axhline(ceiling, color="grey", linestyle=":", label="Bayes ceiling")
     panels[0].set_ylabel("success: mean and range of three seeds"), panels[0].set_ylim(0, 1), panels[1].legend()
     figure.tight_layout(), figure.savefig(path, dpi=120)
@@ -118,12 +118,12 @@ def picture(rows: dict, ceiling: float, path: str):
 def main(out):
     sys.path.insert(0, ROOT)
     from envs.meetings import Meetings
-    keys = [(world, seed) for world in START for seed in SEEDS]
+    keys = [(env, seed) for env in START for seed in SEEDS]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda key: start(out, *key), keys))
-        runs = [(world, seed, name) for world, seed in keys for name in LESSONS]
+        runs = [(env, seed, name) for env, seed in keys for name in LESSONS]
         found = dict(zip(runs, pool.map(lambda key: lesson(out, *key), runs)))
-    rows = {world: {name: [found[world, seed, name] for seed in SEEDS] for name in LESSONS} for world in START}
+    rows = {env: {name: [found[env, seed, name] for seed in SEEDS] for name in LESSONS} for env in START}
     result = {"command": "python bench/four_lessons.py", "date": datetime.date.today().isoformat(), "seeds": SEEDS,
               "episodes": EPISODES, "lessons": LESSONS, "grpo": GRPO, "start": START, "rows": rows,
               "bayes_ceiling": Meetings._ceiling(), "machine": f"{os.cpu_count()} cores, no GPU, two runs at a time"}

@@ -10,7 +10,7 @@ of its own, and one that fails (out of memory, a missing library, the time limit
     machine   memory bandwidth (a large copy, bytes read plus written) and bfloat16 matmul rate, measured
     cap       the cap bites: an allocation beyond it raises; what the CUDA context takes besides
     grpo      two steps of grpo.py with the flags below under the cap: bytes allocated and reserved, context, seconds
-    decode    tokens/s of `model.generate`, transformers' `generate_batch` and generate.py, all in bfloat16, resident,
+    decode    tokens/s of `model.generate`, transformers' `generate_batch` and our engine, all in bfloat16, resident,
               without the cap. Two runs of different length: their difference is decoding alone. `bandwidth`: bytes that
               a step must read (weights once, keys and values of all rows) x steps/s, over the measured bandwidth.
               cuDNN's attention is off for all three: where torch prefers it, it compiles at each new shape. Without
@@ -53,7 +53,7 @@ SHAPES = {"0.5B": (qwen(896, 24, 14, 2, 4864), LEAN, 8),
           "7B": (qwen(3584, 28, 28, 4, 18944, 152064, False), {"memory": "stream"}, 16),
           "toy": (TOY, {"gradient_checkpointing": True}, 2),
           "toy-lean": (TOY, {"memory": "stream"}, 2)}
-ENGINES = "generate", "generate_batch", "generate.py"
+ENGINES = "generate", "generate_batch", "engine"
 
 
 def arguments(argv=None):
@@ -227,7 +227,7 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
     from llm.static_engine import make_engine
     torch.backends.cuda.enable_cudnn_sdp(False)  # for all: it compiles at each new shape, every step of model.generate
     engines = []
-    if engine == "generate.py":
+    if engine == "engine":
         model, _ = load_model(folder, dtype="bfloat16", train=False)
     else:  # as transformers ships it
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").to(device()).eval()
@@ -406,9 +406,9 @@ def main(args) -> dict:
                 path.write_text(json.dumps(result, indent=1) + "\n")
         for rows in map(str, args.rows):
             ours, theirs = (kept.get("decode", {}).get(e, {}).get(rows, {}).get("tokens_per_second")
-                            for e in ("generate.py", "generate"))
+                            for e in ("engine", "generate"))
             if ours and theirs:
-                kept.setdefault("generate.py / model.generate", {})[rows] = round(ours / theirs, 3)
+                kept.setdefault("engine / model.generate", {})[rows] = round(ours / theirs, 3)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return result

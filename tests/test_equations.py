@@ -9,7 +9,7 @@ import pytest
 import envs
 from envs.equations import Equations, EquationsHard, parse_side, parse_term, show
 
-WORLDS = [Equations, EquationsHard]
+ENVIRONMENTS = [Equations, EquationsHard]
 STATE = ("left", "right", "factor", "solution", "best", "reward", "done", "solved", "_reward_parts")
 LEVELS = [1, 2, 3]
 
@@ -235,7 +235,7 @@ def test_the_expert_solves_every_level_within_the_budget(level):
         assert env.solved and env.reward == pytest.approx(5.0 + 2.0 * steps) and env._expert() == []
 
 
-@pytest.mark.parametrize("cls", WORLDS)
+@pytest.mark.parametrize("cls", ENVIRONMENTS)
 def test_the_expert_solves_its_own_tasks_on_a_well_formed_path(cls):
     for task in cls._tasks("test", 200, 0):
         env = cls()
@@ -274,7 +274,7 @@ def test_ten_thousand_distinct_train_tasks_and_none_of_them_in_test():
     assert not other & {t["equation"] for t in Equations._tasks("train", 5000, 7)} and other <= test | other
 
 
-@pytest.mark.parametrize("cls", WORLDS)
+@pytest.mark.parametrize("cls", ENVIRONMENTS)
 def test_tasks_follow_the_seed(cls):
     a, b, c = cls._tasks("train", 50, 0), cls._tasks("train", 50, 0), cls._tasks("train", 50, 1)
     assert a == b != c and cls._tasks("train", 20, 0) == a[:20] and len({t["equation"] for t in a}) == 50

@@ -54,7 +54,7 @@ def test_what_ci_runs_is_what_the_readme_says():
     assert "pip install -r requirements-dev.txt && pytest -q" in README
 
 
-def test_the_template_world_plays():
+def test_the_template_environment_plays():
     from llm.tiny import make_tiny
     tasks = envs.tasks("envs/template.py:HigherLower", "test", 3, seed=0)
     for t in demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):

@@ -77,9 +77,9 @@ def spelled(tokenizer, episode):
 def test_same_chat_through_sft_and_rollout_gives_the_same_ids(case):
     """Played by an environment through `Episode`, and written down: calls, text beside them, results, a second go."""
     tokenizer = make_tiny()[1] if case == "tiny" else real(case[5:]) if case.startswith("real:") else small(case)
-    world = envs.load("gsm8k")
-    chat, watch = Chat(tokenizer, envs.schemas(world)), Watch(10.0)
-    session = Session(watch, "gsm8k", world, {**NATALIA, "num_turns": 2})
+    env = envs.load("gsm8k")
+    chat, watch = Chat(tokenizer, envs.schemas(env)), Watch(10.0)
+    session = Session(watch, "gsm8k", env, {**NATALIA, "num_turns": 2})
     episode = Episode(session, chat, Limits(max_tokens=10**5, max_tool_tokens=10**5), "0")
     written = list(episode.trajectory.messages)
     for content, calls in (("", [CALL]), ("" if case == "gptoss" else "Again:", [CALL]), ("#### 71", []), ("#### 72", [])):
@@ -275,7 +275,7 @@ def test_each_kind_of_row_is_told_apart_by_its_fields(tokenizer, tmp_path, capsy
         "conversations", "completions", "completions", "written solutions", "episodes", "meetings")]
 
 
-def test_a_written_solution_becomes_calls_that_the_world_answers(tokenizer, tmp_path):
+def test_a_written_solution_becomes_calls_that_the_environment_answers(tokenizer, tmp_path):
     episode, = read(write(tmp_path, [NATALIA]), tokenizer)
     call = '<tool_call>\n{"name": "%s", "arguments": {"%s": "%s"}}\n</tool_call><|im_end|>'
     assert spelled(tokenizer, episode) == [
@@ -316,16 +316,16 @@ def test_only_the_completion_is_learnt(tokenizer, tmp_path):
     assert len(turns) == 2 and turns[1] == "43<|im_end|>"
 
 
-def test_tools_are_the_rows_own_or_the_given_worlds(tokenizer, tmp_path):
+def test_tools_are_the_rows_own_or_the_given_environments(tokenizer, tmp_path):
     own = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"query": {}}}}}]
     path = write(tmp_path, [{"messages": [ASK, ANSWER], "tools": own}, {"messages": [SYSTEM, ASK, ANSWER]}] * 3)
     texts = {tokenizer.decode(t.token_ids) for t in read(path, tokenizer)}
     assert {("look(query)" in text, "Be brief." in text, "<tools>" in text) for text in texts} == {
         (True, False, True), (False, True, False)}
-    world = "add_terms(terms)"
+    listed = "add_terms(terms)"
     for t in read(path, tokenizer, env="equations"):
         text = tokenizer.decode(t.token_ids)
-        assert ("look(query)" in text) != (world in text) and ("Be brief." in text) == (world in text)
+        assert ("look(query)" in text) != (listed in text) and ("Be brief." in text) == (listed in text)
     path = write(tmp_path, [{"messages": [ASK, ANSWER], "system": "Count."}])
     for env in (None, "equations"):
         assert "system\nCount." in tokenizer.decode(read(path, tokenizer, env=env)[0].token_ids)
@@ -333,7 +333,7 @@ def test_tools_are_the_rows_own_or_the_given_worlds(tokenizer, tmp_path):
     assert "Solve for x with the tools." in tokenizer.decode(read(path, tokenizer, env="equations")[0].token_ids)
 
 
-def test_rows_that_a_given_world_takes_are_tasks_for_its_expert(tokenizer, tmp_path, capsys):
+def test_rows_that_a_given_environment_takes_are_tasks_for_its_expert(tokenizer, tmp_path, capsys):
     path = write(tmp_path, [{**NATALIA, "question": f"And now? {i}"} for i in range(40)])
     assert read(path, tokenizer, env="gsm8k")[0].rewards[-1] == 1.0  # played: it has rewards
     assert "tasks for the expert of gsm8k (train)" in capsys.readouterr().out
@@ -459,29 +459,29 @@ def test_a_few_rows_are_all_learnt_from(tokenizer, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- train
-def test_chat_rows_are_learnt_without_a_world(tmp_path, capsys):
+def test_chat_rows_are_learnt_without_an_environment(tmp_path, capsys):
     path = write(tmp_path, [{"prompt": f"say {n}", "completion": "yes"} for n in range(60)])
     result = sft.train(sft.Config(dataset=path, output_dir=str(tmp_path / "o"), max_steps=10, batch_size=8))
     assert result["held_out_loss"] < 1 and result["success_after"] is None
     assert "env: null" in (tmp_path / "o" / "config.yaml").read_text()  # --config repeats it: still rows to learn from
 
 
-def test_episodes_are_tried_in_the_world_they_are_of(tokenizer, tmp_path):
+def test_episodes_are_tried_in_the_environment_they_are_of(tokenizer, tmp_path):
     tasks = [{"equation": f"x + {b} = 9"} for b in range(1, 31)]
     path = write(tmp_path, [t.to_json() for t in demonstrate(tokenizer, "equations", tasks)])
     result = sft.train(sft.Config(trajectories=path, output_dir=str(tmp_path / "o"), max_steps=1, batch_size=4, eval_tasks=2))
     assert result["held_out_loss"] > 1 and result["success_after"] is not None
-    assert registered_envs([{"env": "/tmp/evil.py:World"}]) is None  # a data file does not choose which code runs
+    assert registered_envs([{"env": "/tmp/evil.py:Env"}]) is None  # a data file does not choose which code runs
 
 
-def test_rows_to_learn_from_with_two_worlds_are_tried_in_both(tmp_path):
+def test_rows_to_learn_from_with_two_environments_are_tried_in_both(tmp_path):
     path = write(tmp_path, [{"prompt": f"say {n}", "completion": "yes"} for n in range(60)])
     result = sft.train(sft.Config(dataset=path, env="equations,equations_hard", output_dir=str(tmp_path / "o"), max_steps=1,
                                   batch_size=2, eval_tasks=2))
     assert result["success_after"] == 0 and result["held_out_loss"]
 
 
-def test_held_out_solutions_are_the_worlds_held_out_tasks(tokenizer, tmp_path):
+def test_held_out_solutions_are_the_environments_held_out_tasks(tokenizer, tmp_path):
     path = write(tmp_path, [{**NATALIA, "question": f"{NATALIA['question']} {n}"} for n in range(60)])
     held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test")}
     assert held_out == {task["question"] for task in envs.tasks("gsm8k", "test", None, 0, path)} and held_out
