@@ -1,11 +1,13 @@
 """Tokenizers and chat templates to test with.
 
 Small byte-level tokenizers whose templates are the awkward families in a few lines each, and the real templates of
-.real/templates on the Qwen tokenizer of .real/qwen. Tests that need those are skipped without them.
+.real/templates on the first merges of the Qwen tokenizer of .real/qwen. Tests that need those are skipped without them.
 """
 
 import functools
+import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -114,14 +116,36 @@ def small(name):
     return tok
 
 
+MERGES = 4000  # of Qwen's 151,387: a model of this vocabulary is small, and such a file is read in a moment
+
+
+@functools.cache
+def qwen():
+    """A folder with the Qwen tokenizer of .real/qwen, its vocabulary cut to the letters and the first merges."""
+    data = json.loads((ROOT / ".real/qwen/tokenizer.json").read_text())
+    model = data["model"]
+    model["merges"] = model["merges"][:MERGES]
+    kept = 256 + MERGES
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < kept}
+    for i, token in enumerate(data["added_tokens"]):
+        token["id"] = kept + i
+    config = json.loads((ROOT / ".real/qwen/tokenizer_config.json").read_text())
+    del config["added_tokens_decoder"]
+    folder = tempfile.TemporaryDirectory()
+    for name, content in (("tokenizer.json", data), ("tokenizer_config.json", config)):
+        (Path(folder.name) / name).write_text(json.dumps(content))
+    return folder
+
+
 @functools.cache
 def real(name):
-    """A template of another model on the Qwen tokenizer, its control tokens added."""
-    if not (ROOT / ".real/qwen").exists():
-        pytest.skip("needs .real/qwen and .real/templates (shared/real)")
-    tok = AutoTokenizer.from_pretrained(ROOT / ".real/qwen")
+    """A template of another model on the Qwen tokenizer, its control tokens added; or SmolLM2's own tokenizer."""
+    folder = ROOT / (".real/smollm2" if name == "smollm2" else ".real/qwen")
+    if not folder.exists():
+        pytest.skip(f"needs {folder.name} and .real/templates (shared/real)")
     if name == "smollm2":
-        return AutoTokenizer.from_pretrained(ROOT / ".real/smollm2")
+        return AutoTokenizer.from_pretrained(folder)
+    tok = AutoTokenizer.from_pretrained(qwen().name)
     tok.chat_template = (ROOT / f".real/templates/{name}.jinja").read_text()
     tok.add_special_tokens({"additional_special_tokens": controls(tok.chat_template)})
     tok.bos_token, tok.eos_token = "<|bos|>", "<|endoftext|>"
