@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import programs
 import pytest
 import torch
 
@@ -842,7 +843,7 @@ def test_trajectories_are_read_back_and_checked(tmp_path, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------------- the command line
 def cli(*words, stdin="", cwd=ROOT):
-    return subprocess.run([sys.executable, str(ROOT / "agent.py"), *map(str, words)], input=stdin, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return programs.run(ROOT / "agent.py", *words, stdin=stdin, cwd=cwd)
 
 
 def test_playing_tasks_writes_traces(tmp_path):

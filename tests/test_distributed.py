@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
+from programs import Program
 from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
 
@@ -98,19 +100,19 @@ def test_only_rank_zero_writes_and_there_is_nothing_of_the_others(both):
     assert one == two
 
 
-@pytest.mark.parametrize("n, world", [(0, 2), (1, 2), (7, 3), (12, 5), (16, 1)])
-def test_shares_are_whole_disjoint_and_even(n, world):
+@pytest.mark.parametrize("n, processes", [(0, 2), (1, 2), (7, 3), (12, 5), (16, 1)])
+def test_shares_are_whole_disjoint_and_even(n, processes):
     made = []
-    for rank in range(world):
+    for rank in range(processes):
         made.append(Ranks(rank, 1))
-        made[-1].world = world
+        made[-1].world = processes
     shares = [list(r.share(n)) for r in made]
     assert sum(shares, []) == list(range(n)) and max(map(len, shares)) - min(map(len, shares)) <= 1
     for batch_size in (1, 4, 100):
         parts = [r.micro_batches(n, batch_size) for r in made]
         assert sorted(i for own in parts for part in own for i in range(n)[part]) == list(range(n))
         assert all(len(range(n)[part]) <= batch_size for own in parts for part in own)
-        assert n < world or all(parts), "a rank without work"
+        assert n < processes or all(parts), "a rank without work"
 
 
 # ------------------------------------------------------------------------------------------------------- who is gone
@@ -120,72 +122,67 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(folder, place, program, *first, words=()):  # noqa: F811
-    """Two processes as torchrun makes them, without its agent: nobody but they themselves hears of an end."""
-    port, out = str(free_port()), []
-    for rank in "01":
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2",
-               "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        out.append(subprocess.Popen([sys.executable, ROOT / program, *first, "--model_path", place / "base", "--output_dir", "r", *words], cwd=folder,
-                                    env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    return out
+@pytest.fixture
+def start(place, tmp_path):  # noqa: F811
+    """-> start(program, words, first): two processes as torchrun makes them, without its agent: nobody but they themselves hears of an end."""
+    pair = []
+
+    def started(program, words="", first=()):
+        port = free_port()
+        for rank in (0, 1):
+            pair.append(Program(ROOT / program, *first, "--model_path", place / "base", "--output_dir", "r", *words.split(), cwd=tmp_path, RANK=rank,
+                                LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+        return pair
+    yield started
+    for p in pair:
+        p.kill()
 
 
 def wait_for_lines(folder, pair, n):
     until = time.monotonic() + 300
     path = folder / "r" / "metrics.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < n:
-        assert time.monotonic() < until and all(p.poll() is None for p in pair), [p.stderr.read()[-2000:] for p in pair if p.poll() is not None]
+        assert time.monotonic() < until and all(p.poll() is None for p in pair), [p.said("stderr")[-2000:] for p in pair]
         time.sleep(0.1)
 
 
 @pytest.mark.parametrize("dead", [1, 0])
-def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(place, tmp_path, dead):  # noqa: F811
-    words = "--tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 0 --lora_r 2 --max_steps 5000".split()
-    pair = start(tmp_path, place, "grpo.py", words=[*words, "--save_every", "1"])
-    try:
-        wait_for_lines(tmp_path, pair, 2)
-        pair[dead].kill()
-        began = time.monotonic()
-        _, errors = pair[1 - dead].communicate(timeout=60)
-    finally:
-        for p in pair:
-            p.kill()
-            p.wait()
+def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(start, tmp_path, dead):
+    words = "--max_samples 200 --tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 0 --lora_r 2 --max_steps 5000 --save_every 1"
+    pair = start("grpo.py", words)
+    wait_for_lines(tmp_path, pair, 2)
+    pair[dead].kill()
+    began = time.monotonic()
+    _, errors = pair[1 - dead].communicate(timeout=60)
     assert time.monotonic() - began < 30 and pair[1 - dead].returncode == 5 and "Traceback" not in errors
     assert re.search(rf"rank {dead} \(process {pair[dead].pid} on .*\) is gone; stopped after step \d+; continue with: torchrun --nproc_per_node=2 \S*grpo.py "
                      r"--config r/config.yaml --resume", errors), errors[-2000:]
     saved = int(newest_checkpoint(tmp_path / "r").name[5:])
     path = tmp_path / "r" / "config.yaml"
     path.write_text(path.read_text().replace("max_steps: 5000", f"max_steps: {saved + 1}"))
-    done = subprocess.run([sys.executable, ROOT / "grpo.py", "--config", "r/config.yaml", "--resume"], cwd=tmp_path, capture_output=True, text=True)
+    done = programs.run(ROOT / "grpo.py", "--config", "r/config.yaml", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").open()]
     assert steps == list(range(saved + 1))
 
 
-def test_a_signal_to_all_ranks_saves_and_says_how_to_go_on(place, tmp_path):  # noqa: F811
-    pair = start(tmp_path, place, "sft.py", words="--max_samples 40 --batch_size 4 --eval_tasks 0 --lora_r 2 --max_steps 5000".split())
-    try:
-        wait_for_lines(tmp_path, pair, 2)
-        for p in pair:
-            p.send_signal(signal.SIGTERM)
-        errors = [p.communicate(timeout=60)[1] for p in pair]
-    finally:
-        for p in pair:
-            p.kill()
-            p.wait()
+def test_a_signal_to_all_ranks_saves_and_says_how_to_go_on(start, tmp_path):
+    pair = start("sft.py", "--max_samples 40 --batch_size 4 --eval_tasks 0 --lora_r 2 --max_steps 5000")
+    wait_for_lines(tmp_path, pair, 2)
+    for p in pair:
+        p.send_signal(signal.SIGTERM)
+    errors = [p.communicate(timeout=60)[1] for p in pair]
     assert [p.returncode for p in pair] == [143, 143] and not any("Traceback" in e for e in errors), errors
     told = re.search(r"stopped by SIGTERM after step (\d+); continue with: torchrun", errors[0])
     assert read_state(newest_checkpoint(tmp_path / "r"))["step"] == int(told[1])
 
 
-def test_what_the_user_can_mend_ends_all_ranks_with_exit_status_2(place, tmp_path):  # noqa: F811
+def test_what_the_user_can_mend_ends_all_ranks_with_exit_status_2(start, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.yaml").write_text("# sft run; x\nseed: 1\n")
     (tmp_path / "r" / "metrics.jsonl").touch()
-    pair = start(tmp_path, place, "sft.py")
-    errors = [p.communicate(timeout=120)[1] for p in pair]
+    pair = start("sft.py")
+    errors = [p.communicate()[1] for p in pair]
     assert [p.returncode for p in pair] == [2, 2], errors
     assert all("already holds a sft run, unfinished" in e and "Traceback" not in e for e in errors), errors
 
@@ -212,25 +209,19 @@ program.main(grpo.Config, lambda config: grpo.train(config), "")
 """
 
 
-@pytest.mark.parametrize("dead", ["1", "0"])
-@pytest.mark.parametrize("where", ["join", "load", "evaluate", "rollout", "update", "save", "finish"])
-def test_the_dead_rank_is_named_wherever_it_dies(place, tmp_path, where, dead):  # noqa: F811
+@pytest.mark.parametrize("where, dead", [
+    ("join", "0"), ("join", "1"), ("load", "1"), ("evaluate", "0"), ("rollout", "1"), ("update", "0"), ("save", "1"), ("finish", "0"), ("finish", "1")])
+def test_the_dead_rank_is_named_wherever_it_dies(start, tmp_path, where, dead):
     (tmp_path / "dies.py").write_text(DIES)
-    words = "--env equations --tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 2 --lora_r 2 --max_steps 3 --save_every 1"
-    pair = start(tmp_path, place, tmp_path / "dies.py", where, dead, words=words.split())
-    try:
-        _, errors = pair[1 - int(dead)].communicate(timeout=120)
-    finally:
-        for p in pair:
-            p.kill()
-            p.wait()
+    words = "--env equations --max_samples 200 --tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 2 --lora_r 2 --max_steps 3 --save_every 1"
+    pair = start(tmp_path / "dies.py", words, first=(where, dead))
+    errors = [p.communicate()[1] for p in pair][1 - int(dead)]
     assert pair[int(dead)].returncode == 9 and pair[1 - int(dead)].returncode == 5, errors[-3000:]
     assert "Traceback" not in errors and re.search(rf"rank {dead} \(process {pair[int(dead)].pid} on [^)]*\) is gone", errors), errors[-3000:]
 
 
 @pytest.mark.parametrize("name, value", [("RANK", None), ("RANK", "x"), ("MASTER_ADDR", None), ("MASTER_PORT", "http"), ("WORLD_SIZE", "two")])
 def test_half_of_torchruns_variables_is_one_line(tmp_path, name, value):
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", name: value}
-    done = subprocess.run([sys.executable, ROOT / "sft.py", "--output_dir", tmp_path / "r"], capture_output=True, text=True,
-                          env={k: v for k, v in env.items() if v is not None})
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", name: value}
+    done = programs.run(ROOT / "sft.py", "--output_dir", tmp_path / "r", **variables)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"{name} is {value or ''!r}: start several processes with torchrun" in done.stderr, done.stderr

@@ -2,12 +2,11 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import programs
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,7 +23,6 @@ from llm.loading import load_model
 from llm.tiny import make_tiny
 
 HYPER = {"beta": 0.3, "label_smoothing": 0.1, "discopop_tau": 0.05}
-ROOT = Path(dpo.__file__).parent
 
 
 @pytest.fixture
@@ -444,7 +442,7 @@ def test_every_option_runs_and_logs_finite_numbers(start, recorded, tmp_path, op
     assert len(lines) == result["steps"] >= 2 and all(math.isfinite(v) for line in lines for v in line.values())
 
 
-def test_from_a_world_alone_it_plays_pairs_trains_and_tells(start, tmp_path, capsys, monkeypatch):
+def test_from_an_environment_alone_it_plays_pairs_trains_and_tells(start, tmp_path, capsys, monkeypatch):
     """The whole run on an untaught model: in this environment every other episode is paid, whatever is said."""
     (tmp_path / "w.py").write_text(
         "class Luck:\n    episodes = 0\n"
@@ -461,7 +459,7 @@ def test_from_a_world_alone_it_plays_pairs_trains_and_tells(start, tmp_path, cap
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_a_pair_file_needs_no_world(start, tmp_path, kind):
+def test_a_pair_file_needs_no_environment(start, tmp_path, kind):
     path = tmp_path / f"pairs.{kind}"
     rows = [{"prompt": f"{i}+1?", "chosen": str(i + 1), "rejected": str(i + 2)} for i in range(12)]
     lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)] if kind == "csv" else map(json.dumps, rows)
@@ -502,7 +500,6 @@ def test_token_ids_of_another_tokenizer_are_told_by_file_and_line(start, tmp_pat
 
 def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "chosn": "b"}\n')
-    done = subprocess.run([sys.executable, str(ROOT / "dpo.py"), "--dataset", "p.jsonl"], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=120)
+    done = programs.run(dpo.__file__, "--dataset", "p.jsonl", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith('dpo.py: p.jsonl:1: no "chosen" field; has: prompt, chosn')

@@ -3,11 +3,10 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from lora_helpers import load, logits_of, peft_base, randomise, train_steps
@@ -309,9 +308,7 @@ def test_a_hub_id_whose_tokenizer_is_not_cached_yet_goes_to_the_hub(tiny, monkey
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path):
-    import subprocess
-    import sys
-    out = subprocess.run([sys.executable, lora.__file__, "merge", str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True)
+    out = programs.run(lora.__file__, "merge", tmp_path, tmp_path / "out")
     assert out.returncode == 2 and out.stderr.startswith("lora.py: ") and len(out.stderr.splitlines()) == 1
 
 
@@ -320,7 +317,7 @@ def test_merge_overwrites_nothing(tmp_path, target, says):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").touch()
     (tmp_path / "a_file").touch()
-    done = subprocess.run([sys.executable, lora.__file__, "merge", "nowhere", str(tmp_path / target)], capture_output=True, text=True)
+    done = programs.run(lora.__file__, "merge", "nowhere", tmp_path / target)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 

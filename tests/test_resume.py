@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import programs
 import pytest
 import torch
+from programs import Program
 
 import dpo
 import grpo
@@ -51,7 +54,9 @@ def place(tmp_path_factory):
         t.group_id = str(i // 3)
         del t.info["task"]["seed"]
     (folder / "episodes.jsonl").write_text("".join(json.dumps(t.to_json()) + "\n" for t in rewarded(episodes)))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "HELD_OUT", 8)  # a hundred demonstrations to evaluate take as long as the four steps of these runs
+        yield folder
 
 
 def rewarded(episodes):
@@ -66,7 +71,7 @@ def config(module, place, out, **options):
     common = dict(model_path=str(place / "base"), env="equations", output_dir=str(out), save_every=1,
                   learning_rate=1e-3, eval_tasks=0 if module is sft else 2)
     if module is not sft:
-        common |= dict(group_size=3, max_tokens=200, max_new_tokens=6)
+        common |= dict(group_size=3, max_tokens=200, max_new_tokens=6, max_samples=200)
     return module.Config(**{**common, **options})
 
 
@@ -184,8 +189,9 @@ def test_every_checkpoint_of_a_model_made_here_carries_its_base(place, tmp_path)
         load_model(str(tmp_path / path.name), train=False)
 
 
-@pytest.mark.parametrize("odd", ["umask 077", "ulimit -n 64", "export TMPDIR=/nowhere", "export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii"])
-def test_odd_surroundings(place, tmp_path, odd):
+def test_odd_surroundings(place, tmp_path):
+    """Private files, few open ones, no folder for temporary ones, and a terminal that knows ASCII alone."""
+    odd = "umask 077; ulimit -n 64; export TMPDIR=/nowhere LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii"
     words = f"--model_path {place}/base --env equations --max_samples 8 --max_steps 1 --eval_tasks 2 --output_dir {tmp_path}/r"
     done = subprocess.run(["sh", "-c", f"{odd}; {sys.executable} {ROOT}/sft.py {words}"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and read_state(newest_checkpoint(tmp_path / "r"))["step"] == 1, done.stderr[-2000:]
@@ -329,20 +335,20 @@ def test_the_best_checkpoint_is_kept(tmp_path):
 
 def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(place, stopped, tmp_path):
     again = stopped(tmp_path / "run")
-    code = ("import sys, time; from experiment.errors import UserError; import sft\n"
-            "sft.load_model = lambda *_, **__: (print('held', flush=True), time.sleep(60))\n"
-            f"config = sft.Config(**{dict(vars(again), resume='newest')!r})\n"
-            "try:\n    sft.train(config)\n"
-            "except UserError as error:\n    print(error)")
-    first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (tmp_path / "holds.py").write_text(
+        "import time; import sft\n"
+        "sft.load_model = lambda *_, **__: (print('held', flush=True), time.sleep(60))\n"
+        f"sft.train(sft.Config(**{dict(vars(again), resume='newest')!r}))\n")
+    first = Program(tmp_path / "holds.py")
     try:
-        while "held" not in (line := first.stdout.readline()):
-            assert line, first.stderr.read()
+        while "held" not in first.said("stdout"):
+            assert first.poll() is None, first.said("stderr")
+            time.sleep(0.05)
         with pytest.raises(UserError, match=f"run: process {first.pid} is running there; stop it, or give another"):
             sft.train(again)
     finally:
         first.kill()
-        first.wait()
+        first.communicate()
     assert (tmp_path / "run" / ".lock").read_text().strip() == str(first.pid)  # stale
     assert sft.train(again)["steps"] == 3
 
@@ -350,12 +356,13 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
 # --------------------------------------------------------------------------------------------------------- full disk
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_both_numbers(stopped, tmp_path):
     again = stopped(tmp_path / "run")
-    code = ("import resource, signal, sys; import sft; from experiment import program\n"
-            f"config = sft.Config(**{vars(again)!r})\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
-            "program.parse = lambda *_: config\n"
-            "program.main(sft.Config, sft.train, '')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    (tmp_path / "full.py").write_text(
+        "import resource, signal, sys; import sft; from experiment import program\n"
+        f"config = sft.Config(**{vars(again)!r})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
+        "program.parse = lambda *_: config\n"
+        "program.main(sft.Config, sft.train, '')")
+    done = programs.run(tmp_path / "full.py")
     assert done.returncode == 4, done.stderr
     assert re.search(r"step_000003: cannot be written, it needs \d{7,} bytes and \d+ are free .* make room, then: python", done.stderr)
     assert "Traceback" not in done.stderr
