@@ -3,28 +3,25 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
-import sys
 
+import bandit
+import programs
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import grpo
-import sft
 from experiment.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """The tiny model after its schooling: it knows the format and chooses actions badly. A minute, for all tests below."""
-    folder = tmp_path_factory.mktemp("base")
-    sft.train(sft.Config(output_dir=str(folder), eval_tasks=0, **{**sft.TINY_SFT, "max_steps": 300}))
-    return str(folder)
+    """The tiny model after its schooling: it knows the format of the bandit and chooses at random."""
+    return bandit.school(tmp_path_factory.mktemp("base"))
 
 
 def run(base, folder, **options):
-    defaults = dict(model_path=base, output_dir=str(folder), tasks_per_step=4, group_size=4, max_steps=1, eval_tasks=0,
+    defaults = dict(model_path=base, env=bandit.ENV, output_dir=str(folder), tasks_per_step=4, group_size=4, max_steps=1, eval_tasks=0,
                     batch_size=16, learning_rate=1e-3, kl_coef=0.0, updates_per_step=1, max_grad_norm=1.0, overwrite=True)
     result = grpo.train(grpo.Config(**{**defaults, **options}))
     with open(folder / "metrics.jsonl") as f:
@@ -125,11 +122,10 @@ def test_result_and_folder(base, tmp_path):
 
 
 def test_it_learns(base, tmp_path):
-    """The newcomer's run, cut short: over 40 steps the share of training tasks solved rises by a tenth at least."""
-    _, lines = run(base, tmp_path, tasks_per_step=8, group_size=8, max_steps=40, learning_rate=2e-3,
-                   kl_coef=0.3, updates_per_step=2, max_grad_norm=0.1)
-    first, last = (sum(line["success"] for line in part) / 6 for part in (lines[:6], lines[-6:]))
-    assert last > first + 0.1, [line["success"] for line in lines]
+    """From a choice at random, right in both turns once in 16, to the right one mostly."""
+    _, lines = run(base, tmp_path, tasks_per_step=8, max_steps=12, learning_rate=5e-3)
+    first, last = (sum(line["success"] for line in part) / 3 for part in (lines[:3], lines[-3:]))
+    assert first < 0.3 and last > 0.7, [line["success"] for line in lines]
 
 
 @pytest.mark.parametrize("options, words", [
@@ -149,7 +145,6 @@ def test_clashes_are_refused_with_both_numbers(tmp_path, options, words):
 ])
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, words):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?"}\n')
-    root = str(__import__("pathlib").Path(__file__).parent.parent)
-    done = subprocess.run([sys.executable, root + "/grpo.py", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = programs.run(grpo.__file__, *arguments, cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert words in done.stderr.strip().splitlines()[-1], done.stderr

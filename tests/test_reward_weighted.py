@@ -2,10 +2,10 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import bandit
+import programs
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,55 +22,12 @@ from llm.batches import turn_index
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 
-WORLD = '''
-import random
-from typing import Literal
-
-class Bandit:
-    """Two choices; "divide" is right and pays 1 each, so the answer is known and the prompt tells nothing."""
-    system_prompt = "Choose."
-    max_turns = 2
-
-    def reset(self, number=0, **_):
-        self.reward, self.done, self.turn, self.rng = 0.0, False, 0, random.Random(number)
-        return f"number {number}"
-
-    def identify_operation(self, operation: Literal["add", "subtract", "multiply", "divide"]) -> str:
-        """Choose.
-
-        Args:
-            operation: the choice
-        """
-        self.reward += operation == "divide"
-        self.turn += 1
-        self.done = self.turn == 2
-        return "yes"
-
-    def get_reward(self):
-        return self.reward
-
-    def _check(self):
-        return self.reward == 2
-
-    def _expert(self):
-        choice = self.rng.choice(["add", "subtract", "multiply", "divide"])
-        return [] if self.done else [{"name": "identify_operation", "arguments": {"operation": choice}}]
-
-    @staticmethod
-    def _tasks(split, n, seed):
-        return [{"number": 2 * i + (split == "test")} for i in range(n)]
-'''
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with an environment, a model that knows its format but not its answer, and 40 episodes that it played."""
+    """A folder with a model that knows the bandit's format but not its answer, and 40 episodes that it played."""
     folder = tmp_path_factory.mktemp("bandit")
-    (folder / "bandit.py").write_text(WORLD)
-    env = f"{folder}/bandit.py:Bandit"
-    sft.train(sft.Config(env=env, output_dir=str(folder / "base"), max_samples=400, max_steps=60, batch_size=8, eval_tasks=0))
-    model, tokenizer = load_model(str(folder / "base"), train=False)
-    write(folder / "episodes.jsonl", rollout(model, tokenizer, env, tasks(env, "train", 10, 0), 4))
+    model, tokenizer = load_model(bandit.school(folder / "base"), train=False)
+    write(folder / "episodes.jsonl", rollout(model, tokenizer, bandit.ENV, tasks(bandit.ENV, "train", 10, 0), 4))
     return folder
 
 
@@ -80,7 +37,7 @@ def write(path, episodes):
 
 
 def config(place, out, **given):
-    return rw.Config(**{**dict(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", output_dir=str(out), eval_tasks=0,
+    return rw.Config(**{**dict(model_path=str(place / "base"), env=bandit.ENV, output_dir=str(out), eval_tasks=0,
                                learning_rate=1e-3, max_grad_norm=1e9, overwrite=True), **given})
 
 
@@ -247,7 +204,7 @@ def test_sft_on_ones_own_best_episodes_is_raft(place, tmp_path):
     groups = [episodes[i:i + 4] for i in range(0, 40, 4)]
     best = [t for group in groups for t in group if t.reward == max(other.reward for other in group)]
     assert 10 <= len(best) < 40
-    sft.train(sft.Config(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", trajectories=write(tmp_path / "best.jsonl", best),
+    sft.train(sft.Config(model_path=str(place / "base"), env=bandit.ENV, trajectories=write(tmp_path / "best.jsonl", best),
                          eval_dataset=other(tmp_path),
                          output_dir=str(tmp_path / "sft"), lora_r=8, batch_size=64, max_steps=1, eval_tasks=0, max_grad_norm=1e9))
     rw.train(config(place, tmp_path / "raft", trajectories=str(place / "episodes.jsonl"), weighting="filter", top_share=0.25,
@@ -257,7 +214,7 @@ def test_sft_on_ones_own_best_episodes_is_raft(place, tmp_path):
 
 def test_a_reward_threshold_is_sfts_min_reward(place, tmp_path):
     path = str(place / "episodes.jsonl")
-    sft.train(sft.Config(model_path=str(place / "base"), env=f"{place}/bandit.py:Bandit", trajectories=path, eval_dataset=other(tmp_path), min_reward=1.0,
+    sft.train(sft.Config(model_path=str(place / "base"), env=bandit.ENV, trajectories=path, eval_dataset=other(tmp_path), min_reward=1.0,
                          output_dir=str(tmp_path / "sft"), lora_r=8, batch_size=64, max_steps=1, eval_tasks=0, max_grad_norm=1e9))
     rw.train(config(place, tmp_path / "rw", trajectories=path, weighting="filter", min_reward=1.0, weight_per="episode", lora_r=8,
                     batch_size=64, max_steps=1))
@@ -352,9 +309,9 @@ def test_every_option_runs_and_logs_finite_numbers(place, tmp_path, options):
     assert result["steps"] == len(lines) >= 1 and all(math.isfinite(v) for line in lines for v in line.values())
 
 
-def test_the_world_of_recorded_episodes_is_played_if_it_is_one_we_know(place, tmp_path):
-    for name, world, success in (("equations", "equations", True), ("unknown", "/some/where.py:World", False)):
-        path = edited(place, tmp_path, lambda episodes: [t.info.update(env=world) for t in episodes])
+def test_the_environment_of_recorded_episodes_is_played_if_it_is_one_we_know(place, tmp_path):
+    for name, env, success in (("equations", "equations", True), ("unknown", "/some/where.py:Env", False)):
+        path = edited(place, tmp_path, lambda episodes: [t.info.update(env=env) for t in episodes])
         result = rw.train(config(place, tmp_path / name, env=None, trajectories=path, max_steps=1, eval_tasks=1, max_tokens=160))
         assert (result["success_after"] is not None) == success
 
@@ -368,7 +325,7 @@ def test_offline_a_step_is_a_pass_and_max_steps_beats_epochs(place, tmp_path):
 
 
 def test_held_out_tasks_are_none_that_the_episodes_are_of(place, tmp_path, monkeypatch):
-    env = f"{place}/bandit.py:Bandit"
+    env = bandit.ENV
     held_out = tasks(env, "test", 6, 0)
     path = edited(place, tmp_path, lambda episodes: [t.info.update(task={"number": held_out[0]["number"]}) or setattr(t, "group_id", "g") for t in episodes])
     played = []
@@ -426,8 +383,7 @@ def test_clashes_are_refused_before_anything_is_loaded(tmp_path, options, words)
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
-    program = Path(rw.__file__)
-    done = subprocess.run([sys.executable, program, "--beta", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = programs.run(rw.__file__, "--beta", "0", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.strip() == "reward_weighted.py: --beta 0: must be greater than 0"
 
 
