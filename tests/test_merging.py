@@ -101,23 +101,33 @@ def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype):
 
 
 def words(tokenizer, rows, width):
-    data = Path("/work/shared/data/gsm8k/train.jsonl")
+    data = ROOT.parent / "shared/data/gsm8k/train.jsonl"
     text = [json.loads(line) for line in data.read_text().splitlines()[:200]] if data.exists() else []
     text = [row["question"] + " " + row["answer"] for row in text] or [(ROOT / "README.md").read_text()[i:] for i in range(0, 4000, 500)]
     ids = [tokenizer(t)["input_ids"][:width] for t in text]
     return torch.tensor([row for row in ids if len(row) == width][:rows])
 
 
+@pytest.fixture(scope="module")
+def first_layers(tmp_path_factory):
+    """The folder of SmolLM2's first 4 layers of 30: the trained weights of a real model, in a third of its size."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = str(tmp_path_factory.mktemp("first_layers"))
+    AutoModelForCausalLM.from_pretrained(SMOLLM2, num_hidden_layers=4, dtype="bfloat16").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="needs .real/smollm2")
-def test_forty_small_steps_on_a_real_model_learn_the_same_merged_and_beside_the_weights(tmp_path, monkeypatch):
-    """SmolLM2 in bfloat16 at a learning rate of 2e-5: rounding to the nearest loses most of it (bench/merging.py)."""
+def test_forty_small_steps_on_a_real_model_learn_the_same_merged_and_beside_the_weights(first_layers, tmp_path, monkeypatch):
+    """In bfloat16 at a learning rate of 2e-5: rounding to the nearest loses most of it (bench/merging.py, on all layers)."""
     from contextlib import nullcontext
 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     loss = {}
     for way in ("merged", "beside"):
-        model, tokenizer = load_model(str(SMOLLM2), lora_r=16, dtype="bfloat16", device="cpu")
+        model, tokenizer = load_model(first_layers, lora_r=16, dtype="bfloat16", device="cpu")
         ids = words(tokenizer, 3, 40)
         mask = torch.ones(ids.shape)
         mask[:, 0] = 0
@@ -138,12 +148,12 @@ def test_forty_small_steps_on_a_real_model_learn_the_same_merged_and_beside_the_
     monkeypatch.setattr(lora, "dithered", lambda total, dtype, by_column=False: total.to(dtype))
     with torch.no_grad(), merged(model):
         loss["nearest"] = -token_logprobs(model, ids, mask)[0].sum().item() / mask.sum().item()
-    base = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype="bfloat16").float()
+    base = AutoModelForCausalLM.from_pretrained(first_layers, dtype="bfloat16").float()
     peft = PeftModel.from_pretrained(base, tmp_path)
     with torch.no_grad():
         loss["peft"] = torch.nn.functional.cross_entropy(peft(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
     print({name: round(value, 4) for name, value in loss.items()})
-    assert loss["merged"] < 0.9 * loss["start"]
-    assert loss["merged"] == pytest.approx(loss["beside"], rel=0.02)
-    assert loss["played"] == pytest.approx(loss["peft"], rel=0.01)  # PEFT beside the same weights, in float32
-    assert abs(loss["nearest"] - loss["peft"]) > 2 * abs(loss["played"] - loss["peft"])
+    learned = {name: loss["start"] - value for name, value in loss.items()}
+    assert learned["merged"] > 0.5 and learned["merged"] == pytest.approx(learned["beside"], rel=0.03)
+    assert learned["played"] == pytest.approx(learned["peft"], rel=0.03)  # PEFT beside the same weights, in float32
+    assert learned["nearest"] < 0.85 * learned["played"]
