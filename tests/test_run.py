@@ -1,5 +1,4 @@
 """run.py: what the flags accept and refuse, that config.yaml repeats a run, that a checkpoint is whole or absent."""
-import dataclasses
 import io
 import json
 import os
@@ -12,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from config_helpers import Config
 
 from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
-from experiment.config import flag
 from experiment.files import finite
 from experiment.program import Guarded
 from experiment.run import Run
@@ -23,24 +22,6 @@ from experiment.errors import UserError
 from experiment.seeds import mix
 
 ROOT = Path(run.__file__).parent.parent
-
-
-@dataclasses.dataclass
-class Config:
-    model_path: str = flag("tiny", "tiny, a hub id or a folder", group="model")
-    reference: str | None = flag(None, "the reference policy")
-    learning_rate: float = flag(1e-5, "AdamW step size", group="optimisation", above=0)
-    lora_dropout: float = flag(0.0, "probability", low=0, high=1)
-    group_size: int = flag(8, "episodes per task", aliases=("samples_per_prompt",), low=2)
-    batch_size: int = flag(4, "sequences in one forward", low=1)
-    max_steps: int | None = flag(None, "optimizer steps", low=1)
-    loss: str = flag("grpo", "objective", choices=("grpo", "dapo", "gspo"))
-    load_in_4bit: bool = flag(False, "4-bit base weights")
-    shuffle: bool = flag(True, "shuffle the tasks")
-    seed: int = flag(0, "seed of everything random", low=0)
-    output_dir: str = flag("runs/a", "folder")
-    overwrite: bool = flag(False, "replace the run in output_dir")
-    resume: bool = flag(False, "go on")
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -56,7 +37,7 @@ def program(tmp_path_factory):
         import sys, time
         from dataclasses import dataclass
         from experiment.config import flag
-        from experiment.errors import UserError, EnvironmentFault
+        from experiment.errors import UserError
         from experiment.program import main
         assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
 
@@ -184,7 +165,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(no step is saved\); --resume continues"):
         started(folder)
-    started(folder, resume=True).save(4, weights)
+    started(folder, resume="newest").save(4, weights)
     with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(4 steps are saved\); --resume continues"):
         started(folder)
     (folder / "result.json").write_text("{}")
@@ -265,12 +246,12 @@ def test_resume_drops_later_steps_and_cut_lines(tmp_path):
             book.save(2, weights)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
-    book = started(tmp_path, resume=True)
+    book = started(tmp_path, resume="newest")
     book.write_line(2, {"loss": 9}, {})
     assert [row["loss"] for row in strict(tmp_path / "metrics.jsonl")] == [0, 1, 9]
     assert len(strict(tmp_path / "timing.jsonl")) == 3
     (tmp_path / "checkpoints" / "step_000002").rename(tmp_path / "gone")
-    started(tmp_path, resume=True)
+    started(tmp_path, resume="newest")
     assert not (tmp_path / "metrics.jsonl").read_text()
 
 
