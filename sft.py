@@ -99,7 +99,8 @@ def demonstrations(config: Config, tokenizer, vocabulary: int):
         learned, held_out = written(config, tokenizer)
     else:
         learned = played(config, tokenizer, "train", config.max_samples)
-        held_out = played(config, tokenizer, "test", HELD_OUT)
+        seen = [t.info["task"] for t in learned]
+        held_out = played(config, tokenizer, "test", HELD_OUT, seen)
     learned = drop_long(learned, config.max_tokens)
     if not learned:
         source = config.trajectories or config.dataset or config.env
@@ -137,9 +138,13 @@ def written(config, tokenizer):
     return list(map(encode, learned)), list(map(encode, held_out))
 
 
-def played(config, tokenizer, split_name, n):
-    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong."""
+def played(config, tokenizer, split_name, n, seen=()):
+    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong.
+
+    None is of the tasks in `seen`.
+    """
     tasks = envs.tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
+    tasks = envs.drop_seen(tasks, seen)
     if config.dataset:
         print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
     tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
