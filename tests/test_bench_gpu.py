@@ -29,7 +29,7 @@ def test_gpu_bench_runs_end_to_end(tmp_path):
     toy = result["shapes"]["toy"]
     assert len(toy["grpo"]["steps"]) == 2 and all(s["rollout_seconds"] > 0 < s["update_seconds"] for s in toy["grpo"]["steps"])
     assert toy["grpo"]["prompt"] + toy["grpo"]["flags"]["max_new_tokens"] == 64 and toy["grpo"]["host_peak_mib"] > 100
-    for engine in ("generate", "generate_batch", "generate.py"):  # at this size the clock may be too coarse: then it says so
+    for engine in ("generate", "generate_batch", "engine"):  # at this size the clock may be too coarse: then it says so
         row = toy["decode"][engine]["2"]
         assert "took no longer" in row["error"] if "error" in row else row["tokens_per_second"] > 0 < row["bandwidth"]
     assert {len(toy["update"])} == {5} and all(r["tokens_per_second"] > 0 for name, r in toy["update"].items() if name != "seconds")
