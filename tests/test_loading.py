@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import programs
@@ -13,6 +14,7 @@ from lora_helpers import load, logits_of, peft_base, randomise, train_steps
 from safetensors.torch import load_file, save_file
 
 import lora
+from experiment.checkpoint import write_checkpoint
 from experiment.errors import UserError
 from llm import model_files
 from llm.facts import facts
@@ -22,6 +24,13 @@ from llm.tiny import make_tiny
 from lora import adapters
 
 
+def save_checkpoint(model, folder, step):
+    """Write a checkpoint as a run does, without an optimizer."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("seed: 1\n")
+    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", partial(save_model, model), None, None, {})
+
+
 def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):
     model, tokenizer = make_tiny()
     for thing in (model, tokenizer):
@@ -29,7 +38,7 @@ def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):
     adapted, _ = load_model(str(tmp_path / "model"), lora_r=2, device="cpu")
     save_model(adapted, str(tmp_path / "adapter"))
     tokenizer.save_pretrained(tmp_path / "adapter")
-    save_model(load_model("tiny", lora_r=2, device="cpu")[0], str(tmp_path / "run" / "checkpoints" / "step_000002"))
+    save_checkpoint(load_model("tiny", lora_r=2, device="cpu")[0], tmp_path / "run", 2)
     whole, _ = load_model(str(tmp_path / "model"), device="cpu")
     save_model(whole, str(tmp_path / "whole"))
     merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
@@ -98,13 +107,12 @@ def output_folder(tiny, folder):
     model = load(folder / "base", lora_r=4)
     for step in (5, 10):
         randomise(model, scale=step / 20)
-        save_model(model, folder / "checkpoints" / f"step_{step:06d}")
+        save_checkpoint(model, folder, step)
     return model
 
 
 def test_an_output_folder_is_its_newest_checkpoint_and_can_be_moved(tiny, tmp_path):
     model = output_folder(tiny, tmp_path / "run")
-    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
     assert newest(str(tmp_path / "run")).endswith("step_000010")
     assert torch.equal(logits_of(load(tmp_path / "run", lora_r=4)), logits_of(model))
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
