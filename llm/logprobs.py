@@ -265,9 +265,8 @@ def _block(model, dtype, block: slice, targets, temperature, hidden):
     The mean is taken under the block's own softmax. A target in another block counts as 0.
     """
     z = _over(head_logits(model, hidden.to(dtype), block).float(), temperature)  # (n, v)
-    logp = z.log_softmax(-1)
-    lse = z[:, 0] - logp[:, 0]
-    mean = (logp.exp() * z).sum(-1)
+    lse = z.logsumexp(-1)
+    mean = ((z - lse[:, None]).exp() * z).sum(-1)
     inside = (targets >= block.start) & (targets < block.stop)
     column = torch.where(inside, targets - block.start, 0)
     return torch.stack([lse, mean, z.gather(1, column[:, None])[:, 0] * inside])
