@@ -59,7 +59,7 @@ class Adapter(nn.Module):
         active: False makes the Linear the plain one.
         base: the frozen weight while the Linear holds the merged one, else None.
         packed: a decoder's copy of the merged weight in another layout (`keep_packed`), or None.
-        cast: A and B in the model's dtype, kept while decoding beside weights that stay apart.
+        cast: A and B in the model's dtype while decoding unmerged, [] until first needed, or None.
         peft_entries: what adapter_config.json says of this kind besides the settings.
     """
     peft_entries = {}
@@ -159,11 +159,11 @@ class _MergedLoRA(torch.autograd.Function):
         return grad, None, grad_A, grad_B, None, None
 
 
-GRADIENT_SCALE = 2.0**12  # by llm.logprobs: the gradient of a token is soon below float16's 6e-8
+GRADIENT_SCALE = 2.0**12  # llm.logprobs multiplies by it: float16 gradients stay above 6e-8
 
 
 class Unscaled(torch.autograd.Function):
-    """A float32 weight in float16, like x. Its gradient returns in float32, without the scale."""
+    """Use a float32 weight in float16, and return its gradient in float32, without the scale."""
 
     @staticmethod
     def forward(ctx, weight, like):
@@ -201,7 +201,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     model.lora_settings = Settings(r, alpha, dropout, targets, use_rslora, apart=apart, kind=kind)
 
 
-ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts: the end of their names
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by their last name
 MATCHING_SECONDS = 5  # for a regular expression over all module names: some take hours
 
 
@@ -290,23 +290,23 @@ def effective_weight(module, weight):
 
 
 def whole_policy(module) -> bool:
-    """True if this module computes with its weight alone: without, or with a merged adapter."""
+    """True if the weight alone gives the output: no adapter, a merged one, or one switched off."""
     return not is_adapted(module) or not module.lora.active or module.lora.base is not None
 
 
 # ---------------------------------------------------------------------------------- 16-bit rounding
-LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 behind the leading one
+LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 mantissa bits
 
 
 def dithered(total, dtype, by_column: bool = False):
-    """Round float32 sums of a 16-bit number and an update such that on average no update is lost.
+    """Round float32 sums to 16 bits by stochastic rounding with fixed random bits.
 
     An update below half the distance to the next 16-bit number would vanish if the sum were rounded
-    to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here it
-    moves the number by the whole distance, with a probability that makes the mean right: random
-    bits are added below the last bit that 16-bit numbers have, and the rest is cut off. A zero
-    update changes nothing. The random bits are constants. Therefore rollout, update, evaluation and
-    `lora.py merge` compute with the same weights.
+    to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here
+    random bits are added below the last bit that 16-bit numbers have, and the rest is cut off, so
+    that the mean over the weights is right (but for float16 numbers below 6e-5). A zero update
+    changes nothing. As the random bits are constants, rollout, update, evaluation and `lora.py
+    merge` compute with the same weights.
 
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.
@@ -333,7 +333,7 @@ def _noise(device, n: int):
 
 
 class _DitheredSum(torch.autograd.Function):
-    """output + update (..., out), rounded by `dithered`, with the gradients of the sum."""
+    """Add an update (..., out) to a 16-bit output by `dithered`, with the gradients of the sum."""
 
     @staticmethod
     def forward(ctx, output, update):
@@ -351,13 +351,13 @@ class _DitheredSum(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ merging
 @contextmanager
 def merged(model, update: bool = False):
-    """Inside the block the adapted weights are W + scale B A. The base returns bit for bit.
+    """Inside the block the adapted weights are W + scale B A. On exit W is restored exactly.
 
     A and B still get their gradients, so rollout and update can use the very same weights. Weights
     in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
-    the optimizer steps. A merged adapter has no dropout: with update=True an adapter with dropout
-    stays beside the weights. So does one beside 4-bit or streamed weights; while decoding
-    (inference mode) it is cast once, not at every step.
+    the optimizer steps. An adapter beside 4-bit or streamed weights is not merged, only cast once
+    while decoding. With update=True (in an update) one with dropout is not merged either, because
+    a merged adapter has no dropout.
     """
     linears = [linear for linear in adapters(model).values() if not whole_policy(linear)
                and not (update and linear.lora.dropout)]
@@ -416,7 +416,7 @@ def keep_packed(linears, weight):
 
 # ----------------------------------------------------------------------------- the reference policy
 def freeze_reference(model) -> dict | None:
-    """Return a copy of what trains before the first update, None for a fresh adapter."""
+    """Return a copy of what trains, or None for a fresh adapter, which `reference` switches off."""
     if settings(model) and settings(model).fresh:
         return None
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -437,11 +437,12 @@ def reference(model, frozen: dict | None):
 
 
 def _exchange(model, frozen):
-    """Swap what trains with its frozen copy, or, if there is none, switch the adapter off or on."""
+    """Swap what trains with its frozen copy, or switch the adapter off or on if there is none."""
     for linear in adapters(model).values():
         if linear.lora.base is not None:
             raise RuntimeError("leave the block of lora.merged before that of lora.reference")
-        linear.lora.active ^= frozen is None
+        if frozen is None:
+            linear.lora.active = not linear.lora.active
     for name, p in model.named_parameters():
         if frozen and name in frozen:
             p.data, frozen[name] = frozen[name], p.data

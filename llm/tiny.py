@@ -28,7 +28,8 @@ TINY_TEMPLATE = """{%- set first = messages[0] if messages[0].role == 'system' e
 {% endif %}
 {%- elif message.role != 'system' or not loop.first %}<|im_start|>{{ message.role }}
 {{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}{{ '\n' if message.content or not loop.first }}<tool_call>
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}{{ '\n' }}{% endif %}<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>
 {%- endfor %}<|im_end|>

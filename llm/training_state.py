@@ -6,7 +6,7 @@ from llm.loading import load_weights, save_model
 
 @dataclass
 class TrainingState:
-    """What the next step depends on: the policy's weights, its tokenizer, the optimizer's moments."""
+    """The weights, the tokenizer and the optimizer's moments, on which the next step depends."""
 
     model: object
     tokenizer: object
