@@ -107,17 +107,24 @@ class Ranks:
         try:
             self.store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             self.store.set(f"experiment/name{self.rank}", name)
-            self.peers = self._call_rank_0() if self.rank else self._answer_others()
-            names = [self.store.get(f"experiment/name{rank}") for rank in range(self.world)]
+            if self.rank:
+                # First its name: the store is gone with rank 0, which may be right after the call.
+                self.names = {0: self._name(0)}
+                self.peers = self._call_rank_0()
+            else:
+                self.peers = self._answer_others()
+                self.names = {rank: self._name(rank) for rank in self.peers}
         except (RuntimeError, OSError) as error:
             other = f"rank {1 - self.rank} has" if self.world == 2 else "some ranks have"
             reason = str(error).split("\n")[0][:200]
             raise Stop(f"{other} not started within {JOIN_MINUTES} minutes: {reason}", 5) from None
-        self.names = [name.decode() for name in names]
         self.alive = {*self.peers}
         for rank, peer in self.peers.items():
             _keep_alive(peer)
             threading.Thread(target=self._watch, args=(rank, peer), daemon=True).start()
+
+    def _name(self, rank):
+        return self.store.get(f"experiment/name{rank}").decode()
 
     def _call_rank_0(self):
         port = int(self.store.get("experiment/port"))

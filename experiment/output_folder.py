@@ -54,14 +54,14 @@ class OutputFolder:
             raise UserError("--output_dir is empty; give the name of a folder")
         if values.get("overwrite") and values.get("resume"):
             raise UserError("--resume continues a run and --overwrite removes it; give one of them")
-        self._create()
+        self._create(values["output_dir"])
         self._lock()
         if values.get("overwrite"):
             self._overwrite(values)
         elif not values.get("resume"):
             self.refuse_a_run()
 
-    def _create(self):
+    def _create(self, given):
         try:
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class OutputFolder:
         except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
             reason = "is a file" if os.path.isfile(self.path) else getattr(error, "strerror", error)
             raise UserError(
-                f"{self.path}: cannot write there ({reason}); give another --output_dir") from None
+                f"{given}: cannot write there ({reason}); give another --output_dir") from None
         if links:
             raise UserError(f"{links[0]}: is a symbolic link, which a run does not write through; "
                             "remove it, or give another --output_dir")

@@ -83,13 +83,14 @@ def scale_gradient(x):
     Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
     an update that overflows is skipped (Run.accept_update).
     """
-    x.register_hook(lambda grad: grad * GRADIENT_SCALE)
+    # The gradient is None where the loss leaves x out, as most losses do the entropy.
+    x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
 
 
 def shared_prefix(model, token_ids, loss_mask) -> int:
     """Return the length of the prompt that all rows share, or 0 if it is not worth sharing.
 
-    It is if a tenth of the tokens (B, T) is saved, and if the model can go on from a shared prefix.
+    It is if a tenth of the tokens (B, T) is saved, and if the model can continue from a shared prefix.
     The prefix ends before the first 1 of the mask (B, T).
     """
     B, T = token_ids.shape
