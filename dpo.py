@@ -337,7 +337,8 @@ def reference_sums(model, pairs, config: Config, ranks):
 
 def forward(model, pairs, ref_sums, counts: Counts, losses, config: Config):
     """Compute `pair_loss` of B pairs in one forward pass. ref_sums: (B, 2)."""
-    episodes = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
+    chosen, rejected = zip(*pairs)
+    episodes = [*chosen, *rejected]
     token_ids, mask, _ = collate(episodes, model.device)  # (2B, T) each
     logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (2B, T)
     return pair_loss(logprobs, ref_sums.T.flatten(), mask, counts, losses, **vars(config))

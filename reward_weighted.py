@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -133,7 +134,7 @@ def weigh(episodes: list[Trajectory], config) -> tuple[list[list[float]], dict]:
     lengths = [len(of_episode) for of_episode in values]
     turns = [turn for n in lengths for turn in range(n)]  # N entries, as the next two
     groups = np.repeat([t.group_id for t in episodes], lengths).tolist()
-    flat = torch.tensor([value for row in values for value in row], dtype=torch.float64)  # (N,)
+    flat = torch.tensor(list(chain(*values)), dtype=torch.float64)  # (N,)
     if config.weighting == "filter":
         pools = list(zip(groups, turns)) if config.baseline == "group" else turns
         weights = filter_weights(flat, pools, config.top_share, config.min_reward)

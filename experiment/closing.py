@@ -38,7 +38,8 @@ def first_notes(metrics, config):
             "(an episode)")
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
         words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
-        words += ["--dataset", config.dataset] if config.dataset else []
+        if config.dataset:
+            words += ["--dataset", config.dataset]
         notes.append(
             f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
             f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "

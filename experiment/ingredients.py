@@ -25,14 +25,17 @@ def ingredients(config, sources, base):
         sources: the paths of the files that define its environment.
         base: the folder of the tiny model that was made for the run, which may not exist.
     """
-    values = [getattr(config, name, None) or "" for name in DATA_FLAGS]
-    paths = [path.strip() for path in ",".join(values).split(",")]
-    paths += _model_files(getattr(config, "model_path", None))
-    files = {str(path): path for path in paths if os.path.isfile(path)}
+    paths = _model_files(getattr(config, "model_path", None))
+    for name in DATA_FLAGS:
+        paths += (getattr(config, name, None) or "").split(",")
+    files = {str(path).strip(): str(path).strip() for path in paths}
     # These have the same label wherever the project and the run lie.
-    files |= {f"environment {os.path.basename(path)}": path for path in sources}
-    files |= {f"base/{path.name}": path for path in _files_in(base)}
-    return {label: fingerprint(path, SAMPLE_ABOVE) for label, path in files.items()}
+    for path in sources:
+        files[f"environment {os.path.basename(path)}"] = path
+    for path in _files_in(base):
+        files[f"base/{path.name}"] = path
+    return {label: fingerprint(path, SAMPLE_ABOVE) for label, path in files.items()
+            if os.path.isfile(path)}
 
 
 def _model_files(model):
@@ -48,13 +51,16 @@ def _model_files(model):
         # The path of a cached file contains the revision.
         return [path for path in cached if isinstance(path, str)]
     folder = newest_checkpoint(model) or Path(model)
+    files = _files_in(folder)
     try:
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
-        bases = [base, folder / base] if base else []
+        places = base, folder / base
     except (UserError, KeyError, TypeError):
-        bases = []
-    bases = [path for path in bases if os.path.isdir(path)]
-    return _files_in(folder) + (_model_files(bases[0]) if bases else [])
+        return files
+    for path in places:
+        if base and os.path.isdir(path):
+            return files + _model_files(path)
+    return files
 
 
 def _files_in(folder):
