@@ -62,7 +62,7 @@ def train(way: str, args) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=str(ROOT / ".real" / "smollm2"))
-    parser.add_argument("--dataset", default="/work/shared/data/gsm8k/train.jsonl")
+    parser.add_argument("--dataset", default=str(ROOT.parent / "shared/data/gsm8k/train.jsonl"))
     parser.add_argument("--learning_rate", type=float, default=2e-5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rows", type=int, default=4)
