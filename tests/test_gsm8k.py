@@ -21,7 +21,7 @@ from envs.gsm8k import GSM8K, _number, calculator
 from experiment.data import read_rows
 from experiment.errors import UserError
 
-DATA = "/work/shared/data/gsm8k"
+DATA = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../shared/data/gsm8k"))
 HELP = "error: use numbers"
 TRY_AGAIN = "Unfortunately your answer is wrong. Let's try again."
 QUESTION = {"question": "Natalia sold 48 clips in April and half as many in May. How many altogether?",
