@@ -90,7 +90,7 @@ def scale_gradient(x):
 def shared_prefix(model, token_ids, loss_mask) -> int:
     """Return the length of the prompt that all rows share, or 0 if it is not worth sharing.
 
-    It is if a tenth of the tokens (B, T) is saved, and if the model can continue from a shared prefix.
+    It is if a tenth of the tokens (B, T) is saved, and if the model can continue from a prefix.
     The prefix ends before the first 1 of the mask (B, T).
     """
     B, T = token_ids.shape
