@@ -287,7 +287,8 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
 
 def tasks_of(episodes) -> list[dict]:
     """Return the tasks that episodes recorded."""
-    return [t.info["task"] for t in episodes if isinstance(t.info.get("task"), dict)]
+    tasks = [t.info.get("task") for t in episodes]
+    return [task for task in tasks if task and isinstance(task, dict)]
 
 
 def train_and_held_out(config) -> tuple[list[dict], list[dict]]:
