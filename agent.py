@@ -22,9 +22,7 @@ from tqdm import tqdm
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
-from experiment.episodes import pass_at_k, problem, summarise
-from experiment.errors import EnvironmentFault, UserError
-from experiment.seeds import mix
+from experiment import EnvironmentFault, UserError, mix, pass_at_k, problem, summarise
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -156,7 +154,8 @@ class Episode:
         t.rewards.append(0.0)
         text = self.chat.text(ids)
         t.messages.append({"role": "assistant", "content": text})
-        if any(token in self.chat.start_ids for token in ids):  # it opened a message itself
+        # The policy opened a message itself.
+        if any(token in self.chat.start_ids for token in ids):
             return self.finish("malformed")
         if ids[-1] not in self.chat.stop_ids:
             is_full = len(t.token_ids) >= self.limits.max_tokens

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-from agent import Trajectory, collate, evaluate, without_faults, rollout, rollout_options
+from agent import Trajectory, collate, evaluate, rollout, rollout_options, without_faults
 from envs.demonstrations import default_env, read_trajectories
 from envs.preferences import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
                               split_pairs, write_pairs)
@@ -379,7 +379,8 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
     pairs = given_pairs(config, model, tokenizer)
-    if config.model_path == "tiny":  # files are read first, so that a bad row is refused at once
+    # Files are read first, so that a bad row is refused at once.
+    if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     if tasks:
         pairs = make_pairs([play(model, tokenizer, tasks, config, run)], config)
@@ -409,7 +410,8 @@ def train(config: Config) -> dict:
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
             totals = Counter()  # its update() adds
             model.train()
-            with merged(model, update=True):  # merged and rounded as in reference_sums
+            # The adapter is merged as in reference_sums, so that both round alike.
+            with merged(model, update=True):
                 for rows, _ in run.micro_batches([longer(pair) for pair in batch], step):
                     loss, metrics = forward(model, batch[rows], batch_ref_sums[rows], counts,
                                             losses, config)

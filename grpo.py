@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 
 import envs
-from agent import (collate, evaluate, rollout, rollout_options, scale_rewards,
-                   without_faults)
+from agent import collate, evaluate, rollout, rollout_options, scale_rewards, without_faults
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, group_shares, main,
                         summarise)
@@ -464,7 +463,8 @@ def train(config: Config) -> dict:
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()  # its update() adds
-                with merged(model, update=True):  # as in the rollout, so that both round alike
+                # The adapter is merged as in the rollout, so that both round alike.
+                with merged(model, update=True):
                     for rows in run.micro_batches(batch, step, update):  # and their columns
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
@@ -481,7 +481,8 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step > 1):
                     optimizer.step()
                 optimizer.zero_grad()
-                if update == 0:  # the policy is still the old one: 1 and 0 but for rounding
+                # The policy is still the old one: these are 1 and 0, up to rounding.
+                if update == 0:
                     run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
             model.eval()

@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from experiment.errors import UserError
-from experiment.process import give_back_memory
+from experiment import UserError, give_back_memory
 
 
 @dataclass
@@ -152,7 +151,8 @@ class _MergedLoRA(torch.autograd.Function):
     def backward(ctx, grad):
         x, A, B = ctx.saved_tensors
         if ctx.recompute:
-            x, ctx.recompute = ctx.recompute(), None  # what it holds is freed with this node
+            # What the function holds is freed with this node.
+            x, ctx.recompute = ctx.recompute(), None
         x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
         grad_A = (g @ B * ctx.scale).T @ x
         grad_B = ((x @ A.T * ctx.scale).T @ g).T
@@ -242,7 +242,8 @@ def _text_layers(model, linears) -> list:
 
 def _matching(pattern: str, names) -> list:
     """Return the names that a regular expression matches as a whole."""
-    import regex  # transformers needs it too; unlike re it knows a time limit
+    # Unlike re it takes a time limit; transformers depends on it too.
+    import regex
     matched, deadline = [], time.monotonic() + MATCHING_SECONDS
     try:
         for name in names:
@@ -337,7 +338,8 @@ class _DitheredSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output, update):
-        ctx.mark_dirty(update)  # the sum is written over it, some rows in float32 at a time
+        # The sum is written over the update, some rows in float32 at a time.
+        ctx.mark_dirty(update)
         rows = max(1, len(_noise(output.device, LOST_BITS[output.dtype])) // output.shape[-1])
         for y, u in zip(output.flatten(0, -2).split(rows), update.flatten(0, -2).split(rows)):
             u.copy_(dithered(y.float().add_(u), y.dtype, by_column=True))

@@ -111,14 +111,16 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
     out = torch.zeros_like(values)
     for rows in members(pools):
         ranked = values[rows].sort(descending=True).values
-        threshold = ranked[math.ceil(top_share * len(rows) - 1e-9) - 1]  # 0.07 x 100 exceeds 7
+        # In floating point 0.07 x 100 exceeds 7.
+        threshold = ranked[math.ceil(top_share * len(rows) - 1e-9) - 1]
         out[rows] = (values[rows] >= threshold).to(values)
     return out
 
 
 def effective_sample_size(weights):
     """(sum w)^2 / sum w^2: N where all weights are equal, 1 where one has it all."""
-    weights = weights / weights.max()  # squares stay finite
+    # Divided by the largest, so that the squares stay finite.
+    weights = weights / weights.max()
     return (weights.sum() ** 2 / (weights**2).sum()).item()
 
 
@@ -260,7 +262,8 @@ def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
                             "episode")
         reward = (t.reward - config.reward_bias) * config.reward_scaling
         scale_rewards([t], config.reward_scaling, config.reward_bias)
-        t.reward = reward  # a file may state another reward than the sum of its turns'
+        # A file may state another reward than the sum of its turns'.
+        t.reward = reward
     if config.baseline == "group" and config.min_reward is None:
         check_groups(path, episodes)
     if not weigh(episodes, config)[1]["kept"]:
@@ -336,7 +339,8 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(config.model_path, **model_options(config))
     data = recorded(config, model, tokenizer) if config.trajectories else []
     held_out = envs.drop_seen(held_out, envs.tasks_of(data))
-    if config.model_path == "tiny":  # the file is read first, so that a bad row is refused at once
+    # The file is read first, so that a bad row is refused at once.
+    if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
@@ -363,7 +367,8 @@ def train(config: Config) -> dict:
                 token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
                 w = token_weights(weights, loss_mask)  # (B, T)
                 weight_sum, loss_sum = w.sum(), 0.0
-                with merged(model, update=True):  # merged and rounded as in the rollout
+                # The adapter is merged as in the rollout, so that both round alike.
+                with merged(model, update=True):
                     for rows in run.micro_batches(batch, step, updates):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, t)

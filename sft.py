@@ -169,7 +169,8 @@ def held_out_tasks(config, env, learned) -> list[dict]:
     files = (config.dataset, config.eval_dataset) if config.dataset else ()
     are_imitated = not config.trajectories and imitates_rows(config.dataset, config.env)
     if are_imitated and not envs.is_task(env, read_rows(config.dataset)[0]):
-        files = ()  # Files of demonstrations hold no tasks: take the environment's own.
+        # Files of demonstrations hold no tasks: take the environment's own.
+        files = ()
     tasks = envs.tasks(env, "test", config.eval_tasks, config.seed, *files)
     return envs.drop_seen(tasks, envs.tasks_of(learned))
 
@@ -267,7 +268,8 @@ def teach_tiny(config, run) -> str:
     if config.model_path != "tiny":
         return config.model_path
     base = run.folder / "base"
-    taught = base / "made.json"  # written last: where it exists, the folder is complete
+    # This file is written last: where it exists, the folder is complete.
+    taught = base / "made.json"
     if run.ranks.first(taught.exists):
         return str(base)
     envs.need_expert(config.env or "equations")

@@ -3,8 +3,8 @@
     python bench/faults.py [--quick] [--sections bits,pipes]      the last line is one JSON object
 
 Unless it is quick, the sections that were run are put into bench/results/faults.json; those that it held of other
-sections stay, so that the battery can be run in pieces. About two hours of one core; `--kills 50 --every 10` shortens
-the two longest sections.
+sections stay, so that the battery can be run in pieces. About 35 minutes of one core; `--kills 50 --every 10` shortens
+the longest sections.
 
 kills        SIGKILL at random moments (bench/kills.py): every checkpoint is whole, at most an interval is lost
 signals      SIGINT, SIGTERM, SIGHUP at random moments: exit status 128 + n, the last whole step is saved

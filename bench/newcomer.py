@@ -1,7 +1,7 @@
 """The newcomer's command for three seeds, and for each the controls that show what GRPO did.
 
-    python bench/newcomer.py                20 minutes on 2 cores
-    python bench/newcomer.py --no_controls  7 minutes: the three runs alone
+    python bench/newcomer.py                about 30 minutes on 2 cores
+    python bench/newcomer.py --no_controls  12 minutes: the three runs alone
 
 Each seed is `python grpo.py --seed S`, start to finish, timed from outside. Three controls start from that run's own
 taught model: GRPO with the step's rewards dealt out at random, GRPO with learning rate 0, and SFT alone on the start's

@@ -181,7 +181,8 @@ def describe(conversations: list[Conversation], tokenizer):
     for token in tokenizer.all_special_tokens:
         count = sum(token in text for text in texts)
         if count:
-            print(f"{count} rows contain {token} as text")  # it ends no turn
+            # Spelled as text it ends no turn.
+            print(f"{count} rows contain {token} as text")
 
 
 # ------------------------------------------------------------------------------ recorded episodes

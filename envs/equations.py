@@ -2,7 +2,8 @@
 
 An action changes both sides, and the tool answers with the new equation. It is paid if the equation
 is then closer to "x = number" than ever before in this episode, so that going in circles pays
-nothing. The right answer is paid too. Nothing costs, or the policy could learn to do nothing.
+nothing. The right answer is paid too. No action is penalized, because otherwise the policy could
+learn to do nothing.
 
     level 1    x + b = c,  ax = c,  x/a = c           level 2    ax + b = c,  x/a + b = c
     level 3    ax + b = cx + d,  a(x + b) = c    (the environment equations_hard)
@@ -19,6 +20,7 @@ import numpy as np
 TERM = re.compile(r"([+-]?)(\d{1,9}(?:/[1-9]\d{0,8})?)?(x)?(?:/([1-9]\d{0,8}))?", re.ASCII)
 # An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12
+STEP_REWARD, ANSWER_REWARD = 2.0, 5.0
 INVERSE = {"add_terms": "subtract_terms", "subtract_terms": "add_terms",
            "multiply_terms": "divide_terms", "divide_terms": "multiply_terms"}
 
@@ -146,7 +148,7 @@ class Equations:
             return "error: the episode is over"
         self.solved = parse_number(value) == self.solution
         self.done = True
-        self.reward += 5.0 * self.solved
+        self.reward += ANSWER_REWARD * self.solved
         return "right" if self.solved else "wrong"
 
     def get_reward(self) -> float:
@@ -154,7 +156,7 @@ class Equations:
 
     @property
     def _reward_parts(self) -> dict:
-        answer = 5.0 * self.solved
+        answer = ANSWER_REWARD * self.solved
         return {"actions": self.reward - answer, "answer": answer}
 
     def _check(self) -> bool:
@@ -185,7 +187,7 @@ class Equations:
         self.factor, self.left, self.right = factor, left, right
         distance = self._distance()
         if distance < self.best:
-            self.reward += 2.0 * (self.best - distance)
+            self.reward += STEP_REWARD * (self.best - distance)
             self.best = distance
         return self._equation()
 
@@ -239,7 +241,8 @@ class Equations:
         """Return n distinct equations. A tenth of all equations, by hash, is the test split."""
         rng = np.random.default_rng([seed, split == "test"])
         tasks = {}
-        misses = 0  # in a row; there may be fewer than n equations
+        # Misses in a row end the search, because there may be fewer than n equations.
+        misses = 0
         while len(tasks) < (10_000 if n is None else n) and misses < 10_000:
             equation = cls._draw(cls.levels[rng.integers(len(cls.levels))], rng)
             is_test = zlib.crc32(equation.encode()) % 10 == 0

@@ -1,6 +1,7 @@
 """From flags to an output folder to a report: everything in a run that has no equation.
 
-What the algorithms use stands here. The modules of this package import each other directly.
+What the algorithms, agent.py and lora.py use is imported here. The modules of this package import
+each other directly.
 """
 from experiment.config import (
     MemoryFlags,

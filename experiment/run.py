@@ -354,7 +354,8 @@ class Run:
     def _leave(self):
         """Raise the Stop that ends the run. Of runs inside runs the outermost does it."""
         if self.updated and not self.ranks.gone:
-            return  # it is checked again at the end of the step
+            # This is checked again at the end of the step.
+            return
         # Otherwise a slow save would be cut short.
         self.ranks.runs = 0
         if self.signals and self.signals.signum:

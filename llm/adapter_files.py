@@ -121,7 +121,8 @@ def quantization_of(folder: str) -> str:
     try:
         with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:
             return (file.metadata() or {}).get("base", "")
-    except Exception:  # read_tensors says what is wrong with the file
+    # What is wrong with the file is said by read_tensors.
+    except Exception:
         return ""
 
 

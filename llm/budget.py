@@ -79,7 +79,8 @@ class Bytes(TorchDispatchMode):
         if isinstance(first, torch.Tensor) and first.is_meta:
             return _answer(func)(self, func, args, kwargs)
         if func is aten.copy_.default and args[1].is_meta:
-            return first  # There are no numbers to copy to the host.
+            # There are no numbers to copy to the host.
+            return first
         return self.hold(func(*args, **kwargs))
 
     # ------------------------------------------------ what an operation on the meta device returns
@@ -179,7 +180,8 @@ def _answer(func):
     schema = func._schema
     has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     if has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU"):
-        return Bytes.decompose  # Inference mode does not decompose it.
+        # Inference mode does not decompose it.
+        return Bytes.decompose
     if schema.is_mutable and schema.name.endswith("_"):
         return Bytes.in_place
     aliases = any(result.alias_info for result in schema.returns)
@@ -219,7 +221,8 @@ def _replacements() -> list[tuple]:
         (quantization.Linear4bit, "dequantize", _dequantize),
         (quantization, "blocks", first_blocks),
         (logprobs, "blocks", first_blocks),
-        (lora, "_noise", cache(lora._noise.__wrapped__)),  # A constant is counted every time.
+        # A constant is counted every time.
+        (lora, "_noise", cache(lora._noise.__wrapped__)),
         (pointwise, "pieces", lambda *tensors: islice(pieces(*tensors), 2))]
 
 
@@ -271,7 +274,8 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
         peaks = {}
         model, _ = load_model(**options, device=device)
         if device != "meta":
-            gc.collect()  # Free what loading left in reference cycles.
+            # Free what loading left in reference cycles.
+            gc.collect()
         peaks["loading"] = _peak(count)
         frozen = freeze_reference(model) if work.keep_start else None  # noqa: F841
         # The optimizer stays alive: its moments are there during the rollout too.

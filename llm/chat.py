@@ -189,7 +189,8 @@ class Chat:
             text = self._template.decode(turn_ids[:count])
             if text.startswith(missing):
                 return self._template.encode(text[len(missing) :]) + turn_ids[count:]
-        if missing.strip() == "<think>":  # The template's own turns do not have a thought.
+        # The template's own turns do not have a thought.
+        if missing.strip() == "<think>":
             return self._template.encode("</think>\n\n") + turn_ids
         if missing.strip():
             raise ValueError(

@@ -90,7 +90,8 @@ class _Recompute(torch.autograd.Function):
             inputs.append(saved.to(ctx.device, non_blocking=True).detach().requires_grad_())
         cuda = ctx.device.type == "cuda"
         with torch.random.fork_rng([ctx.device] if cuda else []), torch.enable_grad():
-            torch.set_rng_state(ctx.random)  # Dropout draws the masks of the forward pass again.
+            # Dropout draws the masks of the forward pass again.
+            torch.set_rng_state(ctx.random)
             if cuda:
                 torch.cuda.set_rng_state(ctx.cuda_random)
             out = ctx.run(*inputs)

@@ -235,7 +235,8 @@ class Engine:
         for slot, row in enumerate(self.owner[:len(running)]):
             if row not in running:
                 holes.append(slot)
-        outside = running[len(running) - len(holes):]  # they are in the order of their slots
+        # The running rows are in the order of their slots.
+        outside = running[len(running) - len(holes):]
         for hole, row in zip(holes, outside):
             self.cache.swap(hole, row.slot)
             other = self.owner[hole]

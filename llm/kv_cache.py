@@ -127,7 +127,8 @@ class RowCache:
             tensor[[slot, other]] = tensor[[other, slot]]
 
     def get_seq_length(self, *_):
-        return 0  # positions are passed explicitly, nobody may derive them from the cache
+        # Positions are passed explicitly. Nobody may derive them from the cache.
+        return 0
 
     def get_mask_sizes(self, query_length, *_):
         return self.span, 0

@@ -65,7 +65,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     """
     path = newest(path)
     if os.path.exists(os.path.join(path, "state.json")):
-        read_state(path)  # compares every file of a checkpoint with its size and sha256
+        read_state(path)  # sizes and sha256
     device = _prepared_device(device, train)
     chosen = techniques(memory, load_in_4bit, gradient_checkpointing)
     if train:
@@ -242,14 +242,16 @@ def _shares_prefix(model) -> bool:
     others = kinds - {"full_attention", "sliding_attention"}
     if config._attn_implementation != "causal_attention" or others:
         return False
-    probe = torch.arange(12, device=model.device).view(2, 6) % 9  # two rows
+    # The probe has two rows of six tokens.
+    probe = torch.arange(12, device=model.device).view(2, 6) % 9
     probe[:, :3] = probe[0, :3]
     results = []
     try:
         for prefix in (0, 3):
             hidden, index = hidden_states(model, probe, prefix)
             results.append(hidden[index].float())  # (2, 6, D)
-    except Exception:  # it takes no positions, or does not hand its attention our arguments
+    # The model takes no positions, or does not pass our arguments to its attention.
+    except Exception:
         return False
     apart, shared = results
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.02
@@ -270,7 +272,8 @@ def save_model(model, folder: str):
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),
               metadata={"base": quantized} if quantized else {"format": "pt"})
     base = facts(model).source
-    if base == "tiny":  # random weights that nobody else has: they go along with every adapter
+    # Nobody else has these random weights, so they are saved beside every adapter.
+    if base == "tiny":
         base = os.path.join(folder, "base")
         for thing in make_tiny(facts(model).seed):
             thing.save_pretrained(base)

@@ -177,7 +177,8 @@ class _HeadLogprobs(torch.autograd.Function):
                      entropy[chunk], keep)
             if keep:
                 slope[chunk], = torch.autograd.grad(logits, h, logits.detach())
-            del logits  # Free them before the next chunk's are computed.
+            # Free them before the next chunk's are computed.
+            del logits
         ctx.save_for_backward(hidden, targets, entropy, slope)
         return logprobs, entropy
 
@@ -222,7 +223,8 @@ def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
         if overwrite:
             probs.neg_().scatter_(1, targets[piece], 1, reduce="add")
             logits[piece] = _over(probs, temperature)
-        del logp, probs  # Free them before the next piece's are computed.
+        # Free them before the next piece's are computed.
+        del logp, probs
 
 
 def _logits_gradient(logits, targets, temperature, entropy, grad_logprobs, grad_entropy):
@@ -249,7 +251,8 @@ def block_logprobs(model, hidden, targets, temperature, chunk_elements):
         targets: (n,)
     """
     block_rows = min(BLOCK_ROWS, max(128, chunk_elements // 4 // max(1, len(hidden))))
-    exact = hidden.float()  # The blocks' gradients are added in float32.
+    # The blocks' gradients are added in float32.
+    exact = hidden.float()
     columns = []
     for block in blocks(len(model.get_output_embeddings().weight), block_rows):
         run = partial(_block, model, hidden.dtype, block, targets, temperature)

@@ -34,7 +34,8 @@ def main(words: list[str]) -> int:
             names = os.listdir(folder)
         except OSError as error:
             raise UserError(f"{folder}: cannot write there ({error.strerror})") from None
-        if names:  # it may be the adapter's base: the adapter would then be applied twice
+        # The folder may hold the adapter's base, and the adapter would be applied twice.
+        if names:
             raise UserError(f"{folder}: is not empty; give a new folder")
         merge(*words[1:])
         print("merged into a plain model folder. Talk to it:\n"

@@ -37,11 +37,13 @@ def read_model(source: str, dtype, device, chosen: Techniques, seed: int):
         except (OSError, UserError):  # UserError: the weights are cached, the tokenizer is not
             if os.path.isdir(source):
                 raise
-            model_info(source, timeout=10)  # fails at once where from_pretrained tries for a minute
+            # This fails at once where from_pretrained would try for a minute.
+            model_info(source, timeout=10)
             return read(source, dtype, device, chosen)
     except UserError:
         raise
-    except Exception as error:  # OSError, SafetensorError, ...: name the place, keep the cause
+    # It may be an OSError, a SafetensorError or another: name the place, keep the cause.
+    except Exception as error:
         raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
 
 
@@ -65,7 +67,8 @@ def _read_sparingly(source, dtype, device, chosen, **where):
     stored = real_dtype(config.dtype or torch.float32, device)
     model = skeleton(config, stored if dtype == "auto" else dtype)
     if device.type == "meta":
-        read = model.state_dict().__getitem__  # shapes are all there is
+        # On the meta device there are shapes only.
+        read = model.state_dict().__getitem__
     elif os.path.isdir(source):
         read = tensor_reader(source)
     else:
@@ -75,7 +78,8 @@ def _read_sparingly(source, dtype, device, chosen, **where):
     try:
         model.generation_config = GenerationConfig.from_pretrained(source, **where)
     except OSError:
-        pass  # from_config made one
+        # There is a generation_config already: from_config made it.
+        pass
     return model, read_tokenizer(source, **where)
 
 
@@ -87,7 +91,8 @@ def _read_whole(source, dtype, device, chosen, **where):
         source, config=config, dtype=dtype, attn_implementation=config._attn_implementation,
         trust_remote_code=False, use_safetensors=True, output_loading_info=True,
         adapter_kwargs=where, **where)
-    if report["missing_keys"]:  # transformers would continue with random numbers there
+    # Where weights are missing, transformers would continue with random ones.
+    if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UserError(f"{source}: no weights for {missing}: the model is incomplete")
     return model, read_tokenizer(source, **where)

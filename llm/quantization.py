@@ -19,7 +19,8 @@ class Linear4bit(nn.Linear):
     """
 
     def __init__(self, weight, bias=None):
-        nn.Module.__init__(self)  # nn.Linear's own constructor would allocate the full weight.
+        # The constructor of nn.Linear would allocate the full weight.
+        nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         packed, buffers = quantize_nf4(weight)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -81,7 +82,8 @@ class _Matmul4bit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.saved_tensors  # Reading them checks the version.
+        # Reading them checks their version counters.
+        ctx.saved_tensors
         return grad @ ctx.linear.dequantize(grad.dtype), None, None
 
 
@@ -130,7 +132,8 @@ class Int8Embedding(nn.Module):
         super().__init__()
         stock.weight = None
         self.table = table
-        self.stock = (stock,)  # In a tuple it is no submodule.
+        # In a tuple the module is no submodule.
+        self.stock = (stock,)
         # Gemma multiplies its embeddings by a factor.
         self.factor = torch.tensor(
             getattr(stock, "scalar_embed_scale", 1.0), dtype=table.dtype).item()

@@ -122,7 +122,8 @@ def _text_of(content):
         try:
             return "".join([item["text"] for item in content])
         except (TypeError, KeyError):
-            pass  # refused below
+            # Such a list is refused below.
+            pass
     if not isinstance(content, str):
         kind = type(content).__name__
         raise ValueError(f"content must be text or text parts, got {kind}")
@@ -157,7 +158,8 @@ def _thoughtful_ids(chat, text, calls):
         return chat.turn(answer, calls, reasoning_content=thought, thinking=thought)
 
     hidden = turn_with("")
-    if turn_with("any thought") != hidden:  # The template shows thoughts that are given as a field.
+    # In this case the template shows thoughts that are given as a field.
+    if turn_with("any thought") != hidden:
         return turn_with(thought.strip("\n"))
     for turn in (hidden, chat.turn(text, calls)):
         if chat.text(turn).lstrip().startswith(text.strip()):

@@ -32,7 +32,8 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
     if temperature == 0:
         ids = z.argmax(-1)
     ids = torch.where(forced >= 0, forced, ids)
-    ids = ids.clamp(max=z.shape[1] - 1)  # where the logits are not finite, no search ends inside
+    # Where the logits are not finite, the search ends outside of the vocabulary.
+    ids = ids.clamp(max=z.shape[1] - 1)
     z_drawn = z.gather(1, ids[:, None]) - z_max  # (R, 1)
     return ids, z_drawn[:, 0] - total.log().float()
 
@@ -73,6 +74,7 @@ def cut(z, top_k: int, top_p: float):
         ordered, index = z.sort(descending=True)
         probs = ordered.softmax(-1)
         outside = probs.cumsum(-1) - probs >= top_p
-        outside = outside.scatter(1, index, outside)  # in the order of the vocabulary
+        # Bring the mask back into the order of the vocabulary.
+        outside = outside.scatter(1, index, outside)
         z = z.masked_fill(outside, -torch.inf)
     return z

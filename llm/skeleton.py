@@ -84,7 +84,8 @@ def fill(model, read, device, chosen: Techniques):
             model.set_submodule(name, Linear4bit(**tensors).to(place))
         else:
             set_tensors(module, tensors, place)
-        del tensors, tensor  # Or they would be held while the next module's are read.
+        # Free them before the next module's are read.
+        del tensors, tensor
     if tied and chosen.int8_head:
         model.set_output_embeddings(Int8Head(table, head))
     elif tied:

@@ -57,7 +57,8 @@ class StaticEngine(Engine):
         """Decode up to `WINDOW` tokens of every running row."""
         running = self.rows("decode")
         rows = self.bucket(len(running))
-        if rows < self.bucket(running[-1].slot + 1):  # else a row too many costs less than a swap
+        # Otherwise a row too many costs less than a swap.
+        if rows < self.bucket(running[-1].slot + 1):
             self.pack()
         self.cache.reserve(max(row.length for row in self.owner if row) + WINDOW)
         self.fill()
@@ -91,7 +92,8 @@ class StaticEngine(Engine):
 
     def replay(self, rows: int, span: int):
         """Run static steps. A bucket's first window runs without a graph, which warms it up."""
-        key = rows, span, self.cache.capacity  # a cache that has grown has other addresses
+        # The capacity is in the key, because a cache that has grown has other addresses.
+        key = rows, span, self.cache.capacity
         if key in self.graphs and not self.graphs[key] and self.graphable:
             self.graphs[key] = self.capture(rows, span)
         graph = self.graphs.setdefault(key)

@@ -66,9 +66,11 @@ class Stream:
             torch.cuda.current_stream().wait_stream(self.copies)
         top = self.layer_count - 1
         if i == top and torch.is_inference_mode_enabled():
-            ahead = 0  # While decoding, the next sweep begins at the bottom.
+            # While decoding, the next sweep begins at the bottom.
+            ahead = 0
         elif i < self.last or i == self.last == top:
-            ahead = i - 1  # the backward pass
+            # The backward pass goes down.
+            ahead = i - 1
         else:
             ahead = i + 1
         self.last = i
@@ -84,7 +86,8 @@ class Stream:
         if self.copies:
             # All work that uses the slot's old layer has been queued by now.
             self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):  # On a CPU this is None and the copy a plain one.
+        # On a CPU the stream is None, and the copy is a plain one.
+        with torch.cuda.stream(self.copies):
             self.slots[slot][:len(self.hosts[i])].copy_(self.hosts[i], non_blocking=True)
 
 

@@ -40,7 +40,8 @@ class Template:
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if _is_control(token):
                 self._control_ids[token.content] = token_id
-                if token.normalized:  # It is looked for in normalized text.
+                # The tokenizer looks for such a token in normalized text.
+                if token.normalized:
                     self._control_ids[self._normalized(token.content) or token.content] = token_id
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
@@ -83,7 +84,8 @@ class Template:
             )
         except MemoryError:
             raise
-        except Exception as error:  # Jinja's errors, and whatever Python raises inside a template
+        # It may be one of Jinja's, or whatever Python raises inside a template.
+        except Exception as error:
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(f"the chat template of {self.name} failed: {problem}") from error
 
@@ -151,7 +153,8 @@ def _is_control(token) -> bool:
     """True for an added token that text must not become: not for words, white space and letters."""
     if token.special:
         return bool(token.content)
-    text = token.content.replace("\u2581", " ")  # SentencePiece's sign for a space
+    # This is SentencePiece's sign for a space.
+    text = token.content.replace("\u2581", " ")
     is_text = len(text) < 2 or text.isspace() or text.replace("_", "").isalnum()
     return not is_text
 

@@ -61,7 +61,8 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
     position = _end_of_thought(text)
     content = text[:position]
     calls, errors = [], []
-    opener = _NO_TAG.match(text, position)  # The text itself may be a call.
+    # The text itself may be a call.
+    opener = _NO_TAG.match(text, position)
     while True:
         new_calls, new_errors, position = _attempt(text, opener)
         calls += new_calls
@@ -88,7 +89,8 @@ def check_call(raw) -> dict:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:50]!r} is not a function name")
     arguments = raw.get("arguments", raw.get("parameters", {}))
-    if isinstance(arguments, str):  # JSON inside a JSON string, as OpenAI writes it
+    # OpenAI writes the arguments as JSON inside a JSON string.
+    if isinstance(arguments, str):
         arguments, _ = _json(arguments.strip() or "{}", 0)
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
@@ -120,7 +122,8 @@ def _check_value(value, depth):
 
 def _error(problem):
     """Return the text that tells the model why a call could not be read."""
-    if type(problem) is not ValueError:  # A RecursionError, for instance, says nothing to a model.
+    # A RecursionError, for instance, says nothing to a model.
+    if type(problem) is not ValueError:
         problem = "the tool call cannot be read"
     return f"error: {problem}"[:300]
 
@@ -147,7 +150,8 @@ def _attempt(text, opener):
         raw_calls, end = _read(text, opener, start)
         if opener[0] and not raw_calls:
             raise ValueError("a tool call without a function")
-    except Exception as error:  # whatever a text can do to a parser
+    # Nothing that a text does to a parser may end the run.
+    except Exception as error:
         if opener[0] or _LIKE_A_CALL.match(text, start):
             return [], [_error(error)], _next_tag(text, start)
         return [], [], opener.end()
@@ -231,7 +235,8 @@ def _read_tagged(text, start):
         got = text[start : start + 20]
         raise ValueError(f"expected a JSON object or a function name, got {got!r}")
     position = name.end()
-    if text.startswith("{", position):  # Llama's <function=name>{json}
+    # This is Llama's form, <function=name>{json}.
+    if text.startswith("{", position):
         arguments, position = _json(text, position)
         return [{"name": name[1], "arguments": arguments}], position
     pairs = []
@@ -256,7 +261,8 @@ def _read_python(source):
     """Read [f(x=1), g(y="a")], as Llama 4 and LFM write calls. Nothing is evaluated."""
     if len(source) > MAX_PYTHON:
         raise ValueError(f"a tool call of more than {MAX_PYTHON} characters")
-    with warnings.catch_warnings(action="ignore"):  # of an escape such as "\d"
+    # Python warns of an escape such as "\d".
+    with warnings.catch_warnings(action="ignore"):
         tree = ast.parse(source, mode="eval").body
     calls = []
     for node in tree.elts:
