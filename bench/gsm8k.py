@@ -1,0 +1,169 @@
+"""GSM8K with a real model and a calculator, on a laptop: untrained, after SFT, after GRPO, then talk to it.
+
+    python ../shared/real/get_smollm2.py .real/smollm2
+    python bench/gsm8k.py                                   all stages, one after the other
+    python bench/gsm8k.py --stages sft grpo_0               some of them; the others are read where they are done
+
+Stages: `sft` (the written solutions as tool calls), `grpo_S` (from there, seed S), `test_untrained`, `test_sft`,
+`test_grpo_S` (held-out problems: samples at temperature 1, and greedy), `talk_grpo_S` (a chat about ten held-out
+problems). A stage that was stopped continues where it was. SmolLM2-135M gets the short chat template of the tiny model, as
+in bench/real_model.py: tools as text would take a third of every episode.
+
+GRPO trains on problems of at most --calculations calculations, and replaces groups in which all episodes or none are
+right: with few successes most groups would teach nothing.
+
+Writes bench/results/gsm8k.json and gsm8k_talk.txt; the last line is JSON.
+"""
+import argparse
+import datetime
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+DATA = ROOT.parent / "shared" / "data" / "gsm8k"
+RESULTS = ROOT / "bench" / "results"
+LENGTHS = ["--max_new_tokens", "160", "--max_tokens", "768"]  # a demonstration has 442 tokens on average
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", default=".real/smollm2")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of train.jsonl and test.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gsm8k")
+    parser.add_argument("--stages", nargs="*", help="default: all")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of GRPO")
+    parser.add_argument("--sft_steps", type=int, default=130, help="of 16 solutions; 421 are one epoch")
+    parser.add_argument("--grpo_steps", type=int, default=20, help="of 8 x 8 episodes")
+    parser.add_argument("--calculations", type=int, default=3, help="of a GRPO problem, at most")
+    parser.add_argument("--problems", type=int, default=400, help="held out")
+    parser.add_argument("--samples", type=int, default=8, help="of each problem at temperature 1")
+    return parser.parse_args()
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+def run(*words):
+    """Run a program of the project to its end, from the checkpoint of an earlier try if there is one."""
+    folder = Path(words[words.index("--output_dir") + 1])
+    if (folder / "config.yaml").exists():
+        words = [words[0], "--config", str(folder / "config.yaml"), "--resume"]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT)
+
+
+def sft(args):
+    """Imitate the written solutions of the training split as tool calls."""
+    from bench.learning_rates import short_template
+    model = short_template(args.model_path, str(args.out / "model"))
+    run("sft.py", "--model_path", model, "--dataset", args.data / "train.jsonl", "--max_samples", 7473,
+        "--lora_r", 32, "--learning_rate", 1e-3, "--batch_size", 16, "--max_steps", args.sft_steps,
+        "--eval_tasks", 0, "--output_dir", args.out / "sft")
+
+
+def grpo(args, seed):
+    """Continue the adapter of SFT with GRPO on the easier training problems."""
+    from envs.gsm8k import true_calculations
+    easy = args.out / "easy.jsonl"
+    with open(args.data / "train.jsonl", encoding="utf-8") as file:
+        lines = [line for line in file
+                 if 1 <= len(true_calculations(json.loads(line)["answer"])) <= args.calculations]
+    easy.write_text("".join(lines), encoding="utf-8")
+    run("grpo.py", "--model_path", args.out / "sft", "--env", "gsm8k", "--dataset", easy, *LENGTHS,
+        "--success_rate_lb", 0.01, "--success_rate_ub", 0.99, "--batch_size", 8, "--max_steps", args.grpo_steps,
+        "--eval_tasks", 0, "--seed", seed, "--save_every", 5, "--output_dir", args.out / f"grpo_{seed}")
+
+
+def test(args, name):
+    """Play the held-out problems, `samples` times at temperature 1 and once greedily; write the episodes."""
+    path = args.out / ("model" if name == "untrained" else name)
+    for mode, words in {"sampled": ["--group_size", args.samples], "greedy": ["--temperature", 0]}.items():
+        episodes = args.out / f"{name}_{mode}.jsonl"
+        if not episodes.exists():
+            # All rows of the file are held-out problems, so "train" takes them all.
+            words = ["agent.py", "--model_path", path, "--env", "gsm8k", "--dataset", args.data / "test.jsonl",
+                     "--split", "train", "--num_tasks", args.problems, *LENGTHS, "--output", episodes, *words]
+            subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def talk(args, name):
+    """Ask the agent ten held-out problems by ten empty lines in the chat; write what the terminal shows."""
+    done = subprocess.run(
+        [sys.executable, "agent.py", "--model_path", str(args.out / name), "--env", "gsm8k", "--dataset",
+         str(args.data / "test.jsonl"), "--temperature", "0", "--seed", "1", *LENGTHS],
+        input="\n" * 10, text=True, capture_output=True, check=True, cwd=ROOT)
+    (RESULTS / "gsm8k_talk.txt").write_text(done.stdout, encoding="utf-8")
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+def wilson(successes, n):
+    """Return the 95 % interval of a share (Wilson 1927)."""
+    z, p = 1.96, successes / n
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return [round(middle - half, 4), round(middle + half, 4)]
+
+
+def figures(args, name):
+    """Return what the episodes of a tested model show, or None if they are not played yet."""
+    from agent import Trajectory
+    from experiment.episodes import pass_at_k, summarise
+    files = [args.out / f"{name}_{mode}.jsonl" for mode in ("sampled", "greedy")]
+    if not all(file.exists() for file in files):
+        return None
+    sampled, greedy = ([Trajectory.from_json(json.loads(line)) for line in open(file)] for file in files)
+    groups = {}
+    for t in sampled:
+        groups.setdefault(t.group_id, []).append(t.info["success"])
+    solved = np.array(list(groups.values()))  # (problems, samples)
+    # Samples of a problem are not independent: draw problems, not episodes.
+    rng = np.random.default_rng(0)
+    means = [solved[rng.integers(len(solved), size=len(solved))].mean() for _ in range(10_000)]
+    passes, summary, right = pass_at_k(solved.tolist()), summarise(sampled), sum(t.info["success"] for t in greedy)
+    k = solved.shape[1]
+    return {"problems": len(solved), "samples": k, "pass@1": passes["pass@1"],
+            "pass@1 bootstrap": np.percentile(means, [2.5, 97.5]).round(4).tolist(),
+            "pass@1 wilson of the episodes": wilson(int(solved.sum()), solved.size),
+            f"pass@{k}": passes[f"pass@{k}"], f"pass@{k} wilson": wilson(int(solved.any(1).sum()), len(solved)),
+            "greedy": right / len(greedy), "greedy wilson": wilson(right, len(greedy)),
+            **{key: summary[key] for key in ("actions", "turns", "structure", "completion", "tool_errors",
+                                             "truncated", "tokens", "sampled_tokens")}}
+
+
+def trained(folder):
+    """Return steps, seconds and the curve of a run, as far as it has come."""
+    if not (folder / "metrics.jsonl").exists():
+        return None
+    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    timing = [json.loads(line) for line in open(folder / "timing.jsonl")]
+    names = ("loss", "success", "groups_dropped", "entropy", "truncated", "actions", "sampled_tokens", "grad_norm")
+    return {"steps": len(lines), "seconds": round(sum(row["seconds"] for row in timing)),
+            **{name: [line.get(name) for line in lines] for name in names if name in lines[-1]}}
+
+
+def main():
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs = [f"grpo_{seed}" for seed in args.seeds]
+    stages = {"sft": lambda: sft(args), "test_untrained": lambda: test(args, "untrained"),
+              "test_sft": lambda: test(args, "sft")}
+    for name, seed in zip(runs, args.seeds):
+        stages[name] = lambda seed=seed: grpo(args, seed)
+        stages[f"test_{name}"] = lambda name=name: test(args, name)
+    stages[f"talk_{runs[0]}"] = lambda: talk(args, runs[0])
+    for name in args.stages or stages:
+        stages[name]()
+    result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
+              "machine": f"{os.cpu_count()} shared cores, no GPU",
+              "trained": {name: trained(args.out / name) for name in ("sft", *runs)},
+              "held_out": {name: figures(args, name) for name in ("untrained", "sft", *runs)}}
+    (RESULTS / "gsm8k.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
