@@ -240,7 +240,8 @@ def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **
 def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0), **_):
     """-sg(phi(w)) A log p, phi(w) = w^k exp(lam (1 - w)), w the product of a sequence's ratios.
 
-    arXiv 2602.10693. k and lam: first where A >= 0, second elsewhere.
+    arXiv 2602.10693. k and lam: first where A >= 0, second elsewhere. In bfloat16 the product of
+    an episode's ratios is mostly rounding noise: use float32.
     """
     log_w = log_ratio.sum(1, keepdim=True).detach()  # (B, 1)
     power = torch.where(advantages >= 0, *k)  # (B, T)
@@ -327,15 +328,9 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
 
 def settle(config):
     """Fill in what the loss, the model and the environment decide; refuse options that clash."""
-    papers = {name: PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)}
+    papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
     tiny = TINY if is_tiny(config.model_path) else {}
-    config = fill(config, *papers.values(), tiny, envs.lengths(config.env))
-    for paper, settings in papers.items():
-        for name, value in settings.items():
-            if getattr(config, name) != value:
-                print(f"note: in the paper of {paper} {name} is {value}")
-    if config.loss == "vespo" and config.dtype != "float32":
-        print(f"note: vespo multiplies the ratios of an episode: noise in {config.dtype}")
+    config = fill(config, *papers, tiny, envs.lengths(config.env))
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
     if config.success_rate_lb > config.success_rate_ub:

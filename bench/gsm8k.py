@@ -6,8 +6,8 @@
 
 Stages: `sft` (the written solutions as tool calls), `grpo_S` (from there, seed S), `test_untrained`, `test_sft`,
 `test_grpo_S` (held-out problems: samples at temperature 1, and greedy), `talk_grpo_S` (a chat about ten held-out
-problems). A stage that was stopped continues where it was. SmolLM2-135M gets the short chat template of the tiny model, as
-in bench/real_model.py: tools as text would take a third of every episode.
+problems). A stage that was stopped continues where it was. SmolLM2-135M gets the short chat template of the tiny
+model, as in bench/real_model.py: tools as text would take a third of every episode.
 
 GRPO trains on problems of at most --calculations calculations, and replaces groups in which all episodes or none are
 right: with few successes most groups would teach nothing.
