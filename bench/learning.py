@@ -1,0 +1,158 @@
+"""What the experiments on the tiny model share: its start, its exam, processes, and intervals.
+
+`learn_vs_trl.py`, `tricks.py` and `staleness.py` train the same taught model on `equations`, over
+and over. Each run is a process of its own and leaves one JSON file, OUT/rows/NAME_SEED.json. A run
+whose file exists is not done again, so an experiment that was stopped continues where it was.
+"""
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+RESULTS = ROOT / "bench" / "results"
+TASKS, SAMPLES = 200, 4  # of the exam: held-out tasks, episodes of each
+# 0.975 quantiles of Student's t by degrees of freedom.
+T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def taught_base(out) -> str:
+    """Return the folder of the tiny model that all runs start from; teach it if it is not there."""
+    import grpo
+    import sft
+    from experiment.distributed import join
+    config = grpo.Config(output_dir=str(out))
+    return sft.teach_tiny(config, SimpleNamespace(folder=Path(out), ranks=join()))
+
+
+def exam(model, tokenizer, tasks=TASKS) -> dict:
+    """Return the share of held-out equations that the model solves, and its mean reward.
+
+    The tasks are the same for every run, and so are the seeds that their episodes are sampled with.
+    """
+    import envs
+    from agent import Limits, evaluate
+    limits = Limits(**envs.lengths("equations"))
+    held_out = envs.tasks("equations", "test", tasks, 0)
+    result = evaluate(model, tokenizer, "equations", held_out, SAMPLES, limits=limits, step=-1)
+    names = "success", "reward", "turns", "completion"
+    return {name: round(result[name], 4) for name in names}
+
+
+def series(folder, name) -> list[float]:
+    """Return a metric of a run of grpo.py, step by step."""
+    with open(Path(folder) / "metrics.jsonl") as file:
+        return [round(json.loads(line)[name], 4) for line in file]
+
+
+class Clock:
+    """Seconds since it was made: by the wall, and of this process's own computing."""
+
+    def __init__(self):
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict:
+        return {"seconds": round(time.perf_counter() - self.wall, 1),
+                "cpu_seconds": round(time.process_time() - self.cpu, 1)}
+
+
+# ------------------------------------------------------------------------------ runs and their rows
+def arguments(description, names, folder, argv=None, steps=50):
+    """Read the command line that the experiments share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(names), help="names of runs; default: all")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--tasks", type=int, default=TASKS, help="held-out tasks of the exam")
+    parser.add_argument("--out", default=str(ROOT / "runs" / folder))
+    parser.add_argument("--results", default=str(RESULTS))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.only = [name for name in args.only.split(",") if name]
+    args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    for name in args.only:
+        if name not in names:
+            parser.error(f"{name}: none of {', '.join(names)}")
+    return args
+
+
+def row_file(args, name, seed) -> Path:
+    return Path(args.out) / "rows" / f"{name}_{seed}.json"
+
+
+def run_missing(script, args):
+    """Do the runs that are asked for and have no row yet, one after another."""
+    for seed in args.seeds:
+        for name in args.only:
+            path = row_file(args, name, seed)
+            if path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, script, "--worker", name, "--seeds", str(seed), "--steps",
+                       str(args.steps), "--tasks", str(args.tasks), "--out", args.out]
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+            log = path.with_suffix(".log")
+            with open(log, "w") as file:
+                done = subprocess.run(command, stdout=file, stderr=file, env=environment, cwd=ROOT)
+            if done.returncode:
+                sys.exit(f"{name}, seed {seed} failed:\n{log.read_text()[-3000:]}")
+            print(f"{name}, seed {seed}: {path.read_text()[:200]}", flush=True)
+
+
+def write_row(args, name, seed, row):
+    """Write the row of a run whole or not at all."""
+    path = row_file(args, name, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(json.dumps({"steps": args.steps, **row}))
+    path.with_suffix(".tmp").rename(path)
+
+
+def read_rows(args, names) -> dict:
+    """Return {name: {seed: row}} of all runs that were done, in the order of the names."""
+    rows = {}
+    for name in names:
+        files = sorted((Path(args.out) / "rows").glob(f"{name}_[0-9]*.json"))
+        found = {int(path.stem.rsplit("_", 1)[1]): json.loads(path.read_text()) for path in files
+                 if path.stem.rsplit("_", 1)[0] == name}
+        if found:
+            rows[name] = found
+    return rows
+
+
+# --------------------------------------------------------------------------------------- statistics
+def spread(values) -> dict:
+    """Return the mean of a few seeds, its standard error, and the half width of its t interval."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    summary = {"n": n, "mean": round(mean, 4)}
+    if n > 1:
+        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1))
+        error = deviation / math.sqrt(n)
+        summary |= {"standard_error": round(error, 4), "half_width": round(T[n - 1] * error, 4)}
+    return summary
+
+
+def interval(summary) -> str:
+    """Return "0.71 ± 0.05 (n = 3)" as a table shows it."""
+    half = f" ± {summary['half_width']:.3f}" if "half_width" in summary else ""
+    return f"{summary['mean']:.3f}{half} (n = {summary['n']})"
+
+
+def report(args, name, **content) -> dict:
+    """Write results/NAME.json and print it as the last line."""
+    result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
+              "machine": f"{platform.machine()}, one shared core of {os.cpu_count()}, no GPU",
+              "exam": f"{args.tasks} held-out tasks, {SAMPLES} episodes of each", **content}
+    folder = Path(args.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result))
+    return result

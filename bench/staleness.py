@@ -1,0 +1,144 @@
+"""How old may episodes be? Train on what the policy of k updates ago has played.
+
+    python bench/staleness.py                                        all of it, seeds 0, 1, 2
+    python bench/staleness.py --only plain_0,plain_8 --seeds 0       some runs
+
+Asynchronous systems such as AReaL (arXiv 2505.24298) overlap rollout and training, so that episodes
+come from an older policy. Here the rollout of every step plays the adapter of k steps ago, and
+nothing else changes. Three objectives:
+
+    plain      the clipped ratio of the policy to the old one that sampled
+    truncated  `--importance_correction 2`: the clipped ratio is taken to the policy at the start of
+               the step, and advantages are weighted by min(that policy / the sampler, 2)
+    decoupled  the same without a cap: the decoupled objective of AReaL, eq. 5 and 6. It is
+               `--importance_correction` with a huge cap, grpo.py needs nothing for it
+
+A step has one update, so that an age of k is k updates. The rest is the tiny model's default: KL
+0.3, learning rate 2e-3. At age 0 the three are the same, and only `plain` is run.
+"""
+import sys
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.learning import (  # noqa: E402
+    Clock, arguments, exam, interval, read_rows, report, run_missing, series, spread, taught_base,
+    write_row)
+
+AGES = (0, 1, 2, 4, 8)
+NO_CAP = 1e9
+CORRECTIONS = {"plain": None, "truncated": 2.0, "decoupled": NO_CAP}
+RUNS = {f"{name}_{age}": (name, age) for age in AGES for name in CORRECTIONS
+        if age or name == "plain"}
+
+
+def rollout_of(age):
+    """Return `rollout` as the adapter of `age` calls ago plays it, or the first one's before."""
+    from agent import rollout
+    past = deque(maxlen=age + 1)  # of adapters, the oldest first
+
+    def old_rollout(model, *arguments, **options):
+        weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        past.append({name: p.detach().clone() for name, p in weights.items()})
+        try:
+            put(weights, past[0])
+            return rollout(model, *arguments, **options)
+        finally:
+            put(weights, past[-1])
+    return old_rollout
+
+
+def put(weights, values):
+    """Copy the values into the weights, by name."""
+    for name, p in weights.items():
+        p.data.copy_(values[name])
+
+
+def worker(args):
+    """Do one run and write its row."""
+    import grpo
+    from llm import load_model
+    run, seed = args.worker, args.seeds[0]
+    name, age = RUNS[run]
+    folder = Path(args.out) / f"{run}_{seed}"
+    clock = Clock()
+    # `train` takes its rollout by this name, and its evaluation from agent.py.
+    grpo.rollout = rollout_of(age)
+    grpo.train(grpo.Config(
+        model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
+        eval_tasks=0, overwrite=True, updates_per_step=1,
+        importance_correction=CORRECTIONS[name]))
+    times = clock.read()
+    model, tokenizer = load_model(str(folder), train=False)
+    metrics = "reward", "kl", "grad_norm", "approx_kl", "clip_low", "clip_high"
+    write_row(args, run, seed, {
+        **exam(model, tokenizer, args.tasks), **times,
+        **{metric: series(folder, metric) for metric in metrics}})
+
+
+def summarize(rows) -> dict:
+    """Return success of every objective and age."""
+    return {run: {"success": spread([row["success"] for row in by_seed.values()]),
+                  "by_seed": [row["success"] for row in by_seed.values()]}
+            for run, by_seed in rows.items()}
+
+
+def curve(summary, name) -> tuple[list[int], list[dict]]:
+    """Return the ages of an objective that were run, and their summaries."""
+    runs = {age: f"{name}_{age}" if age else "plain_0" for age in AGES}
+    ages = [age for age in AGES if runs[age] in summary]
+    return ages, [summary[runs[age]] for age in ages]
+
+
+def table(summary) -> str:
+    """Return the table of bench/README.md."""
+    lines = ["| age in updates | " + " | ".join(CORRECTIONS) + " |", "|---" * 4 + "|"]
+    for age in AGES:
+        cells = []
+        for name in CORRECTIONS:
+            ages, points = curve(summary, name)
+            cells.append(interval(points[ages.index(age)]["success"]) if age in ages else "not run")
+        lines.append(f"| {age} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(summary, path):
+    """Draw success against age for the three objectives, means as lines and seeds as points."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    plt.figure(figsize=(6, 3.6))
+    for name in CORRECTIONS:
+        ages, points = curve(summary, name)
+        line, = plt.plot(ages, [point["success"]["mean"] for point in points], label=name)
+        for age, point in zip(ages, points):
+            seeds = point["by_seed"]
+            plt.plot([age] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.5)
+    plt.xlabel("age of the episodes, in updates")
+    plt.ylabel("success on held-out equations")
+    plt.ylim(0, 1)
+    plt.grid(alpha=0.3)
+    plt.legend()
+    plt.tight_layout()
+    plt.savefig(path, dpi=120)
+
+
+def main(argv=None):
+    args = arguments(__doc__, RUNS, "staleness", argv)
+    if args.worker:
+        return worker(args)
+    taught_base(args.out)
+    run_missing(__file__, args)
+    rows = read_rows(args, RUNS)
+    summary = summarize(rows)
+    Path(args.results).mkdir(parents=True, exist_ok=True)
+    (Path(args.results) / "staleness.md").write_text(table(summary))
+    draw(summary, Path(args.results) / "staleness.png")
+    print(table(summary))
+    report(args, "staleness", steps=args.steps, summary=summary, rows=rows,
+           not_run=[name for name in RUNS if name not in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""bench/learn_vs_trl.py, tricks.py and staleness.py at toy size: rows, last line, what is not run again, and the pieces."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from bench import learn_vs_trl, learning, staleness, tricks  # noqa: E402
+from llm.tiny import make_tiny  # noqa: E402
+
+
+@pytest.fixture
+def out(tmp_path):
+    """An output folder with a base that was taught nothing, so that no test teaches one."""
+    model, tokenizer = make_tiny()
+    model.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "made.json").write_text("{}")
+    return tmp_path
+
+
+def call(script, out, only, *options):
+    command = [sys.executable, f"bench/{script}.py", "--only", only, "--seeds", "0", "--steps", "1", "--tasks", "2",
+               "--out", str(out), "--results", str(out / "results"), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads((out / "results" / f"{script}.json").read_text())
+    return done.stdout, result
+
+
+def test_tricks(out):
+    printed, result = call("tricks", out, "default,kl_0")
+    assert result["summary"]["kl_0"]["minus_default"]["n"] == 1 and "loss_gspo" in result["not_run"]
+    assert (out / "results" / "tricks.png").exists() and "`kl_coef 0`" in (out / "results" / "tricks.md").read_text()
+    assert "default, seed 0" in printed
+    printed, again = call("tricks", out, "default,kl_0")
+    assert "seed 0:" not in printed and again["rows"] == result["rows"]  # no run is done twice
+
+
+def test_staleness(out):
+    _, result = call("staleness", out, "plain_0,truncated_1")
+    assert set(result["summary"]) == {"plain_0", "truncated_1"} and "decoupled_8" in result["not_run"]
+    assert (out / "results" / "staleness.png").exists()
+
+
+def test_learn_vs_trl(out):
+    pytest.importorskip("trl")
+    _, result = call("learn_vs_trl", out, "ours_two,trl_two")
+    assert result["paired"]["ours_two - trl_two"]["success"]["n"] == 1
+    assert [len(rows["0"]["rewards_in_training"]) for rows in result["rows"].values()] == [1, 1]
+
+
+def test_old_rollouts_are_played_by_the_adapter_of_k_calls_ago(monkeypatch):
+    monkeypatch.setattr("agent.rollout", lambda model: model.weight.item())
+    model = torch.nn.Linear(1, 1, bias=False)
+    play, played = staleness.rollout_of(2), []
+    for value in range(5):
+        torch.nn.init.constant_(model.weight, value)
+        played.append(play(model))
+        assert model.weight.item() == value  # what trains is put back
+    assert played == [0, 0, 0, 1, 2]
+
+
+def test_every_trick_is_a_config():
+    import grpo
+    for changes in tricks.TRICKS.values():
+        grpo.settle(grpo.Config(**changes))
+
+
+def test_trl_gets_our_tasks_and_learning_rates():
+    import envs
+    rows = learn_vs_trl.task_rows(3, 2)
+    tasks = envs.tasks("equations", "train", 10_000, 3)
+    second = envs.draw_tasks(tasks, 3, 1, 8, 0, 8)
+    assert [row["equation"] for row in rows[8:]] == [task["equation"] for task in second]
+
+    from experiment.run import Run
+    from types import SimpleNamespace
+    run = SimpleNamespace(schedule=50, config=SimpleNamespace(learning_rate=1.0))
+    for step in range(50):
+        assert learn_vs_trl.rate(step, 50) == pytest.approx(Run.learning_rate(run, step))
+
+
+def test_the_environment_that_ends_says_too_much_at_the_end():
+    env = learn_vs_trl.ending_environment()()
+    env.reset(equation="x + 2 = 5", prompt=[])
+    assert env.subtract_terms(terms="2") == "x = 3"
+    assert env.add_terms(terms="y").startswith("error: ")
+    assert env.state_answer(value="3") == learn_vs_trl.TOO_LONG and env.get_reward() == 7.0
+    env.reset(equation="x + 2 = 5")
+    answers = [env.add_terms(terms="1") for _ in range(4)]
+    assert answers[-1] == learn_vs_trl.TOO_LONG and answers[2] == "x + 5 = 8"
+
+
+def test_spread_is_the_t_interval():
+    found = learning.spread([0.5, 0.6, 0.7])
+    assert found == {"n": 3, "mean": 0.6, "standard_error": 0.0577, "half_width": 0.2484}
+    assert learning.interval(found) == "0.600 ± 0.248 (n = 3)"
