@@ -6,9 +6,9 @@
     train           AdamW over shuffled epochs; loss and success on held-out data
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
-are context. An adapter is not merged here, as it is where the update must round like the rollout:
-nobody sampled these tokens. Left out: packing (episodes of similar length share a batch instead)
-and label smoothing.
+are context. The other algorithms merge the adapter, so that an update rounds like the rollout that
+it learns from; here nobody sampled the tokens, and it stays beside the weights. Left out: packing
+(episodes of similar length share a batch instead) and label smoothing.
 
     python sft.py        the tiny model learns the equations environment: a minute on a CPU
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16

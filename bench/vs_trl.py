@@ -1,19 +1,22 @@
 """One GRPO step here and in TRL + PEFT, side by side: seconds, tokens/s, peak memory, and whether the gradients agree.
 
-    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; an hour on 2 cores
-    python bench/vs_trl.py --model_path tiny-random --prompts 2 --samples 2 --tokens 8 --rounds 1 --repeats 1   a minute
+    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; 40 minutes on 2 cores
+    python bench/vs_trl.py --model_path tiny-random --prompts 2 --samples 2 --tokens 8 --rounds 1   a minute
 
 Three rows: TRL as it ships (its precision, its gradient checkpointing), TRL with the weight dtype that we use, and
-ours. Each measurement is a process of its own: it loads the model, does one step to warm up, then `--repeats` steps
-that count. The processes take turns, one at a time, `--rounds` times; a row's numbers are medians, its memory is the
-peak of the whole process. A step is rollout, reward, advantages, forward and backward of all samples, clipping, AdamW.
-Every sample is exactly `--tokens` long on both sides: TRL may not sample an end-of-turn token, we do not stop at one.
+ours. Each is a process of its own, which loads the model, does one step to warm up, and then waits for its turn: TRL,
+TRL, ours, TRL, TRL, ours, `--repeats` steps at a turn, `--rounds` times. So a machine whose mood changes is as slow for
+one as for the other. The ratio of a round is TRL's seconds by ours; reported are its median and range, in wall seconds
+and in CPU seconds, which other work on the machine disturbs less, and how busy others kept the cores. A row's other
+numbers are medians, its memory is the peak of the whole process. A step is rollout, reward, advantages, forward and
+backward of all samples, clipping, AdamW. Every sample is exactly `--tokens` long on both sides: TRL may not sample an
+end-of-turn token, we do not stop at one.
 
 Gradients: in float32, without autocast, both sides get the same adapter (B not zero), the same prompts and the same
 completions, sampled here; rewards and advantages are each side's own. The LoRA gradients are compared over all tensors
 together (`gradient_cosine`) and tensor by tensor (`gradient_cosine_min`).
 
-The last line is JSON: `time_ratio` is TRL / ours, `memory_ratio` is ours / TRL.
+The last line is JSON: `time_ratio` and `cpu_ratio` are TRL / ours, `memory_ratio` is ours / TRL.
 """
 import argparse
 import datetime
@@ -33,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 FASTER, SMALLER, AGREE = 4.5, 0.45, 0.999  # what this project promises: time_ratio, memory_ratio, gradient_cosine
 LORA_R, LORA_ALPHA = 16, 32
+STEP = "step: "  # begins a worker's line for its parent
 
 
 def arguments(argv=None):
@@ -42,8 +46,8 @@ def arguments(argv=None):
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="of each sample, exactly")
-    parser.add_argument("--rounds", type=int, default=2, help="times each side gets its turn")
-    parser.add_argument("--repeats", type=int, default=2, help="steps that count in each turn, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=3, help="times each side gets its turn, after one to warm up")
+    parser.add_argument("--repeats", type=int, default=1, help="steps in each turn")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"),
                         help="our frozen weights; also those of TRL's second row")
     parser.add_argument("--batch_size", type=int, default=8, help="our sequences in one forward of the update")
@@ -86,21 +90,27 @@ def reward_of(text: str) -> float:
     return sum(c in "aeiou" for c in text) / max(len(text), 1)
 
 
-def measured(side: str, steps: list[dict], model, args) -> dict:
-    """The worker's line. steps: {"rollout": s, "step": s} each, the first one a warm-up."""
+def wait_for_turn():
+    """Return when the parent says so. A worker that waits uses no core."""
+    if not sys.stdin.readline():
+        sys.exit(0)
+
+
+def tell(step: dict, model, args):
+    """Print the line of a step for the parent. step: "step" and "rollout" in wall seconds, "cpu" in CPU seconds."""
     import torch
 
     from experiment.process import peak_memory_mb
-    steps, tokens = steps[1:], args.prompts * args.samples * args.tokens
-    assert len(steps) == args.repeats, f"{len(steps)} steps measured, {args.repeats} wanted"
     frozen = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
-    return {"side": side, "step_seconds": [s["step"] for s in steps], "rollout_seconds": [s["rollout"] for s in steps],
-            "update_seconds": [s["step"] - s["rollout"] for s in steps],
-            "tokens_per_second": [tokens / s["step"] for s in steps], "peak_memory_mb": peak_memory_mb(),
+    line = {"step_seconds": step["step"], "rollout_seconds": step["rollout"],
+            "update_seconds": step["step"] - step["rollout"], "cpu_seconds": step["cpu"],
+            "tokens_per_second": args.prompts * args.samples * args.tokens / step["step"],
+            "peak_memory_mb": peak_memory_mb(),
             "weights": "+".join(sorted(frozen)), "adapter": "+".join(sorted(trained)),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "threads": torch.get_num_threads()}
+            "threads": torch.get_num_threads(), **step.get("facts", {})}
+    print(f"\n{STEP}{json.dumps(line)}", flush=True)
 
 
 def now() -> float:
@@ -132,8 +142,12 @@ def ours(args) -> dict:
         gradients = {name.removeprefix("base_model.model."): p.grad for name, p in adapter_tensors(model).items()}
         return write_gradients(gradients, folder / "ours.safetensors")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, weight_decay=0.0)
-    steps = [our_step(model, tokenizer, optimizer, prompts, i, args)[0] for i in range(1 + args.repeats)]
-    return measured("ours", steps, model, args)
+    for i in range(1 + args.rounds * args.repeats):
+        wait_for_turn()
+        cpu = time.process_time()
+        step, _ = our_step(model, tokenizer, optimizer, prompts, i, args)
+        tell({**step, "cpu": time.process_time() - cpu}, model, args)
+    return {}
 
 
 def our_step(model, tokenizer, optimizer, prompts, step: int, args):
@@ -198,15 +212,18 @@ def trl(args) -> dict:
     config = {"per_device_train_batch_size": args.trl_batch_size, "num_generations": args.samples,
               "max_completion_length": args.tokens, "loss_type": "grpo",
               "gradient_accumulation_steps": args.prompts * args.samples // args.trl_batch_size,
-              "generation_kwargs": {"min_new_tokens": args.tokens}, "max_steps": 1 if checking else 1 + args.repeats,
+              "generation_kwargs": {"min_new_tokens": args.tokens},
+              "max_steps": 1 if checking else 1 + args.rounds * args.repeats,
               "save_strategy": "no", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available(),
               **({"bf16": False, "max_grad_norm": 0.0} if checking else args.trl_config),
               **({"model_init_kwargs": {"dtype": args.dtype}} if args.worker == "trl_same_dtype" else {})}
-    steps, gradients = [], {}
+    step, gradients = {}, {}
 
     class Watch(TrainerCallback):
         def on_step_begin(self, *_, **__):
-            steps.append({"began": now()})
+            if not checking:
+                wait_for_turn()
+            step.update(began=now(), cpu_began=time.process_time())
 
         def on_pre_optimizer_step(self, *_, model, **__):
             if checking:
@@ -214,7 +231,9 @@ def trl(args) -> dict:
                                   for name, p in model.named_parameters() if p.requires_grad})
 
         def on_step_end(self, *_, **__):
-            steps[-1]["step"] = now() - steps[-1]["began"]
+            step.update(step=now() - step["began"], cpu=time.process_time() - step["cpu_began"])
+            if not checking:
+                tell({**step, "facts": {"config": shipped(trainer)}}, trainer.model, args)
 
     if checking:
         folder = Path(args.gradients_to)
@@ -239,7 +258,7 @@ def trl(args) -> dict:
         def timed(prompts):
             began = now()
             out = generate(prompts)
-            steps[-1]["rollout"] = now() - began
+            step["rollout"] = now() - began
             sizes = [len(ids) for ids in out[1]]
             assert sizes == [args.tokens] * (args.prompts * args.samples), "not the size asked for"
             return out
@@ -249,12 +268,15 @@ def trl(args) -> dict:
     if checking:
         assert not any(sample.values()), "TRL did not take every completion"
         return write_gradients(gradients, folder / "trl.safetensors")
-    shipped = {name: getattr(trainer.args, name) for name in (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "beta", "num_iterations",
-        "use_liger_kernel")}
-    shipped |= {"autocast": trainer.accelerator.mixed_precision, "optim": trainer.args.optim.value,
-                "gradient_checkpointing": trainer.model.is_gradient_checkpointing}  # what is, not what was asked for
-    return {**measured(args.worker, steps, trainer.model, args), "config": shipped}
+    return {}
+
+
+def shipped(trainer) -> dict:
+    """What TRL trains with: not what was asked for, but what is."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "beta", "num_iterations",
+             "use_liger_kernel")
+    return {**{name: getattr(trainer.args, name) for name in names}, "autocast": trainer.accelerator.mixed_precision,
+            "optim": trainer.args.optim.value, "gradient_checkpointing": trainer.model.is_gradient_checkpointing}
 
 
 # ------------------------------------------------------------------------------------------------------------ gradients
@@ -282,20 +304,56 @@ def compare_gradients(folder: Path) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------------------- parent
-def run_worker(side: str, args, model_path: str, gradients_to: Path | None = None) -> dict:
-    """One process, alone on the machine -> the JSON object it prints last."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--model_path", model_path,
-               "--trl_config", json.dumps(args.trl_config)]
-    for name in ("prompts", "samples", "tokens", "rounds", "repeats", "dtype", "batch_size", "trl_batch_size"):
-        command += [f"--{name}", str(getattr(args, name))]
-    command += ["--gradient_checkpointing"] * args.gradient_checkpointing
-    command += ["--gradients_to", str(gradients_to)] if gradients_to else []
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
-                   "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"bench/vs_trl.py: the worker {side} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+class Worker:
+    """One side's process. It loads its model at once, and takes a step when it is told to."""
+
+    def __init__(self, side: str, args, model_path: str, gradients_to: Path | None = None):
+        self.side = side
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", side, "--model_path", model_path,
+                   "--trl_config", json.dumps(args.trl_config)]
+        for name in ("prompts", "samples", "tokens", "rounds", "repeats", "dtype", "batch_size", "trl_batch_size"):
+            command += [f"--{name}", str(getattr(args, name))]
+        command += ["--gradient_checkpointing"] * args.gradient_checkpointing
+        command += ["--gradients_to", str(gradients_to)] if gradients_to else []
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
+                       "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
+        # The errors of a worker go to a file: a pipe that nobody reads would fill up.
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=self.errors, text=True)
+
+    def step(self) -> dict:
+        """Let it take one step, alone on the machine; return its line."""
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        busy, began = busy_seconds(), time.time()
+        for line in self.process.stdout:
+            if line.startswith(STEP):
+                step = json.loads(line.removeprefix(STEP))
+                others = busy_seconds() - busy - step["cpu_seconds"]
+                return {**step, "others_busy": round(max(others, 0.0) / (time.time() - began) / os.cpu_count(), 3)}
+        self.fail()
+
+    def result(self) -> dict:
+        """Wait for its end; return the JSON object that it prints last."""
+        self.process.stdin.close()
+        output = self.process.stdout.read()
+        if self.process.wait():
+            self.fail()
+        return json.loads(output.strip().splitlines()[-1])
+
+    def fail(self):
+        self.errors.seek(0)
+        sys.exit(f"bench/vs_trl.py: the worker {self.side} failed:\n{self.errors.read()[-3000:]}")
+
+
+def busy_seconds() -> float:
+    """Return the seconds that the machine's cores were not idle since it started; 0.0 where nobody counts them."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def make_random(folder: str):
@@ -324,23 +382,29 @@ def machine() -> dict:
             **{package: version(package) for package in ("torch", "transformers", "trl", "peft")}}
 
 
-def medians(turns: list[dict]) -> dict:
-    """One row from the turns of one side: medians over all measured steps; memory over processes."""
-    every = {name: [x for turn in turns for x in turn[name]] for name in (
-        "step_seconds", "rollout_seconds", "update_seconds", "tokens_per_second")}
-    return {**turns[0], **{name: round(statistics.median(xs), 4) for name, xs in every.items()},
-            "peak_memory_mb": round(statistics.median(turn["peak_memory_mb"] for turn in turns), 1),
-            "all_step_seconds": [round(x, 4) for x in every["step_seconds"]],
-            "all_peak_memory_mb": [round(turn["peak_memory_mb"], 1) for turn in turns]}
+MEDIANS = ("step_seconds", "rollout_seconds", "update_seconds", "cpu_seconds", "tokens_per_second", "others_busy")
 
 
-def compare(trl_row: dict, our_row: dict) -> dict:
-    return {"time_ratio": round(trl_row["step_seconds"] / our_row["step_seconds"], 3),
-            "memory_ratio": round(our_row["peak_memory_mb"] / trl_row["peak_memory_mb"], 3)}
+def medians(steps: list[dict]) -> dict:
+    """One row from the steps of one side: medians, and the memory of the last step, which is the peak so far."""
+    return {**steps[-1], **{name: round(statistics.median(step[name] for step in steps), 4) for name in MEDIANS},
+            "all_step_seconds": [round(step["step_seconds"], 4) for step in steps],
+            "all_cpu_seconds": [round(step["cpu_seconds"], 4) for step in steps]}
+
+
+def compare(trl_steps: list[dict], our_steps: list[dict]) -> dict:
+    """Ratios of the steps that were taken one after the other, their medians, and the ratio of the peaks of memory."""
+    def ratios(name):
+        return [round(a[name] / b[name], 3) for a, b in zip(trl_steps, our_steps, strict=True)]
+
+    wall, cpu = ratios("step_seconds"), ratios("cpu_seconds")
+    return {"time_ratio": round(statistics.median(wall), 3), "time_ratios": wall,
+            "cpu_ratio": round(statistics.median(cpu), 3), "cpu_ratios": cpu,
+            "memory_ratio": round(our_steps[-1]["peak_memory_mb"] / trl_steps[-1]["peak_memory_mb"], 3)}
 
 
 def main(args) -> dict:
-    began, turns, agreement = time.time(), {"trl": [], "trl_same_dtype": [], "ours": []}, {}
+    began, workers, agreement = time.time(), {}, {}
     print(f"{args.prompts} prompts x {args.samples} samples x {args.tokens} tokens of {args.model_path}; prompts: "
           f"{GSM8K.name + ' of GSM8K' if GSM8K.exists() else 'made up'}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -348,34 +412,45 @@ def main(args) -> dict:
         if model_path in ("tiny", "tiny-random"):
             make_random(model_path := os.path.join(folder, "model"))
         if not args.no_gradients:
-            counts = [run_worker(side, args, model_path, Path(folder))["tensors"]
+            counts = [Worker(side, args, model_path, Path(folder)).result()["tensors"]
                       for side in ("ours", "trl")]  # ours samples
             agreement = compare_gradients(Path(folder))
             print(f"gradients of {counts[0]} LoRA tensors, float32: cosine {agreement['gradient_cosine']:.7f}, "
                   f"worst tensor {agreement['gradient_cosine_min']:.7f}, "
                   f"|TRL| / |ours| {agreement['gradient_norm_ratio']:.5f}", flush=True)
+        for side in ("trl", "trl_same_dtype", "ours"):
+            if side == "trl_same_dtype" and warm["weights"] == args.dtype:
+                continue  # what ships has our dtype already: the row would be the same
+            workers[side] = Worker(side, args, model_path)
+            warm = workers[side].step()
+        steps = {side: [] for side in workers}
         for i in range(args.rounds):
-            for side in turns:
-                if side == "trl_same_dtype" and turns["trl"][0]["weights"] == args.dtype:
-                    continue  # what ships has our dtype already: the row would be the same
-                turns[side].append(turn := run_worker(side, args, model_path))
-                seconds = ", ".join(f"{s:.2f}" for s in turn["step_seconds"])
-                print(f"round {i + 1}/{args.rounds} {side:15} steps {seconds} s, "
-                      f"peak {turn['peak_memory_mb']:,.0f} MB", flush=True)
-    rows = {side: medians(t) for side, t in turns.items() if t}
-    same = rows.get("trl_same_dtype", rows["trl"])
+            for side, worker in workers.items():
+                for _ in range(args.repeats):
+                    steps[side].append(step := worker.step())
+                    print(f"round {i + 1}/{args.rounds} {side:15} {step['step_seconds']:8.2f} s, CPU "
+                          f"{step['cpu_seconds']:8.2f} s, peak {step['peak_memory_mb']:,.0f} MB; others kept "
+                          f"{step['others_busy']:.0%} of the cores busy", flush=True)
+        for worker in workers.values():
+            worker.result()
+    rows = {side: medians(taken) for side, taken in steps.items()}
+    ratios = {side: compare(steps[side], steps["ours"]) for side in workers if side != "ours"}
+    ratios.setdefault("trl_same_dtype", ratios["trl"])
     names = {"trl": "TRL + PEFT, --trl_config" if args.trl_config else "TRL + PEFT as shipped",
              "trl_same_dtype": f"TRL + PEFT, {args.dtype} weights", "ours": "ours"}
-    print(f"\n{'':30} {'weights':>9} {'step s':>9} {'rollout':>9} {'update':>9} {'tokens/s':>9} {'peak MB':>9}   "
-          f"{'TRL / ours':>10} {'ours / TRL':>10}")
+    print(f"\n{'':30} {'weights':>9} {'step s':>9} {'CPU s':>9} {'rollout':>9} {'update':>9} {'tokens/s':>9} "
+          f"{'peak MB':>9}   {'TRL / ours':>10} {'by CPU':>8} {'ours / TRL':>10}")
     for side, row in rows.items():
-        ratios = compare(row, rows["ours"])
-        ratio = "" if side == "ours" else "   {time_ratio:9.2f}x {memory_ratio:10.2f}".format(**ratios)
-        print(f"{names[side]:30} {row['weights']:>9} {row['step_seconds']:9.2f} {row['rollout_seconds']:9.2f} "
-              f"{row['update_seconds']:9.2f} {row['tokens_per_second']:9.1f} {row['peak_memory_mb']:9,.0f}{ratio}")
+        ratio = ""
+        if side in ratios:
+            ratio = "   {time_ratio:9.2f}x {cpu_ratio:7.2f}x {memory_ratio:10.2f}".format(**ratios[side])
+        print(f"{names[side]:30} {row['weights']:>9} {row['step_seconds']:9.2f} {row['cpu_seconds']:9.2f} "
+              f"{row['rollout_seconds']:9.2f} {row['update_seconds']:9.2f} {row['tokens_per_second']:9.1f} "
+              f"{row['peak_memory_mb']:9,.0f}{ratio}")
+    wall = sorted(ratios["trl"]["time_ratios"])
+    print(f"TRL / ours in {len(wall)} rounds: {wall[0]:.2f}x to {wall[-1]:.2f}x")
     result = {
-        **compare(rows["trl"], rows["ours"]), **agreement,
-        "same_dtype": {"dtype": args.dtype, **compare(same, rows["ours"])}, "rows": rows,
+        **ratios["trl"], **agreement, "same_dtype": {"dtype": args.dtype, **ratios["trl_same_dtype"]}, "rows": rows,
         "model_path": args.model_path, "prompts": args.prompts, "samples": args.samples, "tokens": args.tokens,
         "rounds": args.rounds, "repeats": args.repeats, "batch_size": args.batch_size,
         "gradient_checkpointing": args.gradient_checkpointing, "trl_config": args.trl_config, "machine": machine(),

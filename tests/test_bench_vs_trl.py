@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 import vs_trl  # noqa: E402
 
-TOY = ["--model_path", "tiny-random", "--prompts", "2", "--samples", "2", "--tokens", "8", "--rounds", "1", "--repeats", "1"]
+TOY = ["--model_path", "tiny-random", "--prompts", "2", "--samples", "2", "--tokens", "8", "--rounds", "1"]
 
 
 def test_toy_run():
-    """The whole script once (six processes, three with TRL, about 40 s on one core); one test, as xdist would run a fixture twice."""
+    """The whole script once (five processes, three with TRL, about 40 s on one core); one test, as xdist would run a fixture twice."""
     pytest.importorskip("trl")
     pytest.importorskip("peft")
     done = subprocess.run([sys.executable, "bench/vs_trl.py", *TOY, "--gradient_checkpointing", "--batch_size", "3"], cwd=ROOT,
@@ -33,6 +33,8 @@ def last_line_has_both_ratios_in_the_right_direction(result):
     ours, trl = result["rows"]["ours"], result["rows"]["trl"]
     assert result["time_ratio"] == pytest.approx(trl["step_seconds"] / ours["step_seconds"], rel=0.01)
     assert result["memory_ratio"] == pytest.approx(ours["peak_memory_mb"] / trl["peak_memory_mb"], rel=0.01)
+    assert result["time_ratios"] == [result["time_ratio"]]  # of each round; there is one
+    assert result["cpu_ratio"] == pytest.approx(trl["cpu_seconds"] / ours["cpu_seconds"], rel=0.01)
     assert result["machine"]["cores"] and result["date"] and "bench/vs_trl.py --model_path tiny-random" in result["command"]
 
 
@@ -51,6 +53,7 @@ def rows_are_what_their_names_say(out, result):
     assert len({row["threads"] for row in rows.values()}) == 1
     for row in rows.values():
         assert row["step_seconds"] > row["rollout_seconds"] > 0 and row["update_seconds"] > 0 and row["peak_memory_mb"] > 0
+        assert row["cpu_seconds"] > 0 and 0 <= row["others_busy"] <= 1
         assert row["tokens_per_second"] == pytest.approx(2 * 2 * 8 / row["step_seconds"], rel=0.05)
     assert result["same_dtype"]["time_ratio"] == pytest.approx(rows["trl_same_dtype"]["step_seconds"] / rows["ours"]["step_seconds"], rel=0.01)
     assert "TRL + PEFT as shipped" in out and "round 1/1 ours" in out
