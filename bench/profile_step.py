@@ -3,10 +3,10 @@
     python bench/profile_step.py --model_path .real/smollm2      two minutes on one core
 
 The step is that of bench/vs_trl.py (8 samples of each prompt, adapter merged, bfloat16), smaller and on one thread,
-after one step to warm up. It runs under torch's profiler, which adds to what is small. Operations are put into the groups
-below by their own seconds. The bound is the time that the products with weights would take at the rate of one large
-bfloat16 product, measured here before and after: so nothing else may run. Writes bench/results/profile_step.json; the
-last line is JSON.
+after one step to warm up. It runs under torch's profiler, which adds to what is small. Operations are put into the
+groups below by their own seconds. The bound is the time that the products with weights would take at the rate of one
+large bfloat16 product, measured here before and after: so nothing else may run. Writes bench/results/profile_step.json;
+the last line is JSON.
 """
 import argparse
 import datetime
