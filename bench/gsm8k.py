@@ -41,7 +41,7 @@ def arguments():
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of GRPO")
     parser.add_argument("--sft_steps", type=int, default=130, help="of 16 solutions; 421 are one epoch")
     parser.add_argument("--grpo_steps", type=int, default=20, help="of 8 x 8 episodes")
-    parser.add_argument("--calculations", type=int, default=3, help="of a GRPO problem, at most")
+    parser.add_argument("--calculations", type=int, default=2, help="of a GRPO problem, at most")
     parser.add_argument("--problems", type=int, default=400, help="held out")
     parser.add_argument("--samples", type=int, default=8, help="of each problem at temperature 1")
     return parser.parse_args()
@@ -75,7 +75,8 @@ def grpo(args, seed):
     easy.write_text("".join(lines), encoding="utf-8")
     run("grpo.py", "--model_path", args.out / "sft", "--env", "gsm8k", "--dataset", easy, *LENGTHS,
         "--success_rate_lb", 0.01, "--success_rate_ub", 0.99, "--batch_size", 8, "--max_steps", args.grpo_steps,
-        "--eval_tasks", 0, "--seed", seed, "--save_every", 5, "--output_dir", args.out / f"grpo_{seed}")
+        "--learning_rate", 4e-4, "--eval_tasks", 0, "--seed", seed, "--save_every", 2,
+        "--output_dir", args.out / f"grpo_{seed}")
 
 
 def test(args, name):
