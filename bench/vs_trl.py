@@ -418,11 +418,12 @@ def main(args) -> dict:
             print(f"gradients of {counts[0]} LoRA tensors, float32: cosine {agreement['gradient_cosine']:.7f}, "
                   f"worst tensor {agreement['gradient_cosine_min']:.7f}, "
                   f"|TRL| / |ours| {agreement['gradient_norm_ratio']:.5f}", flush=True)
+        warm_up = {}
         for side in ("trl", "trl_same_dtype", "ours"):
-            if side == "trl_same_dtype" and warm["weights"] == args.dtype:
+            if side == "trl_same_dtype" and warm_up["trl"]["weights"] == args.dtype:
                 continue  # what ships has our dtype already: the row would be the same
             workers[side] = Worker(side, args, model_path)
-            warm = workers[side].step()
+            warm_up[side] = workers[side].step()
         steps = {side: [] for side in workers}
         for i in range(args.rounds):
             for side, worker in workers.items():
