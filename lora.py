@@ -10,9 +10,7 @@ that another adapter (DoRA, for instance, in tests/test_dora.py) is one subclass
 """
 import importlib
 import math
-import re
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,26 +25,16 @@ from experiment import UserError, give_back_memory
 
 @dataclass
 class Settings:
-    """What `add_lora` gave a model, in PEFT's names. It stands at `model.lora_settings`.
+    """What `add_lora` gave a model. It stands at `model.lora_settings`.
 
     Attributes:
-        fresh: True while the model without its adapter is the policy that the run started from.
+        peft: what adapter_config.json says of the adapter, in PEFT's names.
         apart: True where the weights cannot hold a merged adapter (4-bit or streamed weights).
-        kind: the class of the adapters.
+        fresh: True while the model without its adapter is the policy that the run started from.
     """
-    r: int
-    lora_alpha: float
-    lora_dropout: float
-    target_modules: list | str
-    use_rslora: bool
-    fresh: bool = True
+    peft: dict
     apart: bool = False
-    kind: type = None
-
-    def peft(self) -> dict:
-        """Return the entries of PEFT's adapter_config.json."""
-        names = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
-        return {name: getattr(self, name) for name in names} | self.kind.peft_entries
+    fresh: bool = True
 
 
 class Adapter(nn.Module):
@@ -63,9 +51,9 @@ class Adapter(nn.Module):
     """
     peft_entries = {}
 
-    def __init__(self, linear, r: int, scale: float, dropout: float, generator):
+    def __init__(self, linear, r: int, scale: float, dropout: float, generator, device):
         super().__init__()
-        bound, device = 1 / math.sqrt(linear.in_features), linear.weight.device
+        bound = 1 / math.sqrt(linear.in_features)
         A = (torch.rand(r, linear.in_features, generator=generator) * 2 - 1) * bound
         self.A = nn.Parameter(A.to(device))
         self.B = nn.Parameter(torch.zeros(linear.out_features, r, device=device))
@@ -83,7 +71,7 @@ class Adapter(nn.Module):
         return (B @ A).float().mul_(self.scale).add_(weight)
 
     def forward(self, linear, x, output):
-        """Return y for the Linear's input x (..., in) and its output without adapter (..., out)."""
+        """Return y for x (..., in) and W x. The Linear itself is for subclasses such as DoRA."""
         A, B = self.factors(x)
         x = F.dropout(x, self.dropout, training=self.training)
         update = F.linear(F.linear(x, A), B) * self.scale
@@ -121,8 +109,9 @@ class Adapter(nn.Module):
 
 
 def adapted_forward(linear, x):
-    """The forward of an adapted Linear: x (..., in) -> (..., out)."""
+    """Return the output (..., out) of an adapted Linear for x (..., in)."""
     adapter = linear.lora
+    # A decoder holds the merged weight in its own layout (`keep_packed`), so merge it again.
     if adapter.packed is not None and not linear.weight.numel():
         adapter.merge(linear)
     output = type(linear).forward(linear, x)
@@ -177,7 +166,8 @@ class Unscaled(torch.autograd.Function):
 
 # -------------------------------------------------------------------------------- adding and asking
 def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear",
-             use_rslora: bool = False, seed: int = 0, apart: bool = False, kind=Adapter):
+             use_rslora: bool = False, seed: int = 0, apart: bool = False, device=None,
+             kind=Adapter):
     """Give every targeted Linear an adapter, and freeze everything else.
 
     Args:
@@ -185,83 +175,57 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: on the adapter's input, only while training.
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
-            output head), names separated by commas, or PEFT's list or regular expression of names.
+            output head), or a list of names or last parts of names.
         seed: of the draws for A.
-        apart, kind: see `Settings`.
+        apart: see `Settings`.
+        device: where A and B live, if not beside their weights.
+        kind: the class of the adapters.
     """
     linears, targets = _targeted(model, targets)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     scale = alpha / (math.sqrt(r) if use_rslora else r)
     for linear in linears.values():
-        linear.lora = kind(linear, r, scale, dropout, generator)
+        linear.lora = kind(linear, r, scale, dropout, generator, device or linear.weight.device)
         linear.forward = partial(adapted_forward, linear)
-    if targets == "all-linear":
-        targets = _names_for_peft(model, linears)
-    model.lora_settings = Settings(r, alpha, dropout, targets, use_rslora, apart=apart, kind=kind)
+    model.lora_settings = Settings(apart=apart, peft={
+        "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
+        "use_rslora": use_rslora, **kind.peft_entries})
 
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by their last name
-MATCHING_SECONDS = 5  # for a regular expression over all module names: some take hours
 
 
 def _targeted(model, targets):
-    """Return {name: Linear} of the targets, and the targets as a list or a regular expression."""
-    if isinstance(targets, str) and re.fullmatch(r"[\w,. -]+", targets) and targets != "all-linear":
-        targets = [t.strip() for t in targets.split(",")]
-    every = _linears(model)
+    """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
+    linears = linears_of(model)
     if targets == "all-linear":
-        names = _text_layers(model, every)
-    elif isinstance(targets, str):
-        names = _matching(targets, every)
-    else:
-        names = [name for name in every if f".{name}".endswith(tuple(f".{t}" for t in targets))]
-    listed = [] if isinstance(targets, str) else targets
-    unknown = [t for t in listed if not any(f".{name}".endswith(f".{t}") for name in names)]
-    if not names or unknown:
-        known = ", ".join(sorted({name.split(".")[-1] for name in every}))
-        raise UserError(f"--lora_target_modules: no Linear called {', '.join(unknown) or targets}; "
-                        f"the model has: {known}")
-    return {name: every[name] for name in names}, targets
+        text = set(model.get_decoder().modules())
+        names = [name for name, linear in linears.items()
+                 if linear in text and name.split(".")[-1] not in ROUTERS]
+        # PEFT finds exactly these Linears by the ends of their names, unless others end alike.
+        ends = {name.split(".")[-1] for name in names}
+        ambiguous = any(name.split(".")[-1] in ends for name in linears.keys() - set(names))
+        targets = sorted(names if ambiguous else ends)
+    chosen = {name: linear for name, linear in linears.items() if _ends_with(name, targets)}
+    unknown = [target for target in targets if not any(_ends_with(n, [target]) for n in chosen)]
+    if unknown or not chosen:
+        known = ", ".join(sorted({name.split(".")[-1] for name in linears}))
+        raise UserError("--lora_target_modules: no Linear called "
+                        f"{', '.join(unknown) or 'all-linear'}; the model has: {known}")
+    return chosen, targets
 
 
-def _linears(model) -> dict:
+def _ends_with(name: str, targets) -> bool:
+    """True if the name of a module is one of the targets, or ends with a dot and one of them."""
+    return f".{name}".endswith(tuple(f".{target}" for target in targets))
+
+
+def linears_of(model) -> dict:
     """Return {name: Linear} of all Linears but the output head."""
     head = model.get_output_embeddings()
     return {name: module for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and module is not head}
-
-
-def _text_layers(model, linears) -> list:
-    """Return the names of the Linears in the text decoder that are no routers."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    text = set(decoder.modules())
-    names = [name for name, linear in linears.items() if linear in text]
-    return [name for name in names if name.split(".")[-1] not in ROUTERS]
-
-
-def _matching(pattern: str, names) -> list:
-    """Return the names that a regular expression matches as a whole."""
-    # Unlike re it takes a time limit; transformers depends on it too.
-    import regex
-    matched, deadline = [], time.monotonic() + MATCHING_SECONDS
-    try:
-        for name in names:
-            left = max(1e-3, deadline - time.monotonic())
-            if regex.fullmatch(pattern, name, timeout=left):
-                matched.append(name)
-    except (regex.error, TimeoutError, RecursionError) as error:
-        reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else error
-        raise UserError(f"--lora_target_modules {pattern:.60}: as a regular expression it "
-                        f"{reason}; list the names, separated by commas") from None
-    return matched
-
-
-def _names_for_peft(model, linears) -> list:
-    """Return names by which PEFT finds exactly these Linears: short ones if they suffice."""
-    ends = {name.split(".")[-1] for name in linears}
-    ambiguous = any(name.split(".")[-1] in ends for name in _linears(model).keys() - linears.keys())
-    return sorted(linears) if ambiguous else sorted(ends)
 
 
 def settings(model) -> Settings | None:
@@ -283,11 +247,6 @@ def adapter_tensors(model) -> dict:
     """Return {name in PEFT's files: parameter} of what an adapter's file holds."""
     return {f"base_model.model.{name}.{leaf}": tensor for name, linear in adapters(model).items()
             for leaf, tensor in linear.lora.tensors().items()}
-
-
-def effective_weight(module, weight):
-    """Return W + scale B A in float32, (out, in), for the weight W of this Linear."""
-    return module.lora.effective_weight(weight) if is_adapted(module) else weight
 
 
 def whole_policy(module) -> bool:
@@ -330,6 +289,7 @@ def dithered(total, dtype, by_column: bool = False):
 def _noise(device, n: int):
     """Return a constant sequence of random whole numbers below 2**n."""
     generator = torch.Generator().manual_seed(0)
+    # An odd length, or rows of a weight whose width is a power of two would all get the same bits.
     return torch.randint(2**n, (2**18 - 5,), generator=generator, dtype=torch.int32).to(device)
 
 
@@ -382,7 +342,9 @@ def merged(model, update: bool = False):
 def merge_kept(model, count: int = 4) -> float:
     """Return <merged - W, update> / <update, update> over some Linears: 1.0 if nothing is lost."""
     kept = whole = 0.0
-    linears = [] if not settings(model) or settings(model).apart else list(adapters(model).values())
+    linears = list(adapters(model).values())
+    if not linears or settings(model).apart:
+        return 1.0
     for linear in linears[::max(1, len(linears) // count)]:
         base = linear.weight.data if linear.lora.base is None else linear.lora.base
         effective = linear.lora.effective_weight(base)

@@ -7,8 +7,7 @@ from llm.dry_run import dry_run
 from llm.loading import is_tiny, load_model, model_options, save_model
 from llm.logprobs import score, token_logprobs
 from llm.merge import merge
-from llm.optimizer import adamw
-from llm.training_state import TrainingState
+from llm.training_state import TrainingState, adamw
 
 __all__ = [
     "TrainingState", "adamw", "batches_of_like_length", "cheapest_order", "dry_run", "is_tiny",

@@ -1,9 +1,12 @@
 """What adapter folders in PEFT's format hold: the base model, the settings, the tensors."""
 import math
 import os
+import re
+import time
 
 from experiment.data import read_json, reading
 from experiment.errors import UserError
+from lora import linears_of
 
 # The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that
 # are set are refused.
@@ -13,8 +16,8 @@ UNDERSTOOD = {
     "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
     "qalora_group_size", "runtime_config", "ensure_weight_tying"}
 
-
 MAX_PATTERN = 500  # characters of target_modules as a regular expression
+MATCHING_SECONDS = 5  # for a regular expression over all module names: some take hours
 
 
 def adapter_base(folder: str) -> str:
@@ -36,17 +39,34 @@ def adapter_base(folder: str) -> str:
 
 
 def read_settings(folder: str) -> dict:
-    """Return adapter_config.json. UserError names what is wrong or not understood here."""
+    """Return adapter_config.json. UserError names what is wrong or not understood here.
+
+    The entry "quantized_base" is added, from the file of tensors: how the base was stored that the
+    adapter was trained on, "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
+    """
+    from safetensors import safe_open
     path = _config_path(folder)
     config = read_json(path)
     with reading(path):
         _check_kind(config)
         _check_values(config)
+    with reading(_tensors_path(folder)), safe_open(_tensors_path(folder), "pt") as file:
+        config["quantized_base"] = (file.metadata() or {}).get("base", "")
+        # Refuse a rank that nobody trained before memory is taken for it.
+        for name in file.keys():
+            rank = [*file.get_slice(name).get_shape(), 0][0]
+            if "lora_A" in name and rank != config["r"]:
+                raise UserError(f"{folder}: adapter_config.json says r {config['r']}, "
+                                f"adapter_model.safetensors has rank {rank}")
     return config
 
 
 def _config_path(folder: str) -> str:
     return os.path.join(folder, "adapter_config.json")
+
+
+def _tensors_path(folder: str) -> str:
+    return os.path.join(folder, "adapter_model.safetensors")
 
 
 def _check_kind(config):
@@ -83,25 +103,20 @@ def _check_values(config):
                          f"a regular expression may have {MAX_PATTERN}")
 
 
-def refuse_other_settings(folder: str, adapter: dict, alpha, targets, use_rslora):
-    """Refuse settings of a fresh adapter that differ from those of the adapter whose training
-    continues.
+def refuse_other_settings(folder: str, adapter: dict, alpha, targets):
+    """Refuse settings of a fresh adapter that differ from those of the one that is continued.
 
     Args:
-        folder, adapter: the adapter's folder, and its adapter_config.json.
-        alpha: None if the user said nothing.
-        targets: "all-linear" if the user said nothing.
-        use_rslora: False if the user said nothing.
+        folder, adapter: the adapter's folder, and its adapter_config.json
+        alpha: None if the user said nothing
+        targets: "all-linear" if the user said nothing
     """
-    stored = adapter["target_modules"]
-    said = {}
+    asked = {}
     if alpha is not None:
-        said["lora_alpha"] = alpha, adapter["lora_alpha"]
-    if use_rslora:
-        said["use_rslora"] = True, bool(adapter.get("use_rslora"))
-    if targets != "all-linear" and targets != stored:
-        said["lora_target_modules"] = _listed(targets), _listed(stored)
-    for name, (value, stored) in said.items():
+        asked["lora_alpha"] = alpha, adapter["lora_alpha"]
+    if targets not in ("all-linear", adapter["target_modules"]):
+        asked["lora_target_modules"] = _listed(targets), _listed(adapter["target_modules"])
+    for name, (value, stored) in asked.items():
         if value != stored:
             raise UserError(f"{folder}: is an adapter with {name} {stored}, which --{name} {value} "
                             "cannot change; leave that flag out, or merge the adapter first "
@@ -114,23 +129,46 @@ def _listed(targets) -> str:
     return ",".join(sorted(name.strip() for name in names))
 
 
-def quantization_of(folder: str) -> str:
-    """Return how the base of an adapter was stored: "" (as in its files), "nf4", "int8" (the head)
-    or "nf4,int8"."""
-    from safetensors import safe_open
+def target_names(model, targets):
+    """Return target modules in a form that `lora.add_lora` takes: "all-linear" or a list.
+
+    A string of letters, digits and `, . - _` is a list of names. Any other string is a regular
+    expression, as PEFT has it, that matches the names of Linears as a whole.
+    """
+    if isinstance(targets, list) or targets == "all-linear":
+        return targets
+    if is_pattern(targets):
+        return _matching(targets, linears_of(model)) or [targets]
+    return [target.strip() for target in targets.split(",")]
+
+
+def is_pattern(targets) -> bool:
+    """True if the target modules are given as a regular expression."""
+    return isinstance(targets, str) and not re.fullmatch(r"[\w,. -]+", targets)
+
+
+def _matching(pattern: str, names) -> list:
+    """Return the names that a regular expression matches as a whole."""
+    # Unlike re it takes a time limit; transformers depends on it too.
+    import regex
+    matched, deadline = [], time.monotonic() + MATCHING_SECONDS
     try:
-        with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:
-            return (file.metadata() or {}).get("base", "")
-    # What is wrong with the file is said by read_tensors.
-    except Exception:
-        return ""
+        for name in names:
+            left = max(1e-3, deadline - time.monotonic())
+            if regex.fullmatch(pattern, name, timeout=left):
+                matched.append(name)
+    except (regex.error, TimeoutError, RecursionError) as error:
+        reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else error
+        raise UserError(f"--lora_target_modules {pattern:.60}: as a regular expression it "
+                        f"{reason}; list the names, separated by commas") from None
+    return matched
 
 
 def read_tensors(folder: str) -> dict:
     """Return the tensors of adapter_model.safetensors, all of them finite."""
     import torch
     from safetensors.torch import load_file
-    path = os.path.join(folder, "adapter_model.safetensors")
+    path = _tensors_path(folder)
     with reading(path):
         tensors = load_file(path)
         for name, tensor in tensors.items():

@@ -13,8 +13,10 @@ def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
     Every item is in one batch. Batches are as even as possible, so that none is left with a few.
     """
     order = np.random.default_rng(seed).permutation(len(items))
-    batches = np.array_split(order, math.ceil(len(items) / size))
-    return [[items[i] for i in batch] for batch in batches]
+    batches = []
+    for places in np.array_split(order, math.ceil(len(items) / size)):
+        batches.append([items[i] for i in places])
+    return batches
 
 
 def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
@@ -24,8 +26,9 @@ def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
     batches = []
     for pool in np.array_split(order, math.ceil(len(order) / (16 * size))):
         by_length = sorted(pool, key=lambda i: len(episodes[i].token_ids))
-        batches += np.array_split(by_length, math.ceil(len(pool) / size))
-    return [[episodes[i] for i in batches[place]] for place in rng.permutation(len(batches))]
+        for places in np.array_split(by_length, math.ceil(len(pool) / size)):
+            batches.append([episodes[i] for i in places])
+    return [batches[i] for i in rng.permutation(len(batches))]
 
 
 def cheapest_order(trajectories: list, batch_size: int) -> list:

@@ -1,8 +1,10 @@
 """Gradient checkpointing: keep only a layer's input and run it again in the backward pass."""
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from llm.streaming import Stream, layers_of
 
@@ -13,7 +15,7 @@ def checkpoint_layers(model, offload: bool = False, stream: Stream | None = None
     Args:
         model: changed in place
         offload: True lets the inputs wait in host memory
-        stream: what brings a layer's weights before it runs again, if layers are streamed
+        stream: what brings a layer's weights before it runs, if layers are streamed
     """
     for i, layer in enumerate(layers_of(model)):
         before = partial(stream.enter, i) if stream else None
@@ -24,8 +26,21 @@ def checkpoint_layers(model, offload: bool = False, stream: Stream | None = None
 def _checkpointed(before, offload, run, hidden, *others):
     """Run a layer as transformers calls it; `others` are its arguments that need no gradient."""
     def run_layer(hidden):
+        if before:
+            before()
         return run(hidden, *others)
-    return recompute(run_layer, hidden, before=before, offload=offload)
+    # Unlike torch's save_on_cpu, these copies do not wait for the layer's work on a GPU.
+    to_device = partial(torch.Tensor.to, device=hidden.device, non_blocking=True)
+    with saved_tensors_hooks(to_host, to_device) if offload else nullcontext():
+        return recompute(run_layer, hidden)
+
+
+def to_host(tensor):
+    """Return a copy in host memory, pinned to make the way back fast; a CPU's tensor as it is."""
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu")
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def tile_mlps(model, tokens: int):
@@ -48,60 +63,39 @@ def tiled(run, tokens, x):
     return torch.cat([recompute(run, tile) for tile in tiles]).view(x.shape)
 
 
-def recompute(run, *inputs, before=None, offload: bool = False):
-    """Return run(*inputs), of which the graph keeps the inputs alone.
-
-    Args:
-        run: function of tensors to one tensor; it runs again in the backward pass
-        inputs: its tensors
-        before: called before it runs again
-        offload: True lets the inputs wait in host memory
-    """
+def recompute(run, *inputs):
+    """Return run(*inputs), a tensor, of which the graph keeps the input tensors alone."""
     if not torch.is_grad_enabled():
         return run(*inputs)
     needs_gradient = inputs[0].new_empty(0, requires_grad=True)
-    return _Recompute.apply(run, before, offload, needs_gradient, *inputs)
+    return _Recompute.apply(run, needs_gradient, *inputs)
 
 
 class _Recompute(torch.autograd.Function):
     """run(*inputs), whose graph is built in the backward pass (re-entrant; arXiv 1604.06174).
 
-    torch.utils.checkpoint is not used because it finds saved tensors by hooks, keeps the random
-    states of all devices, and cannot call Stream.enter first. In its re-entrant form it also needs
-    an input that requires a gradient. Here an empty tensor plays that role.
+    torch.utils.checkpoint is not used because it refuses torch.autograd.grad in its re-entrant
+    form, finds saved tensors by hooks in its other form, and needs an input that requires a
+    gradient. Here an empty tensor plays that role.
     """
 
     @staticmethod
-    def forward(ctx, run, before, offload, requires_grad, *inputs):
-        ctx.run, ctx.before = run, before
-        ctx.device = inputs[0].device
+    def forward(ctx, run, requires_grad, *inputs):
+        ctx.run = run
         ctx.random = torch.get_rng_state()
-        if ctx.device.type == "cuda":
-            ctx.cuda_random = torch.cuda.get_rng_state()
-        ctx.save_for_backward(*map(to_host, inputs) if offload else inputs)
+        ctx.gpus = [x.device for x in inputs[:1] if x.is_cuda]
+        ctx.cuda_random = [torch.cuda.get_rng_state(gpu) for gpu in ctx.gpus]
+        ctx.save_for_backward(*inputs)
         return run(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.before:
-            ctx.before()
-        inputs = []
-        for saved in ctx.saved_tensors:
-            inputs.append(saved.to(ctx.device, non_blocking=True).detach().requires_grad_())
-        cuda = ctx.device.type == "cuda"
-        with torch.random.fork_rng([ctx.device] if cuda else []), torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.random.fork_rng(ctx.gpus), torch.enable_grad():
             # Dropout draws the masks of the forward pass again.
             torch.set_rng_state(ctx.random)
-            if cuda:
-                torch.cuda.set_rng_state(ctx.cuda_random)
+            for gpu, state in zip(ctx.gpus, ctx.cuda_random):
+                torch.cuda.set_rng_state(state, gpu)
             out = ctx.run(*inputs)
         torch.autograd.backward(out, grad)
-        return None, None, None, None, *(x.grad for x in inputs)
-
-
-def to_host(tensor):
-    """Return a copy in host memory, pinned to make the way back fast; a CPU's tensor as it is."""
-    if tensor.device.type != "cuda":
-        return tensor.to("cpu")
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+        return None, None, *(x.grad for x in inputs)

@@ -29,29 +29,27 @@ def dry_run(config, episodes: int = 0, held_out: int = 0, rows: int | None = Non
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit = free_memory(kind)
     print(f"There are {mib(limit)} of free {'GPU ' * (kind == 'cuda')}memory.", flush=True)
-    needs = {}
+    peaks, works = {}, {}
     for memory in tqdm(SETTINGS, "counting", leave=False):
         flags = flags_of(config, memory)
-        work = workload(config, memory, rows, merge, episodes, held_out)
+        works[memory] = workload(config, memory, rows, merge, episodes, held_out)
         try:
-            peaks = measure(load_options(config, memory), work, kind)
+            peaks[memory] = measure(load_options(config, memory), works[memory], kind)
         except UserError as error:
             if memory == config.memory:
                 raise
             tqdm.write(f"{flags} cannot be used: {error}.")
-            continue
-        needs[memory] = need(peaks, kind)
-        tqdm.write(sentence(flags, work, peaks, kind))
-        if memory == config.memory:
-            own_work, own_peaks = work, peaks
-    fitting = [memory for memory in needs if needs[memory] <= limit]
-    advice = advise(config, needs, fitting, rows)
-    if config.memory not in fitting:
+        else:
+            tqdm.write(sentence(flags, works[memory], peaks[memory]))
+    needs = {memory: need(peaks[memory]) for memory in peaks}
+    advice = advise(config, needs, limit, rows)
+    if needs[config.memory] > limit:
         raise Stop(f"{flags_of(config, config.memory)} does not fit: it needs "
                    f"{mib(needs[config.memory])} and {mib(limit)} are free. {advice}", 1)
     print(advice)
+    own_peaks = peaks[config.memory]
     if kind == "cuda":
-        own_peaks = attempt(config, own_work, kind)
+        own_peaks = attempt(config, works[config.memory], kind)
     return {phase: nbytes / MIB for phase, nbytes in own_peaks.items()}
 
 
@@ -83,15 +81,14 @@ def flags_of(config, memory: str) -> str:
     return flags
 
 
-def need(peaks: dict, kind: str) -> int:
-    """Return the bytes that must be free; on a CPU host memory is the same memory."""
-    largest = max(peaks["update"], peaks.get("rollout", 0))
-    return largest + (peaks["host"] if kind == "cpu" else 0)
+def need(peaks: dict) -> int:
+    """Return the bytes that must be free on the device."""
+    return max(peaks["update"], peaks.get("rollout", 0))
 
 
-def sentence(flags: str, work: Workload, peaks: dict, kind: str) -> str:
+def sentence(flags: str, work: Workload, peaks: dict) -> str:
     """Return what a setting needs as a sentence."""
-    text = (f"{flags} needs {mib(need(peaks, kind))}: {mib(peaks['update'])} for an update of "
+    text = (f"{flags} needs {mib(need(peaks))}: {mib(peaks['update'])} for an update of "
             f"{work.rows} x {work.tokens:,} tokens")
     if work.decode_rows:
         text += f", {mib(peaks['rollout'])} for a rollout of {work.decode_rows} episodes at once"
@@ -100,10 +97,11 @@ def sentence(flags: str, work: Workload, peaks: dict, kind: str) -> str:
     return text + "."
 
 
-def advise(config, needs: dict, fitting: list, rows: int) -> str:
+def advise(config, needs: dict, limit: int, rows: int) -> str:
     """Return the first setting that fits, or what else could be changed."""
-    if fitting:
-        return f"The first setting that fits is {flags_of(config, fitting[0])}."
+    for memory in needs:
+        if needs[memory] <= limit:
+            return f"The first setting that fits is {flags_of(config, memory)}."
     least = min(needs, key=needs.get)
     smaller = "lower --batch_size or --max_tokens" if rows > 1 else "lower --max_tokens"
     return (f"No setting fits; {flags_of(config, least)} needs the least, {mib(needs[least])}: "
@@ -118,7 +116,7 @@ def attempt(config, work: Workload, device: str) -> dict:
     except (torch.OutOfMemoryError, MemoryError):
         raise Stop(f"{flags} runs out of memory in its longest batch. Take the setting after it, "
                    "or lower --batch_size or --max_tokens", 1) from None
-    print(f"The longest batch was tried in earnest: {sentence(flags, work, peaks, device)}")
+    print(f"The longest batch was tried in earnest: {sentence(flags, work, peaks)}")
     return peaks
 
 

@@ -15,10 +15,11 @@ from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import (
     adapter_base,
-    quantization_of,
+    is_pattern,
     read_settings,
     read_tensors,
     refuse_other_settings,
+    target_names,
 )
 from llm.attention import causal_attention
 from llm.checkpointing import checkpoint_layers, tile_mlps
@@ -27,10 +28,10 @@ from llm.logprobs import head_logits, hidden_states
 from llm.memory import PLAIN, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
-from llm.skeleton import dequantize_model
+from llm.quantization import pinned, round_weights
 from llm.streaming import Stream, layers_of
 from llm.tiny import make_tiny
-from lora import adapter_tensors, add_lora, effective_weight, merge_adapter, settings
+from lora import adapter_tensors, add_lora, merge_adapter, settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
@@ -44,9 +45,9 @@ def model_options(config) -> dict:
 
 def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
                lora_dropout: float = 0.0, lora_target_modules: str = "all-linear",
-               use_rslora: bool = False, dtype: str = "float32", device: str | None = None,
-               seed: int = 0, train: bool = True, memory: str | Techniques = "plain",
-               load_in_4bit: bool = False, gradient_checkpointing: bool = False):
+               dtype: str = "float32", device: str | None = None, seed: int = 0, train: bool = True,
+               merge: bool = False, memory: str | Techniques = "plain", load_in_4bit: bool = False,
+               gradient_checkpointing: bool = False):
     """Return (model, tokenizer) ready to train, or with train=False to be played only.
 
     Args:
@@ -54,10 +55,11 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         lora_r: rank of a fresh adapter; with an adapter at `path` its training continues. 0 trains
             all weights, into which an adapter is merged first.
         lora_alpha: None means twice the rank.
-        lora_dropout, lora_target_modules, use_rslora: see `lora.add_lora`.
+        lora_dropout, lora_target_modules: see `lora.add_lora` and `target_names`.
         dtype: of the frozen weights and of the arithmetic. What trains is float32.
         device: None takes the GPU if there is one; "meta" gives shapes without numbers.
         seed: of the adapter and of the tiny model.
+        merge: True merges an adapter into a plain model, whatever base it was trained on.
         memory: a setting of the memory dial, or techniques one by one (llm/memory.py).
         load_in_4bit, gradient_checkpointing: the standard names of two of these settings.
 
@@ -70,16 +72,18 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     chosen = techniques(memory, load_in_4bit, gradient_checkpointing)
     if train:
         _check_trainable(chosen, memory, dtype, lora_r)
-    source, adapter, trained_on = path, None, ""
-    if is_adapter(path):
-        adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules, use_rslora)
-        source, trained_on = adapter_base(path), quantization_of(path)
-    chosen = chosen._replace(load_in_4bit=chosen.load_in_4bit or "nf4" in trained_on,
-                             int8_head=chosen.int8_head or "int8" in trained_on)
+    source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules)
+    continues, quantized = is_adapter(path), adapter["quantized_base"]
+    # One that is only played stays beside quantized or streamed weights.
+    if continues and not lora_r and (train or not (quantized or chosen.frozen_base)):
+        merge = True
+    if not merge:
+        chosen = chosen._replace(load_in_4bit=chosen.load_in_4bit or "nf4" in quantized,
+                                 int8_head=chosen.int8_head or "int8" in quantized)
     # Weights that train are read and stay in float32.
     kept = real_dtype(DTYPES[dtype] if lora_r or not train else torch.float32, device)
     model, tokenizer = read_model(source, kept, device, chosen, seed)
-    if adapter and os.path.exists(os.path.join(path, "tokenizer_config.json")):
+    if continues and os.path.exists(os.path.join(path, "tokenizer_config.json")):
         tokenizer = read_tokenizer(path)
     stream = Stream(layers_of(model), device) if chosen.stream_layers else None
     model.to(device).requires_grad_(False).eval()
@@ -90,14 +94,11 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     if device.type != "meta":
         _check_logits(model, source)
         facts(model).shares_prefix = _shares_prefix(model)
-    apart = chosen.load_in_4bit or chosen.stream_layers
-    if adapter:
-        load_adapter(model, path, adapter, lora_dropout, apart)
-    elif lora_r:
-        add_lora(model, lora_r, lora_alpha or 2 * lora_r, lora_dropout, lora_target_modules,
-                 use_rslora, seed, apart)
-    if adapter and not lora_r and (train or not trained_on):  # only played, a 4-bit base stays one
-        merge(model)
+    if adapter["r"]:
+        _adapt(model, adapter, lora_dropout, seed, path if continues else None)
+    if merge:
+        round_weights(model, quantized)
+        merge_adapter(model)
     if not lora_r:
         model.requires_grad_(train)
     _use_techniques(model, chosen, stream)
@@ -113,6 +114,30 @@ def _prepared_device(name: str | None, train: bool):
     if train and device.type == "cpu":
         fast_float32()
     return device
+
+
+def _adapt(model, adapter: dict, dropout: float, seed: int, folder: str | None):
+    """Add an adapter with these settings. With a folder, its training continues from there."""
+    chosen, targets = techniques_of(model), adapter["target_modules"]
+    try:
+        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, target_names(model, targets),
+                 adapter.get("use_rslora", False), seed,
+                 apart=chosen.load_in_4bit or chosen.stream_layers,
+                 device="cpu" if chosen.adamw_on_host else None)
+    except UserError as error:
+        place = f"{folder}: adapter_config.json: " if folder else ""
+        raise UserError(f"{place}{error}") from None
+    if is_pattern(targets):
+        settings(model).peft["target_modules"] = targets
+    if chosen.adamw_on_host:
+        for tensor in adapter_tensors(model).values():
+            tensor.data = pinned(tensor.data)
+    if folder:
+        load_weights(model, folder)
+        settings(model).fresh = False
+        if not any(p.any() for name, p in adapter_tensors(model).items() if "lora_B" in name):
+            print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero",
+                  file=sys.stderr)
 
 
 def _use_techniques(model, chosen: Techniques, stream):
@@ -138,27 +163,17 @@ def _check_trainable(chosen, memory, dtype, lora_r):
                          "the backward pass runs each layer again")
 
 
-def _adapter_settings(path, lora_r, alpha, targets, use_rslora) -> dict:
-    """Return the settings of the adapter at `path`, compared with what was asked for."""
+def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
+    """Return the base model and the settings of the adapter at `path`, or of a fresh one."""
+    if not is_adapter(path):
+        return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
+                      "quantized_base": ""}
     adapter = read_settings(path)
-    refuse_other_settings(path, adapter, alpha, targets, use_rslora)
+    refuse_other_settings(path, adapter, alpha, targets)
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
               f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
-    return adapter
-
-
-def merge(model):
-    """Merge the adapter into the weights it was trained on; the model is then a plain one.
-
-    Quantized weights become 16-bit ones of what they stood for. The original weights, of which they
-    are a rough copy, would not give the policy that was trained.
-    """
-    chosen = techniques_of(model)
-    if chosen.load_in_4bit or chosen.int8_head:
-        dequantize_model(model, effective_weight)
-        model.techniques = chosen._replace(load_in_4bit=False, int8_head=False)
-    merge_adapter(model)
+    return adapter_base(path), adapter
 
 
 # --------------------------------------------------------------------------------- where a model is
@@ -280,33 +295,14 @@ def save_model(model, folder: str):
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
               "fan_in_fan_out": False, "modules_to_save": None,
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
-              **settings(model).peft()}
+              **settings(model).peft}
     with open(os.path.join(folder, "adapter_config.json"), "w") as file:
         json.dump(config, file, indent=2)
 
 
 def _quantization(chosen: Techniques) -> str:
-    """Return how an adapter's file says that its base is stored; see `quantization_of`."""
+    """Return how an adapter's file says that its base is stored; see `read_settings`."""
     return ",".join(["nf4"] * chosen.load_in_4bit + ["int8"] * chosen.int8_head)
-
-
-def load_adapter(model, folder: str, adapter: dict, dropout: float = 0.0, apart: bool = False):
-    """Put the adapter of a folder, with the settings that it was read with, on a plain model."""
-    # Before memory is taken for a rank that nobody trained:
-    for name, tensor in read_tensors(folder).items():
-        if "lora_A" in name and tensor.shape[:1] != (adapter["r"],):
-            raise UserError(f"{folder}: adapter_config.json says r {adapter['r']}, "
-                            f"adapter_model.safetensors has rank {[*tensor.shape, 0][0]}")
-    try:
-        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, adapter["target_modules"],
-                 adapter.get("use_rslora", False), apart=apart)
-    except UserError as error:
-        raise UserError(f"{folder}: adapter_config.json: {error}") from None
-    load_weights(model, folder)
-    if not any(p.any() for name, p in adapter_tensors(model).items() if "lora_B" in name):
-        print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero",
-              file=sys.stderr)
-    settings(model).fresh = False
 
 
 def load_weights(model, folder: str):

@@ -6,17 +6,14 @@ import os
 import shlex
 import sys
 
-import llm.loading as loading
 from experiment.errors import UserError
 from experiment.program import guard_streams
-from lora import settings
+from llm.loading import load_model
 
 
 def merge(source: str, folder: str):
     """Write the plain model folder, weights and tokenizer, of an adapter or output folder."""
-    model, tokenizer = loading.load_model(source, dtype="auto", train=False)
-    if settings(model):
-        loading.merge(model)
+    model, tokenizer = load_model(source, dtype="auto", train=False, merge=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

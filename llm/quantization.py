@@ -9,6 +9,9 @@ BLOCK_ROWS = 4096  # rows of an int8 table that are in the compute dtype at once
 NF4_BLOCK = 64  # weights that share a scale
 SCALE_BLOCK = 256  # scales that share a float32 scale of their own
 
+# bitsandbytes warns that it cannot fetch a kernel from the hub, which it does not need.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 
 class Linear4bit(nn.Linear):
     """A frozen Linear in NF4 with double quantization (arXiv 2305.14314 section 3): 4.13 bits.
@@ -30,13 +33,11 @@ class Linear4bit(nn.Linear):
 
     def dequantize(self, dtype):
         """Return the weight (out, in) in the given dtype."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-        scale_state = QuantState(
-            self.nested, code=self.code, blocksize=SCALE_BLOCK, dtype=torch.float32)
-        shape = torch.Size((self.out_features, self.in_features))
-        return dequantize_4bit(self.weight, QuantState(
-            self.scale, shape=shape, blocksize=NF4_BLOCK, quant_type="nf4", dtype=dtype,
-            offset=self.offset, state2=scale_state))
+        absmax = torch.ops.bitsandbytes.dequantize_blockwise(
+            self.scale, self.nested, self.code, SCALE_BLOCK, torch.float32)
+        absmax += self.offset
+        return torch.ops.bitsandbytes.dequantize_4bit(
+            self.weight, absmax, NF4_BLOCK, "nf4", (self.out_features, self.in_features), dtype)
 
     def forward(self, x):
         if x.is_meta or not torch.is_inference_mode_enabled():
@@ -50,25 +51,18 @@ class Linear4bit(nn.Linear):
 
 def quantize_nf4(weight):
     """Return the packed weight (n / 2, 1) and the buffers that `Linear4bit.dequantize` reads."""
-    n, device = weight.numel(), weight.device
-    if weight.is_meta:
-        second_scales = -(-n // (NF4_BLOCK * SCALE_BLOCK))
-        return torch.empty(n // 2, 1, dtype=torch.uint8, device=device), {
-            "scale": torch.empty(n // NF4_BLOCK, dtype=torch.uint8, device=device),
-            "nested": torch.empty(second_scales, device=device),
-            "code": torch.empty(256, device=device),
-            "offset": torch.empty((), device=device)}
-    # bitsandbytes warns that it cannot fetch a kernel from the hub, which it does not need.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+    from bitsandbytes.functional import create_dynamic_map
+    kernels = torch.ops.bitsandbytes
     # The CPU kernel takes 64 bytes a weight while it works, so it gets a piece at a time.
-    piece = 2**16 if device.type == "cpu" else n
-    pieces = [quantize_4bit(x, quant_type="nf4") for x in weight.flatten().split(piece)]
-    absmax = torch.cat([state.absmax for _, state in pieces])  # (n / 64,)
+    piece = 2**16 if weight.device.type == "cpu" else weight.numel()
+    pieces = [kernels.quantize_4bit(x, NF4_BLOCK, "nf4", torch.uint8)
+              for x in weight.flatten().split(piece)]
+    absmax = torch.cat([absmax for _, absmax in pieces])  # (n / 64,)
     offset = absmax.mean()
-    scale, second = quantize_blockwise(absmax - offset, blocksize=SCALE_BLOCK)
+    code = create_dynamic_map().to(weight.device)
+    scale, nested = kernels.quantize_blockwise(absmax - offset, code, SCALE_BLOCK)
     return torch.cat([packed for packed, _ in pieces]), {
-        "scale": scale, "nested": second.absmax, "code": second.code, "offset": offset}
+        "scale": scale, "nested": nested, "code": code, "offset": offset}
 
 
 class _Matmul4bit(torch.autograd.Function):
@@ -87,73 +81,59 @@ class _Matmul4bit(torch.autograd.Function):
         return grad @ ctx.linear.dequantize(grad.dtype), None, None
 
 
-class Int8Table(nn.Module):
+def fits_4bit(module) -> bool:
+    """True if the module is a plain Linear whose weight divides into blocks of 64."""
+    return type(module) is nn.Linear and module.weight.numel() % NF4_BLOCK == 0
+
+
+class Int8Table:
     """The (V, D) weight of an embedding, of an output head, or of both if they are tied, in int8.
 
     A row is whole numbers up to 127 times a scale of its own: 0.8 % error, where NF4 has 9 %.
     """
 
-    def __init__(self, weight, on_host: bool):
+    def __init__(self, weight, on_host: bool = False):
         """Quantize `weight`. With `on_host` it stays in host memory and rows are copied over."""
-        super().__init__()
         self.dtype = weight.dtype
         data = torch.empty_like(weight, dtype=torch.int8)
         scale = torch.empty(len(weight), 1, device=weight.device)  # (V, 1), float32
-        if not weight.is_meta:
-            for rows in blocks(len(weight), 512):
-                exact = weight[rows].float()
-                scale[rows] = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-                data[rows] = (exact / scale[rows]).round().to(torch.int8)
-        # A tuple is no buffer, so `model.to(device)` leaves it in host memory.
-        self.on_host = (pinned(data), pinned(scale)) if on_host else None
-        self.register_buffer("data", None if on_host else data)
-        self.register_buffer("scale", None if on_host else scale)
+        for rows in blocks(len(weight), 512):
+            exact = weight[rows].float()
+            scale[rows] = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+            data[rows] = (exact / scale[rows]).round().to(torch.int8)
+        self.data = pinned(data) if on_host else data
+        self.scale = pinned(scale) if on_host else scale
 
     def rows(self, index, device):
         """Return rows (N, D) in the model's dtype. `index` is a slice, or ids (N,)."""
-        data, scale = self.on_host or (self.data, self.scale)
         if isinstance(index, torch.Tensor):
-            index = index.to(data.device)
-        rows = data[index].to(device, non_blocking=True).to(self.dtype)
-        return rows.mul_(scale[index].to(device, non_blocking=True).to(self.dtype))
-
-    def __len__(self):
-        return len(self.weight)
-
-    @property
-    def weight(self):
-        return self.on_host[0] if self.on_host else self.data
+            index = index.to(self.data.device)
+        rows = self.data[index].to(device, non_blocking=True).to(self.dtype)
+        return rows.mul_(self.scale[index].to(device, non_blocking=True).to(self.dtype))
 
 
 class Int8Embedding(nn.Module):
-    """An embedding whose weight is an Int8Table."""
+    """An embedding whose weight is an Int8Table. Gemma multiplies its embeddings by a factor."""
 
-    def __init__(self, table: Int8Table, stock):
+    def __init__(self, table: Int8Table, factor: float = 1.0):
         super().__init__()
-        stock.weight = None
         self.table = table
-        # In a tuple the module is no submodule.
-        self.stock = (stock,)
-        # Gemma multiplies its embeddings by a factor.
-        self.factor = torch.tensor(
-            getattr(stock, "scalar_embed_scale", 1.0), dtype=table.dtype).item()
+        self.weight = table.data
+        self.num_embeddings = len(table.data)
+        self.factor = torch.tensor(factor, dtype=table.dtype).item()
 
     def forward(self, ids):
         rows = self.table.rows(ids.flatten(), ids.device)
         return rows.view(*ids.shape, -1) * self.factor  # (B, T, D)
 
-    weight = property(lambda self: self.table.weight)
-    num_embeddings = property(lambda self: len(self.table))
-
 
 class Int8Head(nn.Module):
     """An output head (N, D) -> (N, V) whose weight is an Int8Table."""
 
-    def __init__(self, table: Int8Table, stock, bias=None):
+    def __init__(self, table: Int8Table, bias=None):
         super().__init__()
-        stock.weight = None
         self.table = table
-        self.stock = (stock,)
+        self.weight = table.data
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def block(self, hidden, rows: slice):
@@ -162,12 +142,27 @@ class Int8Head(nn.Module):
         return F.linear(hidden, self.table.rows(rows, hidden.device), bias)
 
     def forward(self, hidden):
-        logits = hidden.new_empty(*hidden.shape[:-1], len(self.table))
-        for rows in blocks(len(self.table)):
+        logits = hidden.new_empty(*hidden.shape[:-1], len(self.weight))
+        for rows in blocks(len(self.weight)):
             logits[..., rows] = self.block(hidden, rows)
         return logits
 
-    weight = property(lambda self: self.table.weight)
+
+@torch.no_grad()
+def round_weights(model, quantized: str):
+    """Round a plain model's weights to what they stand for once they are quantized.
+
+    An adapter that was trained on a quantized base belongs to these weights. `quantized` names the
+    forms, as an adapter's file does: "nf4", "int8" (embedding and head), or both.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = [embedding] if head.weight is embedding.weight else [embedding, head]
+    for module in model.modules():
+        if "int8" in quantized and module in tables:
+            table = Int8Table(module.weight)
+            module.weight.copy_(table.rows(slice(None), module.weight.device))
+        elif "nf4" in quantized and module is not head and fits_4bit(module):
+            module.weight.copy_(Linear4bit(module.weight).dequantize(module.weight.dtype))
 
 
 def blocks(n: int, size: int = BLOCK_ROWS) -> list[slice]:

@@ -4,8 +4,6 @@ from functools import partial
 import torch
 from torch import nn
 
-ALIGNMENT = 64  # bytes
-
 
 class Stream:
     """The layers' weights in host memory, and two slots on the device that take turns.
@@ -22,39 +20,29 @@ class Stream:
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.holds = [None, None]  # the layer in each slot
         self.last = -1  # the layer entered last
-        self.hosts = []  # one flat uint8 tensor per layer
-        leaves = []  # (slot, store, name, start, dtype, shape, bytes) of every tensor
-        for i, layer in enumerate(layers):
-            leaves += [(i % 2, *leaf) for leaf in self.move_to_host(layer)]
-        largest = max(map(len, self.hosts))
+        largest = max(map(layer_bytes, layers))
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
-        for slot, store, name, start, dtype, shape, nbytes in leaves:
-            view = self.slots[slot][start:start + nbytes].view(dtype).view(shape)
-            if name in ("weight", "bias"):
-                view = nn.Parameter(view, requires_grad=False)
-            store[name] = view
+        self.hosts = []  # one flat uint8 tensor per layer
         for i, layer in enumerate(layers):
+            self.hosts.append(self.move_to_host(layer, self.slots[i % 2]))
             layer.register_forward_pre_hook(partial(self._before_layer, i))
 
-    def move_to_host(self, layer) -> list[tuple]:
-        """Copy a layer into one host buffer and return where each of its tensors lies there."""
-        tensors = []
-        for module in layer.modules():
-            for store in (module._parameters, module._buffers):
-                for name, tensor in store.items():
-                    if tensor is not None and name not in module._non_persistent_buffers_set:
-                        tensors.append((store, name, tensor))
-        leaves, start = [], 0
-        for store, name, tensor in tensors:
-            leaves.append((store, name, start, tensor.dtype, tensor.shape, tensor.nbytes))
-            start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        host = torch.empty(start, dtype=torch.uint8, pin_memory=self.copies is not None)
-        for (store, name, tensor), (*_, start, dtype, shape, nbytes) in zip(tensors, leaves):
-            host[start:start + nbytes].view(dtype).view(shape).copy_(tensor)
-            # Free it now, so that loading peaks at the base and one layer.
-            store[name] = tensor.data.new_empty(0).expand(0)
-        self.hosts.append(host)
-        return leaves
+    def move_to_host(self, layer, slot):
+        """Return a host buffer with the layer's tensors, which become views of the slot."""
+        pinned = self.copies is not None
+        host = torch.empty(layer_bytes(layer), dtype=torch.uint8, pin_memory=pinned)
+        start = 0
+        for key, tensor in layer.state_dict().items():
+            place = slice(start, start + tensor.nbytes)
+            start += aligned_bytes(tensor)
+            host[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            view = slot[place].view(tensor.dtype).view(tensor.shape)
+            path, _, name = key.rpartition(".")
+            module = layer.get_submodule(path)
+            if name in module._parameters:
+                view = nn.Parameter(view, requires_grad=False)
+            setattr(module, name, view)
+        return host
 
     def _before_layer(self, i, module, inputs):
         self.enter(i)
@@ -95,3 +83,13 @@ def layers_of(model) -> list:
     """Return the transformer layers of a model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def aligned_bytes(tensor) -> int:
+    """Return the bytes of a tensor, rounded up so that the next one begins at a multiple of 64."""
+    return -(-tensor.nbytes // 64) * 64
+
+
+def layer_bytes(layer) -> int:
+    """Return the bytes of all tensors of a layer, one behind the other."""
+    return sum(map(aligned_bytes, layer.state_dict().values()))

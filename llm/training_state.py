@@ -1,7 +1,22 @@
-"""What a checkpoint of a training run holds."""
+"""What a checkpoint of a training run holds, and the optimizer."""
 from dataclasses import dataclass
 
+import torch
+
 from llm.loading import load_weights, save_model
+from llm.memory import techniques_of
+
+
+def adamw(model, **options):
+    """Return AdamW over what trains in the model.
+
+    An adapter that `load_model` put into host memory is updated there: the device holds no adapter,
+    gradient or moment.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    # On a CPU the fused kernel is the fastest one. None lets torch choose.
+    fused = techniques_of(model).adamw_on_host or None
+    return torch.optim.AdamW(weights, fused=fused, **options)
 
 
 @dataclass

@@ -17,7 +17,7 @@ import grpo
 import lora
 import reward_weighted
 import sft
-from llm.budget import Bytes
+from llm.budget import Bytes, standing_for
 from llm.engine import Row
 from llm.loading import load_model
 from llm.static_engine import StaticEngine
@@ -52,7 +52,7 @@ class OneDevice(Bytes):
     lambda a, b: torch.where(b > 0, a, 0.0), lambda a, b: a.masked_fill_(b > 0, 0.0)])
 def test_the_witness_sees_what_cuda_would_refuse(mix):
     a, b = torch.zeros(2, 3, device="meta"), torch.zeros(2, 3)
-    with OneDevice(), pytest.raises(RuntimeError, match="from the host"):
+    with standing_for("cuda"), OneDevice(), pytest.raises(RuntimeError, match="from the host"):
         mix(a, b)
 
 
@@ -61,7 +61,7 @@ def test_the_witness_sees_what_cuda_would_refuse(mix):
     lambda a: a.copy_(torch.zeros(2, 3))])
 def test_the_witness_sees_what_no_graph_can_hold(look):
     a = torch.zeros(2, 3, device="meta")
-    with OneDevice() as witness, pytest.raises(RuntimeError, match="captured|from the host"):
+    with standing_for("cuda"), OneDevice() as witness, pytest.raises(RuntimeError, match="captured|from the host"):
         witness.captured = True
         look(a)
 
@@ -90,7 +90,7 @@ def test_a_run_keeps_its_tensors_on_one_device(module, options, tmp_path, on_the
              **({"dataset": str(pairs), "eval_tasks": 0} if module is dpo else {})}
     options = {"model_path": str(tmp_path / "base"), "output_dir": str(tmp_path / "run"), "lora_r": 4,
                **{name: size for name, size in sizes.items() if name in module.Config.__dataclass_fields__}, **options}
-    with OneDevice():
+    with standing_for("cuda"), OneDevice():
         assert module.train(module.Config(**options))["steps"] == 2
 
 
@@ -99,7 +99,7 @@ def test_a_run_with_a_tensor_on_the_host_is_seen(tmp_path, on_the_device, monkey
         part.save_pretrained(tmp_path / "base")
     collate = grpo.collate
     monkeypatch.setattr(grpo, "collate", lambda batch, device: collate(batch, "cpu"))
-    with OneDevice(), pytest.raises(RuntimeError, match="host"):
+    with standing_for("cuda"), OneDevice(), pytest.raises(RuntimeError, match="host"):
         grpo.train(grpo.Config(model_path=str(tmp_path / "base"), output_dir=str(tmp_path / "run"), tasks_per_step=2, group_size=2, batch_size=2,
                                max_samples=4, eval_tasks=0, max_steps=1, max_new_tokens=12))
 
@@ -120,7 +120,7 @@ def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_
             step(self, rows, span)
         witness.captured = False
     monkeypatch.setattr(StaticEngine, "static_steps", captured)
-    with OneDevice() as witness:
+    with standing_for("cuda"), OneDevice() as witness:
         model = build(name).to("meta") if name in FAMILIES else load_model(str(tmp_path), device="meta", **options)[0]
         with lora.merged(model):
             for sdpa in (False, True):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import lora
 from experiment.checkpoint import write_checkpoint
 from experiment.errors import UserError
-from llm import model_files
+from llm import adapter_files, model_files
 from llm.facts import facts
 from llm.loading import is_tiny, load_model, newest, save_model
 from llm.merge import merge
@@ -339,7 +339,6 @@ def test_dropout_is_the_flag_s_whatever_the_adapter_was_trained_with(tiny, tmp_p
 # ------------------------------------------------------------------------------------------- an adapter's own settings
 @pytest.mark.parametrize("options, says", [
     ({"lora_alpha": 9}, "is an adapter with lora_alpha 8, which --lora_alpha 9 cannot change; leave that flag out"),
-    ({"use_rslora": True}, "is an adapter with use_rslora False, which --use_rslora True cannot change"),
     ({"lora_target_modules": "q_proj"}, "is an adapter with lora_target_modules q_proj,v_proj, which --lora_target_modules q_proj cannot change"),
 ])
 def test_settings_that_an_adapter_has_already_are_not_ignored(tiny, tmp_path, options, says):
@@ -348,7 +347,7 @@ def test_settings_that_an_adapter_has_already_are_not_ignored(tiny, tmp_path, op
         with pytest.raises(UserError) as error:
             load(tmp_path, lora_r=rank, **options)
         assert str(error.value).startswith(f"{tmp_path}: {says}") and "\n" not in str(error.value)
-    assert load(tmp_path, lora_r=4, lora_alpha=8, lora_target_modules="v_proj, q_proj").lora_settings.lora_alpha == 8
+    assert load(tmp_path, lora_r=4, lora_alpha=8, lora_target_modules="v_proj, q_proj").lora_settings.peft["lora_alpha"] == 8
 
 
 @pytest.mark.parametrize("changes, says", [
@@ -371,7 +370,7 @@ def test_the_values_of_an_adapter_config_are_checked(tiny, tmp_path, changes, sa
 
 
 def test_a_regular_expression_cannot_hang_the_program(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(lora, "MATCHING_SECONDS", 0.5)
+    monkeypatch.setattr(adapter_files, "MATCHING_SECONDS", 0.5)
     save_model(load(tiny, lora_r=4), tmp_path)
     edit_json(tmp_path / "adapter_config.json", target_modules=r"(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)\1\2\3\4\5\6\7\8_proj\1m")
     began = time.time()

@@ -45,7 +45,7 @@ def test_the_peak_of_the_log_probabilities_does_not_depend_on_the_vocabulary(mem
             num_key_value_heads=2, tie_word_embeddings=True)).save_pretrained(tmp_path)
         make_tiny()[1].save_pretrained(tmp_path)
         model = load(tmp_path, memory)
-        with Bytes("real") as count:
+        with Bytes("cpu") as count:
             count.hold([*model.parameters(), *model.buffers()])
             before = count.now
             gradients(model, torch.arange(600).view(2, 300))

@@ -50,7 +50,9 @@ def test_a_is_drawn_like_pefts_and_from_the_seed(tiny):
 
 def test_a_forward_is_w_x_plus_scale_b_a_x(tiny):
     for rslora, scale in ((False, 12 / 4), (True, 12 / math.sqrt(4))):
-        model = randomise(load(tiny, lora_r=4, lora_alpha=12, use_rslora=rslora))
+        model = load(tiny, train=False)
+        add_lora(model, 4, 12, use_rslora=rslora)
+        randomise(model)
         linear = model.model.layers[1].self_attn.q_proj
         x = torch.randn(3, 128)
         expected = F.linear(x, linear.weight + scale * linear.lora.B @ linear.lora.A, linear.bias)
@@ -190,8 +192,8 @@ def test_the_reference_of_a_fresh_adapter_is_the_base_model(tiny):
 
 # ---------------------------------------------------------------------------------------------------------------- PEFT
 @pytest.mark.parametrize("options", [
-    {"lora_r": 4}, {"lora_r": 3, "lora_alpha": 7, "use_rslora": True}, {"lora_r": 4, "lora_target_modules": "q_proj,v_proj", "lora_dropout": 0.1},
-    {"lora_r": 4, "lora_target_modules": r".*layers\.[02]\.mlp\.(up|down)_proj"}], ids=["all", "rslora", "names", "regex"])
+    {"lora_r": 4}, {"lora_r": 3, "lora_alpha": 7}, {"lora_r": 4, "lora_target_modules": "q_proj,v_proj", "lora_dropout": 0.1},
+    {"lora_r": 4, "lora_target_modules": r".*layers\.[02]\.mlp\.(up|down)_proj"}], ids=["all", "alpha", "names", "regex"])
 def test_peft_and_transformers_read_our_adapter(tiny, tmp_path, options):
     from peft import PeftModel
     model = randomise(load(tiny, **options))
@@ -202,9 +204,27 @@ def test_peft_and_transformers_read_our_adapter(tiny, tmp_path, options):
     native = peft_base(tiny)
     native.load_adapter(str(tmp_path))
     assert (logits_of(native.eval()) - expected).abs().max() == 0.0
-    assert torch.equal(logits_of(load(tmp_path, lora_r=4)), expected)  # and so do we
+    for again in ({"lora_r": 4}, options):  # and so do we, also with the flags of the first run
+        assert torch.equal(logits_of(load(tmp_path, **again)), expected)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == tiny
+
+
+def test_peft_reads_our_rslora_adapter(tiny, tmp_path):
+    from peft import PeftModel
+    model = load(tiny, train=False)
+    add_lora(model, 3, 7, use_rslora=True)
+    save_model(randomise(model), tmp_path)
+    expected = logits_of(model)
+    assert (logits_of(PeftModel.from_pretrained(peft_base(tiny), tmp_path)) - expected).abs().max() == 0.0
+    assert torch.equal(logits_of(load(tmp_path, lora_r=3)), expected)
+
+
+def test_a_model_without_linears_is_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=4))
+    with pytest.raises(UserError, match="no Linear called all-linear"):
+        add_lora(model, 2, 4)
 
 
 @pytest.mark.parametrize("options", [
@@ -280,7 +300,7 @@ def test_all_linear_is_the_text_layers_without_routers_and_head(make, adapted, t
     names = set(adapters(model))
     assert {name.rsplit(".", 1)[-1] for name in names} == adapted
     assert not any("vision" in name or "router" in name or "lm_head" in name for name in names)
-    targets = model.lora_settings.target_modules
+    targets = model.lora_settings.peft["target_modules"]
     theirs = get_peft_model(make(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets))
     found = {name.removeprefix("base_model.model.") for name, module in theirs.named_modules() if hasattr(module, "lora_A")}
     assert found == names  # what is saved names these Linears and no others

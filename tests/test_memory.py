@@ -11,8 +11,8 @@ from experiment.errors import UserError
 from llm.loading import load_model
 from llm.memory import SETTINGS, Techniques, techniques
 from llm.merge import merge
-from llm.optimizer import adamw
 from llm.quantization import Int8Embedding, Linear4bit
+from llm.training_state import adamw
 from lora import adapters
 
 
@@ -134,7 +134,7 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     assert any(linear.lora.B.abs().max() > 0 for linear in adapters(trained).values())
     merge(str(tmp_path / "grpo"), str(tmp_path / "merged"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
-    assert stock.dtype == torch.bfloat16 and not any("lora" in name for name in stock.state_dict())
+    assert stock.dtype == torch.float32 and not any("lora" in name for name in stock.state_dict())
     with torch.no_grad():
         expected, merged_into_base = (m(input_ids=IDS).logits.float().log_softmax(-1) for m in (played, stock.float()))
         original = AutoModelForCausalLM.from_pretrained(base).eval()

@@ -47,7 +47,7 @@ def test_a_4bit_model_is_the_stock_model_of_its_weights(family, int8_head, tmp_p
 
 
 def test_loading_holds_one_tensor_at_a_time(wide):
-    with Bytes("real") as count:
+    with Bytes("cpu") as count:
         model = load_model(wide, lora_r=4, memory=Techniques(load_in_4bit=True, int8_head=True), device="cpu")[0]
         held = count.now
     largest = max(t.nbytes for t in load_file(f"{wide}/model.safetensors").values())
