@@ -127,7 +127,10 @@ def new_tensors(func, args, kwargs):
     key = func, _shapes(args), _shapes(tuple(kwargs.items()))
     if key not in RESULTS:
         RESULTS[key] = func(*args, **kwargs)
-    return tree_map_only(torch.Tensor, _another, RESULTS[key])
+    results = RESULTS[key]
+    if isinstance(results, torch.Tensor):
+        return _another(results)
+    return tree_map_only(torch.Tensor, _another, results)
 
 
 def _another(tensor):
@@ -258,8 +261,11 @@ def _update(model, optimizer, work: Workload):
         # A real loss adds (rows, tokens) tensors, which are nothing beside the logits.
         (-new_logprobs.mean()).backward()
         del new_logprobs, entropy
-    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-    optimizer.step()
+    weights = optimizer.param_groups[0]["params"]
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    # AdamW on the host allocates nothing on the device.
+    if weights[0].device == model.device:
+        optimizer.step()
 
 
 def _rollout(model, work: Workload, steps: int):
