@@ -51,18 +51,22 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = kind_of(func)
+        first = args[0] if args else None
+        if isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        on_meta = isinstance(first, torch.Tensor) and first.is_meta
         if kind == "composite":
             # Inference mode does not decompose it.
             with self:
                 return func.decompose(*args, **kwargs)
-        if not on_meta(args):
-            results = func(*args, **kwargs)
-        elif kind == "in place":
+        if func is aten.copy_.default and args[1].is_meta:
+            # There are no numbers to copy to the host.
+            return first
+        if on_meta and kind == "in place":
             return args[0] if isinstance(args[0], torch.Tensor) else None
-        elif kind == "view":
+        if on_meta and kind == "view":
             return func(*args, **kwargs)
-        else:
-            results = new_tensors(func, args, kwargs)
+        results = new_tensors(func, args, kwargs) if on_meta else func(*args, **kwargs)
         self.hold(results if isinstance(results, (list, tuple)) else [results])
         return results
 
@@ -92,16 +96,6 @@ class Held:
         self.release()
 
 
-def on_meta(args) -> bool:
-    """True if one of the first two arguments is on the meta device, or begins with such a one."""
-    for argument in args[:2]:
-        if isinstance(argument, (list, tuple)) and argument:
-            argument = argument[0]
-        if isinstance(argument, torch.Tensor) and argument.is_meta:
-            return True
-    return False
-
-
 @cache
 def kind_of(func) -> str:
     """Return what an operation does: "composite" (of others), "in place", "view" or "new"."""
@@ -124,7 +118,7 @@ def new_tensors(func, args, kwargs):
         # Large tensors stay uninitialised: memory that nobody touches costs nothing.
         make = torch.zeros if args[0].numel() < 2**16 else torch.empty
         return make(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-    key = func, _shapes(args), _shapes(tuple(kwargs.items()))
+    key = func, *map(_shapes, args), *kwargs, *map(_shapes, kwargs.values())
     if key not in RESULTS:
         RESULTS[key] = func(*args, **kwargs)
     results = RESULTS[key]
