@@ -2,7 +2,7 @@
 
     python bench/learn_vs_trl.py                                  all arms, seeds 0, 1, 2
     python bench/learn_vs_trl.py --only ours,trl --seeds 3,4      more seeds of two arms
-    python bench/learn_vs_trl.py --only gradient --seeds 0        one identical multi-turn step
+    python bench/learn_vs_trl.py --only before,gradient --seeds 0 the start's exam; one same step
 
 Both sides start from the same taught model and the same fresh adapter, play the same tasks in the
 same order (8 tasks x 8 episodes a step), and have the same loss, learning rates, AdamW, clip range,
@@ -174,8 +174,11 @@ def worker(args):
     base = taught_base(args.out)
     folder = Path(args.out) / f"{arm}_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
+    from llm import load_model
     if arm == "gradient":
         return write_row(args, arm, seed, gradient(base, seed))
+    if arm == "before":
+        return write_row(args, arm, seed, exam(*load_model(base, train=False), args.tasks))
     clock = Clock()
     passes = 2 if arm.endswith("_two") else 1
     if arm.startswith("trl"):
@@ -184,7 +187,6 @@ def worker(args):
         adapter, rewards = train_ours(base, folder, seed, args.steps, passes)
     times = clock.read()
     from experiment.process import peak_memory_mb
-    from llm import load_model
     memory = round(peak_memory_mb())
     model, tokenizer = load_model(str(adapter), train=False)
     after = exam(model, tokenizer, args.tasks)
@@ -325,7 +327,7 @@ def summarize(rows) -> dict:
 
 
 def main(argv=None):
-    args = arguments(__doc__, (*ARMS, "gradient"), "learn_vs_trl", argv)
+    args = arguments(__doc__, (*ARMS, "before", "gradient"), "learn_vs_trl", argv)
     if args.worker:
         return worker(args)
     taught_base(args.out)
@@ -334,7 +336,7 @@ def main(argv=None):
     summary = summarize(rows)
     for arm, numbers in summary["arms"].items():
         print(f"{arm:12} {interval(numbers['success'])}  {numbers['cpu_seconds']['mean']:.0f} s")
-    report(args, "learn_vs_trl", **summary, rows=rows, gradient=read_rows(args, ["gradient"]))
+    report(args, "learn_vs_trl", **summary, rows=rows, **read_rows(args, ["before", "gradient"]))
 
 
 if __name__ == "__main__":

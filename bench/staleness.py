@@ -1,4 +1,4 @@
-"""How old may episodes be? Train on what the policy of k updates ago has played.
+"""How old may episodes be? Train on what the policy of k steps ago has played.
 
     python bench/staleness.py                                        all of it, seeds 0, 1, 2
     python bench/staleness.py --only plain_0,plain_8 --seeds 0       some runs
@@ -10,11 +10,12 @@ nothing else changes. Three objectives:
     plain      the clipped ratio of the policy to the old one that sampled
     truncated  `--importance_correction 2`: the clipped ratio is taken to the policy at the start of
                the step, and advantages are weighted by min(that policy / the sampler, 2)
-    decoupled  the same without a cap: the decoupled objective of AReaL, eq. 5 and 6. It is
+    decoupled  the same without a cap: the decoupled objective of AReaL. It is
                `--importance_correction` with a huge cap, grpo.py needs nothing for it
 
-A step has one update, so that an age of k is k updates. The rest is the tiny model's default: KL
-0.3, learning rate 2e-3. At age 0 the three are the same, and only `plain` is run.
+All else is the tiny model's default: KL 0.3, learning rate 2e-3, two updates a step, so that an age
+of k steps is 2k updates. A run is 25 steps, as in `tricks.py`. At age 0 the three differ by rounding
+alone, and only `plain` is run.
 """
 import sys
 from collections import deque
@@ -26,7 +27,9 @@ from bench.learning import (  # noqa: E402
     Clock, arguments, exam, interval, read_rows, report, run_missing, series, spread, taught_base,
     write_row)
 
-AGES = (0, 1, 2, 4, 8)
+STEPS = 25
+AGES = (0, 1, 2, 4, 8)  # in steps
+UPDATES_PER_STEP = 2
 NO_CAP = 1e9
 CORRECTIONS = {"plain": None, "truncated": 2.0, "decoupled": NO_CAP}
 RUNS = {f"{name}_{age}": (name, age) for age in AGES for name in CORRECTIONS
@@ -67,7 +70,7 @@ def worker(args):
     grpo.rollout = rollout_of(age)
     grpo.train(grpo.Config(
         model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
-        eval_tasks=0, overwrite=True, updates_per_step=1,
+        eval_tasks=0, overwrite=True, updates_per_step=UPDATES_PER_STEP,
         importance_correction=CORRECTIONS[name]))
     times = clock.read()
     model, tokenizer = load_model(str(folder), train=False)
@@ -93,13 +96,13 @@ def curve(summary, name) -> tuple[list[int], list[dict]]:
 
 def table(summary) -> str:
     """Return the table of bench/README.md."""
-    lines = ["| age in updates | " + " | ".join(CORRECTIONS) + " |", "|---" * 4 + "|"]
+    lines = ["| age in steps | in updates | " + " | ".join(CORRECTIONS) + " |", "|---" * 5 + "|"]
     for age in AGES:
         cells = []
         for name in CORRECTIONS:
             ages, points = curve(summary, name)
             cells.append(interval(points[ages.index(age)]["success"]) if age in ages else "not run")
-        lines.append(f"| {age} | " + " | ".join(cells) + " |")
+        lines.append(f"| {age} | {UPDATES_PER_STEP * age} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -115,7 +118,7 @@ def draw(summary, path):
         for age, point in zip(ages, points):
             seeds = point["by_seed"]
             plt.plot([age] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.5)
-    plt.xlabel("age of the episodes, in updates")
+    plt.xlabel("age of the episodes, in steps of two updates")
     plt.ylabel("success on held-out equations")
     plt.ylim(0, 1)
     plt.grid(alpha=0.3)
@@ -125,7 +128,7 @@ def draw(summary, path):
 
 
 def main(argv=None):
-    args = arguments(__doc__, RUNS, "staleness", argv)
+    args = arguments(__doc__, RUNS, "staleness", argv, steps=STEPS)
     if args.worker:
         return worker(args)
     taught_base(args.out)
