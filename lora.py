@@ -200,25 +200,34 @@ def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
     linears = linears_of(model)
     if targets == "all-linear":
-        text = set(model.get_decoder().modules())
-        names = [name for name, linear in linears.items()
-                 if linear in text and name.split(".")[-1] not in ROUTERS]
-        # PEFT finds exactly these Linears by the ends of their names, unless others end alike.
-        ends = {name.split(".")[-1] for name in names}
-        ambiguous = any(name.split(".")[-1] in ends for name in linears.keys() - set(names))
-        targets = sorted(names if ambiguous else ends)
-    chosen = {name: linear for name, linear in linears.items() if _ends_with(name, targets)}
-    unknown = [target for target in targets if not any(_ends_with(n, [target]) for n in chosen)]
+        targets = _text_targets(model, linears)
+    chosen, known = {}, set()
+    for name, linear in linears.items():
+        for target in targets:
+            if f".{name}".endswith(f".{target}"):
+                chosen[name] = linear
+                known.add(target)
+    unknown = [target for target in targets if target not in known]
     if unknown or not chosen:
-        known = ", ".join(sorted({name.split(".")[-1] for name in linears}))
+        ends = ", ".join(sorted({name.split(".")[-1] for name in linears}))
         raise UserError("--lora_target_modules: no Linear called "
-                        f"{', '.join(unknown) or 'all-linear'}; the model has: {known}")
+                        f"{', '.join(unknown) or 'all-linear'}; the model has: {ends}")
     return chosen, targets
 
 
-def _ends_with(name: str, targets) -> bool:
-    """True if the name of a module is one of the targets, or ends with a dot and one of them."""
-    return f".{name}".endswith(tuple(f".{target}" for target in targets))
+def _text_targets(model, linears) -> list:
+    """Return names by which PEFT finds the Linears of the text layers but no routers."""
+    text = set(model.get_decoder().modules())
+    names, ends, other_ends = [], set(), set()
+    for name, linear in linears.items():
+        end = name.split(".")[-1]
+        if linear in text and end not in ROUTERS:
+            names.append(name)
+            ends.add(end)
+        else:
+            other_ends.add(end)
+    # The ends of the names are enough, unless those of other Linears end alike.
+    return sorted(names if ends & other_ends else ends)
 
 
 def linears_of(model) -> dict:

@@ -18,16 +18,15 @@ def checkpoint_layers(model, offload: bool = False, stream: Stream | None = None
         stream: what brings a layer's weights before it runs, if layers are streamed
     """
     for i, layer in enumerate(layers_of(model)):
-        before = partial(stream.enter, i) if stream else None
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_checkpointed, before, offload)
+        layer._gradient_checkpointing_func = partial(_checkpointed, i, stream, offload)
 
 
-def _checkpointed(before, offload, run, hidden, *others):
-    """Run a layer as transformers calls it; `others` are its arguments that need no gradient."""
+def _checkpointed(i: int, stream, offload, run, hidden, *others):
+    """Run layer i as transformers calls it; `others` are its arguments that need no gradient."""
     def run_layer(hidden):
-        if before:
-            before()
+        if stream:
+            stream.enter(i)
         return run(hidden, *others)
     # Unlike torch's save_on_cpu, these copies do not wait for the layer's work on a GPU.
     to_device = partial(torch.Tensor.to, device=hidden.device, non_blocking=True)

@@ -302,7 +302,12 @@ def save_model(model, folder: str):
 
 def _quantization(chosen: Techniques) -> str:
     """Return how an adapter's file says that its base is stored; see `read_settings`."""
-    return ",".join(["nf4"] * chosen.load_in_4bit + ["int8"] * chosen.int8_head)
+    forms = []
+    if chosen.load_in_4bit:
+        forms.append("nf4")
+    if chosen.int8_head:
+        forms.append("int8")
+    return ",".join(forms)
 
 
 def load_weights(model, folder: str):

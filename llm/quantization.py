@@ -101,8 +101,9 @@ class Int8Table:
             exact = weight[rows].float()
             scale[rows] = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
             data[rows] = (exact / scale[rows]).round().to(torch.int8)
-        self.data = pinned(data) if on_host else data
-        self.scale = pinned(scale) if on_host else scale
+        if on_host:
+            data, scale = pinned(data), pinned(scale)
+        self.data, self.scale = data, scale
 
     def rows(self, index, device):
         """Return rows (N, D) in the model's dtype. `index` is a slice, or ids (N,)."""

@@ -73,7 +73,8 @@ def fill(model, read, device, chosen: Techniques):
     host = torch.device("meta" if device.type == "meta" else "cpu")
     streamed, table = set(), None
     if chosen.stream_layers:
-        streamed = {module for layer in layers_of(model) for module in layer.modules()}
+        for layer in layers_of(model):
+            streamed.update(layer.modules())
     keys_of = defaultdict(list)
     for key in model.state_dict():
         keys_of[key.rpartition(".")[0]].append(key)
@@ -87,8 +88,9 @@ def fill(model, read, device, chosen: Techniques):
         tensors = {}
         for key in keys:
             tensor = read(key).to(quantize_on)
-            leaf = key.rpartition(".")[2]
-            tensors[leaf] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                tensor = tensor.to(model.dtype)
+            tensors[key.rpartition(".")[2]] = tensor
         if in_table:
             table = Int8Table(tensors["weight"], on_host=chosen.stream_layers)
             if module is embedding:
