@@ -132,6 +132,8 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     trained = load_model(str(tmp_path / "grpo"), lora_r=16, device="cpu")[0]
     assert all(sum(isinstance(m, Linear4bit) for m in model.modules()) == 28 for model in (played, trained))
     assert any(linear.lora.B.abs().max() > 0 for linear in adapters(trained).values())
+    whole = load_model(str(tmp_path / "grpo"), device="cpu")[0]  # all weights train from there, in float32
+    assert {(type(m).__name__, m.weight.dtype, m.weight.requires_grad) for m in whole.modules() if isinstance(m, torch.nn.Linear)} == {("Linear", torch.float32, True)}
     merge(str(tmp_path / "grpo"), str(tmp_path / "merged"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
     assert stock.dtype == torch.float32 and not any("lora" in name for name in stock.state_dict())
