@@ -74,17 +74,23 @@ def worker(args):
         importance_correction=CORRECTIONS[name]))
     times = clock.read()
     model, tokenizer = load_model(str(folder), train=False)
-    metrics = "reward", "kl", "grad_norm", "approx_kl", "clip_low", "clip_high"
+    metrics = "reward", "kl", "grad_norm", "first_log_ratio", "clip_low", "clip_high"
     write_row(args, run, seed, {
         **exam(model, tokenizer, args.tasks), **times,
         **{metric: series(folder, metric) for metric in metrics}})
 
 
 def summarize(rows) -> dict:
-    """Return success of every objective and age."""
-    return {run: {"success": spread([row["success"] for row in by_seed.values()]),
-                  "by_seed": [row["success"] for row in by_seed.values()]}
-            for run, by_seed in rows.items()}
+    """Return success of every objective and age, and its difference to age 0, seed by seed."""
+    summary, fresh = {}, rows.get("plain_0", {})
+    for run, by_seed in rows.items():
+        summary[run] = {"success": spread([row["success"] for row in by_seed.values()]),
+                        "by_seed": [row["success"] for row in by_seed.values()]}
+        seeds = sorted(by_seed.keys() & fresh.keys())
+        if seeds and run != "plain_0":
+            summary[run]["minus_age_0"] = spread(
+                [by_seed[seed]["success"] - fresh[seed]["success"] for seed in seeds])
+    return summary
 
 
 def curve(summary, name) -> tuple[list[int], list[dict]]:
@@ -100,8 +106,9 @@ def table(summary) -> str:
     for age in AGES:
         cells = []
         for name in CORRECTIONS:
-            ages, points = curve(summary, name)
-            cells.append(interval(points[ages.index(age)]["success"]) if age in ages else "not run")
+            numbers = summary.get(f"{name}_{age}")
+            without = "not run" if f"{name}_{age}" in RUNS else "as plain"
+            cells.append(interval(numbers["success"]) if numbers else without)
         lines.append(f"| {age} | {UPDATES_PER_STEP * age} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -114,7 +121,10 @@ def draw(summary, path):
     plt.figure(figsize=(6, 3.6))
     for name in CORRECTIONS:
         ages, points = curve(summary, name)
-        line, = plt.plot(ages, [point["success"]["mean"] for point in points], label=name)
+        if max(ages, default=0) == 0:
+            continue
+        means = [point["success"]["mean"] for point in points]
+        line, = plt.plot(ages, means, "x-", label=name)
         for age, point in zip(ages, points):
             seeds = point["by_seed"]
             plt.plot([age] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.5)
@@ -122,7 +132,8 @@ def draw(summary, path):
     plt.ylabel("success on held-out equations")
     plt.ylim(0, 1)
     plt.grid(alpha=0.3)
-    plt.legend()
+    if plt.gca().lines:
+        plt.legend()
     plt.tight_layout()
     plt.savefig(path, dpi=120)
 
