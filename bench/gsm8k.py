@@ -5,14 +5,14 @@
     python bench/gsm8k.py --stages sft grpo_0               some of them; the others are read where they are done
 
 Stages: `sft` (the written solutions as tool calls), `grpo_S` (from there, seed S), `test_untrained`, `test_sft`,
-`test_grpo_S` (held-out problems: samples at temperature 1, and greedy), `talk_grpo_S` (a chat about ten held-out
-problems). A stage that was stopped continues where it was. SmolLM2-135M gets the short chat template of the tiny
-model, as in bench/real_model.py: tools as text would take a third of every episode.
+`test_grpo_S` (held-out problems: samples at temperature 1, and greedy), `talk_sft`, `talk_grpo_0` (a chat about ten
+held-out problems). A stage that was stopped continues where it was. SmolLM2-135M gets the tiny model's short chat
+template, as in bench/real_model.py: tools as text would take a third of every episode.
 
 GRPO trains on problems of at most --calculations calculations, and replaces groups in which all episodes or none are
 right: with few successes most groups would teach nothing.
 
-Writes bench/results/gsm8k.json and gsm8k_talk.txt; the last line is JSON.
+Writes bench/results/gsm8k.json and gsm8k_talk_NAME.txt; the last line is JSON.
 """
 import argparse
 import datetime
@@ -97,7 +97,7 @@ def talk(args, name):
         [sys.executable, "agent.py", "--model_path", str(args.out / name), "--env", "gsm8k", "--dataset",
          str(args.data / "test.jsonl"), "--temperature", "0", "--seed", "1", *LENGTHS],
         input="\n" * 10, text=True, capture_output=True, check=True, cwd=ROOT)
-    (RESULTS / "gsm8k_talk.txt").write_text(done.stdout, encoding="utf-8")
+    (RESULTS / f"gsm8k_talk_{name}.txt").write_text(done.stdout, encoding="utf-8")
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
@@ -155,7 +155,8 @@ def main():
     for name, seed in zip(runs, args.seeds):
         stages[name] = lambda seed=seed: grpo(args, seed)
         stages[f"test_{name}"] = lambda name=name: test(args, name)
-    stages[f"talk_{runs[0]}"] = lambda: talk(args, runs[0])
+    for name in ("sft", runs[0]):
+        stages[f"talk_{name}"] = lambda name=name: talk(args, name)
     for name in args.stages or stages:
         stages[name]()
     result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
