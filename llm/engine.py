@@ -197,16 +197,14 @@ class Engine:
         half = len(rows) // 2
         if half and len(rows) * width > LONG:
             return torch.cat([self.run(rows[:half]), self.run(rows[half:])])
-        slots, starts, ids, last = [], [], [], []
-        for row in rows:
-            slots.append(row.slot)
-            starts.append(row.length)
-            ids.append(row.pending + [0] * (width - len(row.pending)))
-            last.append(len(row.pending) - 1)
-            row.length += len(row.pending)
-        self.cache.prepare(slots, starts, width)
-        hidden = self.forward(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
-        return self.forward.head(hidden[range(len(rows)), last])
+        counts = [len(row.pending) for row in rows]
+        self.cache.prepare([row.slot for row in rows], [row.length for row in rows], counts)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, :counts[i]] = torch.tensor(row.pending)
+            row.length += counts[i]
+        hidden = self.forward(ids.to(self.device), self.cache)  # (R, C, D)
+        return self.forward.head(hidden[range(len(rows)), [count - 1 for count in counts]])
 
     def sample(self, rows: list[Row], logits):
         """Draw a token for every row from its logits (R, V)."""

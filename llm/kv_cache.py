@@ -41,20 +41,21 @@ class RowCache:
         self.device = device
         self.sdpa = device.type == "cuda"
 
-    def prepare(self, slots: list[int], starts: list[int], width: int):
-        """Make the next pass write `width` tokens per row, from position `starts`.
+    def prepare(self, slots: list[int], starts: list[int], counts: list[int]):
+        """Make the next pass write `counts` tokens per row, from position `starts`.
 
-        Shorter rows are padded on the right. The padding is stored like tokens, at positions that
-        no query looks at before the row's own next tokens are written there. If the rows have the
-        first slots in order, they are read without a copy.
+        Shorter rows are padded on the right to the width of the longest. The padding is stored like
+        tokens, at positions that no query looks at before the row's own next tokens are written
+        there, or at the last position, which is kept free of tokens. If the rows have the first
+        slots in order, they are read without a copy.
         """
-        self.reserve(max(starts) + width)
+        self.reserve(1 + max(start + count for start, count in zip(starts, counts)))
         index = torch.tensor(slots, device=self.device)
         first_slots = slots == list(range(len(slots)))
         self.read = slice(0, len(slots)) if first_slots else index
         start = torch.tensor(starts, device=self.device)[:, None]
-        position = start + torch.arange(width, device=self.device)
-        self._write(index, position, self.capacity)
+        position = start + torch.arange(max(counts), device=self.device)
+        self._write(index, position.clamp(max=self.capacity - 1), self.capacity)
 
     def prepare_step(self, position, span: int):
         """Make the next pass write one token for each of the first R rows, at `position` (R,).
