@@ -6,7 +6,7 @@
 The ids of a trajectory are what the model saw and sampled, in that order. They are never decoded
 and encoded again.
 
-    python agent.py --model_path runs/grpo          chat with the agent; its tool calls are shown
+    python agent.py --model_path runs/grpo          chat with the agent (envs/talk.py)
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
@@ -43,7 +43,7 @@ class Trajectory:
     loss_mask: list[int] = field(default_factory=list)  # 1 exactly where the policy sampled
     logprobs: list[float] = field(default_factory=list)  # nats, under the sampler; 0.0 if masked
     rewards: list[float] = field(default_factory=list)  # one per assistant turn
-    reward: float = 0.0  # their sum; not a number if nothing can be learned from it
+    reward: float = 0.0  # their sum; NaN if it is not finite, which skips the whole step
     reward_parts: dict[str, float] = field(default_factory=dict)
     group_id: str = ""  # which task instance, never the prompt's text
     stop_reason: str = ""  # "done", "malformed", "error", or the name of the limit that ended it
@@ -52,7 +52,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """True if a limit on tokens cut a turn or the episode."""
+        """True if --max_new_tokens cut a turn or --max_tokens the episode."""
         return self.stop_reason in ("max_new_tokens", "max_tokens")
 
     def to_json(self) -> dict:
@@ -74,7 +74,10 @@ class Trajectory:
 # -------------------------------------------------------------------------------- one episode
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of an episode. Reaching one ends it with the stop_reason of the same name."""
+    """Budgets of an episode. Reaching one ends it with the stop_reason of the same name.
+
+    The first three are flags. An environment's `limits` may state any but the first.
+    """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
     max_new_tokens: int = 256  # sampled tokens of one turn
@@ -387,19 +390,24 @@ def without_faults(trajectories: list[Trajectory]) -> list[Trajectory]:
     return [t for t in trajectories if t.stop_reason != "error"]
 
 
-def scale_rewards(trajectories: list[Trajectory], scaling: float, bias: float):
+def shift_and_scale(trajectories: list[Trajectory], scaling: float, bias: float):
     """Set reward = (reward - bias) x scaling; the turns share the bias equally."""
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
         t.reward = math.fsum(t.rewards)
 
 
+def limits_of(config, env: str | None) -> Limits:
+    """Return the limits that a Config names, and for the rest those that its environment states."""
+    limits = envs.limits(env) if env else {}
+    limits |= {"max_new_tokens": config.max_new_tokens, "max_tokens": config.max_tokens}
+    return Limits(config.max_turns, **limits)
+
+
 def rollout_options(config) -> dict:
     """Return the arguments of `rollout` that a Config names."""
-    timeout = envs.limits(config.env)["tool_timeout"]
-    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens,
-                    tool_timeout=timeout)
-    return {"limits": limits, "temperature": config.temperature, "seed": config.seed}
+    return {"limits": limits_of(config, config.env), "temperature": config.temperature,
+            "seed": config.seed}
 
 
 # --------------------------------------------------------------------- episodes in numbers
@@ -418,7 +426,10 @@ def collate(trajectories: list[Trajectory], device="cpu"):
 
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
              **options) -> dict:
-    """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it."""
+    """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.
+
+    An episode that its environment broke counts as a failure.
+    """
     if not tasks:
         return {}
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, **options)

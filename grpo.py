@@ -9,8 +9,8 @@ micro-batch.
     python grpo.py                            the tiny model, from nothing, in four minutes on a CPU
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
-Shapes: B sequences of T tokens, b and t in a micro-batch; N rewards. Column t of a (B, T) tensor
-belongs to token t. A mask is 1 exactly where the policy sampled the token.
+Shapes: B sequences of T tokens; a micro-batch has fewer of both, (b, t); N rewards. Column t of a
+(B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token.
 """
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 import envs
-from agent import collate, evaluate, rollout, rollout_options, scale_rewards, without_faults
+from agent import collate, evaluate, rollout, rollout_options, shift_and_scale, without_faults
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, group_shares, main,
                         summarise)
@@ -63,9 +63,10 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     return advantages
 
 
-# To add an advantage estimator, write a credit function. It takes the turns' rewards (B lists) and
-# B group ids, and returns one advantage per turn, episode after episode. Its options are those of
-# `group_advantages`, where a new baseline or divisor belongs.
+# To add an advantage estimator, write a credit function and put it into `CREDITS`. It takes the
+# turns' rewards (B lists) and B group ids, and returns one advantage per turn, episode after
+# episode. Its options, of which `train` always gives `scale`, are those of `group_advantages`,
+# where a new baseline or divisor belongs.
 def episode_credit(turn_rewards, group_ids, **options):
     """Give all turns their episode's advantage: what papers call GRPO (section 4.1.2)."""
     totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
@@ -90,8 +91,8 @@ def process_credit(turn_rewards, group_ids, **options):
     """Normalize all turn rewards of a group, and sum a turn's and all later ones (section 4.1.3).
 
     Beware where the reward comes at the end: every turn before it then counts -mean / std, so that
-    each further turn costs, however correct it is. Eight correct episodes of three turns get 0,
-    0.69 and 1.38, so the policy learns to call no tools.
+    each further turn costs, however correct it is. In eight correct episodes of three turns the
+    first call gets 0, the second 0.69 and the answer 1.38: the policy learns to answer at once.
     """
     flat, owners = [], []
     for group, rewards in zip(group_ids, turn_rewards):
@@ -166,7 +167,7 @@ def sequence_sum(x, mask, counts):
 
 
 def token_mean(x, mask, counts):
-    """Mean over all tokens of the step, as in TRL. (DAPO eq. 8 and CISPO: of each group.)"""
+    """Mean over all tokens of the step, as in TRL. DAPO eq. 8 and CISPO take it over each group."""
     return masked(x, mask).sum() / counts.tokens
 
 
@@ -256,8 +257,8 @@ def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask,
     """Return the loss and the metrics of a micro-batch, which add up to the step's.
 
     logprobs, old_logprobs, advantages, mask: (B, T). kl_penalty: kl_coef x `kl_estimate` (B, T),
-    which shares the normalizer. hyper: the clip range, and default arguments of the surrogate. The
-    metrics are means over tokens: the ratio, k3 of KL(old || policy), what the surrogate logs.
+    which shares the normalizer. hyper: the clip range, and what else the surrogate takes by name.
+    The metrics are means over tokens: the ratio, k3 of KL(old || policy), what the surrogate logs.
     """
     log_ratio = masked(logprobs - old_logprobs, mask)
     token_loss, to_log = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
@@ -268,6 +269,7 @@ def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask,
     return normalizer(token_loss + kl_penalty, mask, counts), metrics
 
 
+# A surrogate's other settings are bound here: partial(policy_loss, partial(cispo, clip_max=4), ...)
 LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_penalty, **hyper)
     "grpo": partial(policy_loss, clipped, sequence_mean),  # arXiv 2402.03300 eq. 3
     "dapo": partial(policy_loss, clipped, token_mean),  # arXiv 2503.14476 eq. 8
@@ -279,8 +281,8 @@ LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_pena
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
 # Clip ranges and scales of the papers, which --loss or --credit alone selects. Not set: GRPO's KL
-# (0.04), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99) and its overlong
-# penalty.
+# (--kl_coef 0.04 --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01
+# --success_rate_ub 0.99) and its overlong penalty.
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
@@ -297,6 +299,11 @@ MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate ban
 
 
 # ----------------------------------------------------------------------------------------- config
+def lower_clip(config):
+    """as clip_eps_low"""
+    return config.clip_eps_low
+
+
 # The default of an `auto` field depends on the loss, the model or the environment: see `settle`.
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
@@ -311,8 +318,9 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     credit: str = flag("episode", "how rewards become advantages", choices=tuple(CREDITS))
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
-    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this", above=0, aliases=("clip_eps",))
-    clip_eps_high: float | None = auto(0.2, "ratio up to 1 + this; none for cispo, sapo, vespo",
+    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this; cispo, sapo and vespo ignore it",
+                                      above=0, aliases=("clip_eps",))
+    clip_eps_high: float | None = auto(lower_clip, "ratio up to 1 + this; they ignore it too",
                                        above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
     kl_estimator: str = flag("k3_ratio", "k1 goes into the reward, the others into the loss",
@@ -371,7 +379,8 @@ def collect_groups(play, tasks, config, step, run):
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
-    All tensors are (B, T). Returns the loss and the metrics, which add up to the step's.
+    The entropy is a mean over tokens, whatever the loss's normalizer. All tensors are (B, T).
+    Returns the loss and the metrics, which add up to the step's.
     """
     kl = torch.zeros_like(logprobs)
     if config.kl_coef:
@@ -380,9 +389,9 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     loss, metrics = LOSSES[config.loss](
         logprobs, old_logprobs, advantages, mask, counts, kl_penalty,
         clip_eps_low=config.clip_eps_low, clip_eps_high=config.clip_eps_high)
-    entropy = token_mean(entropy, mask, counts)
-    loss = loss - config.entropy_coef * entropy
-    metrics |= {"loss": loss, "entropy": entropy, "kl": token_mean(kl, mask, counts),
+    mean_entropy = token_mean(entropy, mask, counts)
+    loss = loss - config.entropy_coef * mean_entropy
+    metrics |= {"loss": loss, "entropy": mean_entropy, "kl": token_mean(kl, mask, counts),
                 "advantage_abs": token_mean(advantages.abs(), mask, counts)}
     return loss, metrics
 
@@ -390,7 +399,8 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 def rescore(config, model, start_policy, batch, token_ids, mask, run):
     """Return the tokens' log-probs under the reference and under the trainer, (B, T) each.
 
-    Zeros stand for what no option asks for.
+    The trainer is the policy that sampled, but computed by the forward pass of the updates. Zeros
+    stand for what no option asks for.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     scoring = model, token_ids, mask, config.temperature, run, batch
@@ -422,13 +432,15 @@ def train(config: Config) -> dict:
     test = partial(evaluate, model, tokenizer, config.env, held_out, step=-1, **options)
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
 
-    with run:  # Whatever ends the loop, the last whole step is saved.
+    # A signal, or an error before a step's update, saves the last whole step.
+    with run:
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each task, every token with its log-probability.
             trajectories = collect_groups(play, tasks, config, step, run)
             if not run.accept_rewards(trajectories):
                 continue
-            scale_rewards(trajectories, config.reward_scaling, config.reward_bias)
+            # From here on rewards are scaled, in the logs too; those of evaluations are not.
+            shift_and_scale(trajectories, config.reward_scaling, config.reward_bias)
             run.log(**summarise(trajectories), merge_kept=merge_kept(model))
             run.log_episodes(trajectories)
             batch = cheapest_order(trajectories, config.batch_size)
@@ -460,7 +472,7 @@ def train(config: Config) -> dict:
                 totals = Counter()  # its update() adds
                 # The adapter is merged as in the rollout, so that both round alike.
                 with merged(model, update=True):
-                    for rows in run.micro_batches(batch, step, update):  # and their columns
+                    for rows in run.micro_batches(batch, step, update):  # (rows, columns)
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
                         loss, metrics = total_loss(
@@ -476,7 +488,7 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step > 1):
                     optimizer.step()
                 optimizer.zero_grad()
-                # The policy is still the old one: these are 1 and 0, up to rounding.
+                # The policy is still the old one: without dropout these are 1 and 0.
                 if update == 0:
                     run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update

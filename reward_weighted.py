@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 import envs
-from agent import (Trajectory, collate, evaluate, rollout, rollout_options, scale_rewards,
+from agent import (Trajectory, collate, evaluate, rollout, rollout_options, shift_and_scale,
                    without_faults)
 from envs.demonstrations import default_env, read_trajectories
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
@@ -261,7 +261,7 @@ def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
                             f"rewards, but {turns} turns in its loss_mask; use --weight_per "
                             "episode")
         reward = (t.reward - config.reward_bias) * config.reward_scaling
-        scale_rewards([t], config.reward_scaling, config.reward_bias)
+        shift_and_scale([t], config.reward_scaling, config.reward_bias)
         # A file may state another reward than the sum of its turns'.
         t.reward = reward
     if config.baseline == "group" and config.min_reward is None:
@@ -303,7 +303,7 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     episodes = without_faults(play(round_tasks, config.group_size, step=step))
     if not run.accept_rewards(episodes):
         return []
-    scale_rewards(episodes, config.reward_scaling, config.reward_bias)
+    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
     run.log(**summarise(episodes))
     run.log_episodes(episodes)
     return episodes
@@ -348,7 +348,8 @@ def train(config: Config) -> dict:
     play = partial(rollout, model, tokenizer, config.env, **options)
     test = partial(evaluate, model, tokenizer, config.env, held_out, step=-1, **options)
 
-    with run:  # Whatever ends the loop, the last whole round is saved.
+    # A signal, or an error in a round, saves the last whole round.
+    with run:
         for step in run.steps(config.max_steps, TrainingState(model, tokenizer, optimizer), test):
             # 1. Episodes: group_size of each task, played by the policy as it is; or the file's.
             episodes = data or collect(play, tasks, config, step, run)

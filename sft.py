@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 import envs
-from agent import Limits, collate, evaluate
+from agent import collate, evaluate, limits_of
 from envs.demonstrations import (EXPECTED, Encoder, default_env, describe, imitates_rows,
                                  read_demonstrations, read_trajectories, registered_envs, split)
 from envs.expert import demonstrate
@@ -150,8 +150,7 @@ def played(config, tokenizer, split_name, n, seen=()):
         print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
     tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(tasks)]
-    limits = Limits(config.max_turns, max_tokens=config.max_tokens)
-    return demonstrate(tokenizer, config.env, tasks, limits)
+    return demonstrate(tokenizer, config.env, tasks, limits_of(config, config.env))
 
 
 def drop_long(episodes, max_tokens):
@@ -185,9 +184,8 @@ def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> di
         token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
         total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
         tokens += loss_mask.sum().item()
-    limits = Limits(config.max_turns, config.max_new_tokens, config.max_tokens)
-    metrics = evaluate(model, tokenizer, env, tasks, limits=limits, seed=config.seed, step=-1,
-                       run=run)
+    metrics = evaluate(model, tokenizer, env, tasks, limits=limits_of(config, env),
+                       seed=config.seed, step=-1, run=run)
     if tokens:
         metrics["loss"] = total / tokens
     return metrics

@@ -26,14 +26,14 @@ SHUFFLED = """
 import random, sys
 import grpo
 from experiment.program import main
-whole = grpo.scale_rewards
+whole = grpo.shift_and_scale
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)
     paid = [t.reward for t in trajectories]
     random.Random(repr(paid)).shuffle(paid)
     for t, reward in zip(trajectories, paid):
         t.rewards, t.reward = [0.0] * (len(t.rewards) - 1) + [reward], reward
-grpo.scale_rewards = shuffled
+grpo.shift_and_scale = shuffled
 main(grpo.Config, grpo.train, "")
 """
 

@@ -9,8 +9,8 @@ the total of the episode. All else is optional and invisible to TRL:
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
     limits                      attribute of the class: recommended lengths, such as
-                                {"max_new_tokens": 512, "max_tokens": 2048}, and "tool_timeout",
-                                the seconds that one call may take
+                                {"max_new_tokens": 512, "max_tokens": 2048}, and whatever else
+                                `agent.Limits` holds, such as "max_tool_tokens"
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError
     _reply(text)                the model answered without a tool: a user message to continue
@@ -48,7 +48,8 @@ ENVS = {
     "meetings": "envs.meetings:Meetings",
 }
 # Where an environment states no `limits`.
-LIMITS = {"max_new_tokens": 256, "max_tokens": 2048, "tool_timeout": 10.0}
+LIMITS = {"max_new_tokens": 256, "max_tokens": 2048, "max_tool_calls": 32, "max_tool_tokens": 512,
+          "tool_timeout": 10.0}
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -123,7 +124,7 @@ def _import_file(path: str):
 
 
 def limits(env_names: str) -> dict:
-    """Return the lengths and the time-out that the environments ("a,b") recommend.
+    """Return the limits of an episode that the environments ("a,b") recommend.
 
     Of several environments the largest. LIMITS holds what one gets that states none.
     """
@@ -304,11 +305,14 @@ def train_and_held_out(config) -> tuple[list[dict], list[dict]]:
 def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
     """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
 
-    The first `tasks_per_step` are the epoch's next tasks in shuffled order; more are drawn at
-    random.
+    The first `tasks_per_step` are the epoch's next tasks in shuffled order, and where it ends, the
+    first ones of the next epoch; more are drawn at random.
     """
     if first:
         return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
-    epoch, place = divmod(step * tasks_per_step, len(tasks))
-    order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
-    return [tasks[order[(place + k) % len(tasks)]] for k in range(n)]
+    drawn = []
+    for number in range(step * tasks_per_step, step * tasks_per_step + n):
+        epoch, place = divmod(number, len(tasks))
+        order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
+        drawn.append(tasks[order[place]])
+    return drawn

@@ -125,6 +125,7 @@ class Equations:
             terms: the number, such as 4
         """
         number = parse_number(terms)
+        # Zero stays zero, which _multiply refuses.
         return self._multiply(number and 1 / number)
 
     def identify_operation(

@@ -71,12 +71,12 @@ def fill(config, *tables):
     unset = [name for name in flags if flags[name].auto and getattr(config, name) is None]
     config = dataclasses.replace(config, **{name: given[name] for name in unset if name in given})
     # Stated defaults come last because they may be functions of the other values.
-    stated = {}
     for name in unset:
         if getattr(config, name) is None:
             default = flags[name].default
-            stated[name] = default(config) if callable(default) else default
-    return dataclasses.replace(config, **stated)
+            value = default(config) if callable(default) else default
+            config = dataclasses.replace(config, **{name: value})
+    return config
 
 
 @dataclass
@@ -193,9 +193,9 @@ class RolloutFlags:
                            aliases=("samples_per_prompt", "num_samples", "num_generations"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)
     max_new_tokens: int | None = auto(
-        128, "tokens per turn, unless the environment states it", low=1)
+        256, "tokens per turn, unless the environment states it", low=1)
     max_tokens: int | None = auto(
-        1024, "tokens per episode with prompt and tool results, unless the environment states it",
+        2048, "tokens per episode with prompt and tool results, unless the environment states it",
         low=8, aliases=("max_length",))
     max_turns: int | None = flag(
         None, "assistant turns per episode; default: what the environment states", low=1)
@@ -217,7 +217,7 @@ class TrainingFlags:
     gradient_accumulation_steps: int | None = flag(
         None, "forward passes of one update; default: what the step needs", low=1)
     num_epochs: int = flag(1, "passes over the data", low=1, aliases=("total_epochs",))
-    max_steps: int | None = flag(None, "optimizer steps; overrides num_epochs", low=0)
+    max_steps: int | None = flag(None, "steps of the training loop; overrides num_epochs", low=0)
 
 
 @dataclass(kw_only=True)

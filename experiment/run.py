@@ -296,6 +296,7 @@ class Run:
     def accept_rewards(self, episodes):
         """Return True if there are episodes with finite rewards, else the step is to be skipped."""
         if not episodes:
+            print(f"step {self.step}: there is no episode to learn from: skipped")
             return False
         for t in episodes:
             if not math.isfinite(t.reward):

@@ -27,7 +27,7 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     """Return log pi(token t | tokens before t) and the policy's entropy there, in nats.
 
     Column t belongs to token t and is predicted from column t - 1; column 0 is 0.0. The head runs
-    on masked positions only. No attention mask is needed, because causal attention cannot see
+    only where the mask is 1. No attention mask is needed, because causal attention cannot see
     padding on the right.
 
     Args:
