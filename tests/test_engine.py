@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import lora
 from bench.completions import generate
 from llm.engine import Engine, Row
+from llm.kv_cache import RowCache
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 from llm.static_engine import make_engine
@@ -297,6 +298,17 @@ def test_the_cache_grows_beyond_its_first_size(name):
     model = build(name)
     played, engine = play(model, [(ids_of(50, 1), 0, [ids_of(70, 2)]), (ids_of(3, 3), 1, [ids_of(1, 4)])], slots=2, limit=40)
     assert engine.cache.capacity > 128 and engine.cache.capacity % 32 == 0
+    assert recomputed(model, played).max() < 1e-4
+
+
+def test_the_cache_has_room_for_tokens_and_not_for_padding():
+    """A long row that gets one token beside a prompt of 90: padded to 90, it would reach 190."""
+    cache = RowCache(1, 2, torch.device("cpu"))
+    cache.prepare([0, 1], [100, 0], [1, 90])
+    assert cache.capacity == 128 and cache.position.shape == (2, 90) and cache.position.max() == 127
+    model, rows = build("qwen2"), [(ids_of(100, 1), 0, [ids_of(1, 2)]), (ids_of(3, 3), 1, [ids_of(90, 4)])]
+    played, engine = play(model, rows, slots=2, limit=4)
+    assert engine.cache.capacity == 128
     assert recomputed(model, played).max() < 1e-4
 
 

@@ -205,9 +205,9 @@ def test_data_names_registered_environments_only(tmp_path):
 
 
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):
-    assert envs.limits("gsm8k") == {"max_new_tokens": 512, "max_tokens": 2048, "tool_timeout": 10.0}
+    assert envs.limits("gsm8k") == {**envs.LIMITS, "max_new_tokens": 512, "max_tokens": 2048}
     assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.lengths("equations")["max_new_tokens"] == 64
-    cases = [("{}", envs.LIMITS), ("{'tool_timeout': 60}", {**envs.LIMITS, "tool_timeout": 60}), ("{'max_token': 5}", None), ("{'max_tokens': 0}", None), ("{'max_tokens': '9'}", None)]
+    cases = [("{}", envs.LIMITS), ("{'tool_timeout': 60}", {**envs.LIMITS, "tool_timeout": 60}), ("{'max_tool_tokens': 9}", {**envs.LIMITS, "max_tool_tokens": 9}), ("{'max_token': 5}", None), ("{'max_tokens': 0}", None), ("{'max_tokens': '9'}", None)]
     for n, (stated, wanted) in enumerate(cases):
         (tmp_path / f"my{n}.py").write_text(CONTRACT + f"    limits = {stated}\n")
         name = f"{tmp_path / f'my{n}.py'}:Environment"
