@@ -197,13 +197,15 @@ class Engine:
         half = len(rows) // 2
         if half and len(rows) * width > LONG:
             return torch.cat([self.run(rows[:half]), self.run(rows[half:])])
-        counts = [len(row.pending) for row in rows]
-        self.cache.prepare([row.slot for row in rows], [row.length for row in rows], counts)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, :counts[i]] = torch.tensor(row.pending)
-            row.length += counts[i]
-        hidden = self.forward(ids.to(self.device), self.cache)  # (R, C, D)
+        slots, starts, counts, ids = [], [], [], []
+        for row in rows:
+            slots.append(row.slot)
+            starts.append(row.length)
+            counts.append(len(row.pending))
+            ids.append(row.pending + [0] * (width - len(row.pending)))
+            row.length += len(row.pending)
+        self.cache.prepare(slots, starts, counts)
+        hidden = self.forward(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
         return self.forward.head(hidden[range(len(rows)), [count - 1 for count in counts]])
 
     def sample(self, rows: list[Row], logits):
