@@ -84,11 +84,16 @@ def test(args, name):
     path = args.out / ("model" if name == "untrained" else name)
     for mode, words in {"sampled": ["--group_size", args.samples], "greedy": ["--temperature", 0]}.items():
         episodes = args.out / f"{name}_{mode}.jsonl"
-        if not episodes.exists():
+        if not is_played(episodes):
             # All rows of the file are held-out problems, so "train" takes them all.
             words = ["agent.py", "--model_path", path, "--env", "gsm8k", "--dataset", args.data / "test.jsonl",
                      "--split", "train", "--num_tasks", args.problems, *LENGTHS, "--output", episodes, *words]
             subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def is_played(episodes):
+    """True if a file of episodes is there. agent.py makes it at the start and fills it at the end."""
+    return episodes.exists() and episodes.stat().st_size > 0
 
 
 def talk(args, name):
@@ -114,7 +119,7 @@ def figures(args, name):
     from agent import Trajectory
     from experiment.episodes import pass_at_k, summarise
     files = [args.out / f"{name}_{mode}.jsonl" for mode in ("sampled", "greedy")]
-    if not all(file.exists() for file in files):
+    if not all(map(is_played, files)):
         return None
     sampled, greedy = ([Trajectory.from_json(json.loads(line)) for line in open(file)] for file in files)
     groups = {}
