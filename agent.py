@@ -391,7 +391,10 @@ def without_faults(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 
 def shift_and_scale(trajectories: list[Trajectory], scaling: float, bias: float):
-    """Set reward = (reward - bias) x scaling; the turns share the bias equally."""
+    """Set reward = (reward - bias) x scaling; the turns share the bias equally.
+
+    The logs of training hold these rewards, evaluations hold the environment's.
+    """
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
         t.reward = math.fsum(t.rewards)

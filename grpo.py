@@ -439,7 +439,6 @@ def train(config: Config) -> dict:
             trajectories = collect_groups(play, tasks, config, step, run)
             if not run.accept_rewards(trajectories):
                 continue
-            # From here on rewards are scaled, in the logs too; those of evaluations are not.
             shift_and_scale(trajectories, config.reward_scaling, config.reward_bias)
             run.log(**summarise(trajectories), merge_kept=merge_kept(model))
             run.log_episodes(trajectories)

@@ -18,16 +18,8 @@ import time
 from importlib.metadata import version
 
 from experiment.alarms import Alarms
-from experiment.checkpoint import (
-    checkpoints,
-    copy_of_state,
-    load_optimizer,
-    optimizer_tensors,
-    prune,
-    put_back,
-    trained_parameters,
-    write_checkpoint,
-)
+from experiment.checkpoint import (checkpoints, copy_of_state, load_optimizer, optimizer_tensors,
+                                   prune, put_back, trained_parameters, write_checkpoint)
 from experiment.closing import first_notes, next_command, print_table
 from experiment.config import convert, options
 from experiment.distributed import join
