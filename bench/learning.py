@@ -1,8 +1,9 @@
-"""What the experiments on the tiny model share: its start, its exam, processes, and intervals.
+"""Share the start, the exam, the processes and the intervals of experiments on the tiny model.
 
 `learn_vs_trl.py`, `tricks.py` and `staleness.py` train the same taught model on `equations`, over
 and over. Each run is a process of its own and leaves one JSON file, OUT/rows/NAME_SEED.json. A run
-whose file exists is not done again, so an experiment that was stopped continues where it was.
+whose row is there, or in the committed results, is not done again: an experiment that was stopped
+continues where it was.
 """
 import argparse
 import datetime
@@ -92,6 +93,18 @@ def row_file(args, name, seed) -> Path:
     return Path(args.out) / "rows" / f"{name}_{seed}.json"
 
 
+def restore_rows(args, name):
+    """Write the rows of the committed results/NAME.json into OUT, where none is."""
+    results = Path(args.results) / f"{name}.json"
+    rows = json.loads(results.read_text())["rows"] if results.exists() else {}
+    for run, by_seed in rows.items():
+        for seed, row in by_seed.items():
+            path = row_file(args, run, seed)
+            if row["steps"] == args.steps and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(row))
+
+
 def run_missing(script, args):
     """Do the runs that are asked for and have no row yet, one after another."""
     for seed in args.seeds:
@@ -132,6 +145,14 @@ def read_rows(args, names) -> dict:
 
 
 # --------------------------------------------------------------------------------------- statistics
+def wilson(successes, n) -> list[float]:
+    """Return the 95 % interval of a share (Wilson 1927), rounded to 4 digits."""
+    z = 1.96
+    middle = (successes + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(successes * (n - successes) / n + z * z / 4)
+    return [round(max(middle - half, 0.0), 4), round(min(middle + half, 1.0), 4)]
+
+
 def spread(values) -> dict:
     """Return the mean of a few seeds, its standard error, and the half width of its t interval."""
     n, mean = len(values), math.fsum(values) / len(values)
@@ -159,3 +180,25 @@ def report(args, name, **content) -> dict:
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result))
     return result
+
+
+def publish(args, script, runs, summarize, table, draw) -> dict:
+    """Do the missing runs of a script, and write the JSON, table and picture of all that were done.
+
+    Args:
+        runs: the names of all runs. summarize: rows -> summary. table: summary -> Markdown.
+        draw: a function of the summary and a path, which writes the picture.
+    """
+    name = Path(script).stem
+    taught_base(args.out)
+    restore_rows(args, name)
+    run_missing(script, args)
+    rows = read_rows(args, runs)
+    summary = summarize(rows)
+    folder = Path(args.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(table(summary))
+    draw(summary, folder / f"{name}.png")
+    print(table(summary))
+    return report(args, name, steps=args.steps, summary=summary, rows=rows,
+                  not_run=[run for run in runs if run not in rows])

@@ -24,8 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
-    Clock, arguments, exam, interval, read_rows, report, run_missing, series, spread, taught_base,
-    write_row)
+    Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
 
 STEPS = 25
 AGES = (0, 1, 2, 4, 8)  # in steps
@@ -142,16 +141,7 @@ def main(argv=None):
     args = arguments(__doc__, RUNS, "staleness", argv, steps=STEPS)
     if args.worker:
         return worker(args)
-    taught_base(args.out)
-    run_missing(__file__, args)
-    rows = read_rows(args, RUNS)
-    summary = summarize(rows)
-    Path(args.results).mkdir(parents=True, exist_ok=True)
-    (Path(args.results) / "staleness.md").write_text(table(summary))
-    draw(summary, Path(args.results) / "staleness.png")
-    print(table(summary))
-    report(args, "staleness", steps=args.steps, summary=summary, rows=rows,
-           not_run=[name for name in RUNS if name not in rows])
+    publish(args, __file__, RUNS, summarize, table, draw)
 
 
 if __name__ == "__main__":
