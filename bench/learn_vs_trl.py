@@ -29,8 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
-    Clock, arguments, exam, interval, read_rows, report, restore_rows, run_missing, series, spread,
-    taught_base, write_row)
+    Clock, arguments, exam, interval, read_rows, report, run_missing, series, spread, taught_base,
+    write_row)
 
 ARMS = ("ours", "trl", "trl_shipped", "ours_two", "trl_two")
 TASKS_PER_STEP, GROUP_SIZE, LORA_R = 8, 8, 16
@@ -331,7 +331,6 @@ def main(argv=None):
     if args.worker:
         return worker(args)
     taught_base(args.out)
-    restore_rows(args, "learn_vs_trl")
     run_missing(__file__, args)
     rows = read_rows(args, (*ARMS, "before", "gradient"))
     summary = summarize({arm: rows[arm] for arm in ARMS if arm in rows})

@@ -2,8 +2,8 @@
 
 `learn_vs_trl.py`, `tricks.py` and `staleness.py` train the same taught model on `equations`, over
 and over. Each run is a process of its own and leaves one JSON file, OUT/rows/NAME_SEED.json. A run
-whose row is there, or in the committed results, is not done again: an experiment that was stopped
-continues where it was.
+whose file exists is not done again, so an experiment that was stopped continues where it was. Start
+a new OUT on another machine: its base differs by rounding, and runs are compared seed by seed.
 """
 import argparse
 import datetime
@@ -93,18 +93,6 @@ def row_file(args, name, seed) -> Path:
     return Path(args.out) / "rows" / f"{name}_{seed}.json"
 
 
-def restore_rows(args, name):
-    """Write the rows of the committed results/NAME.json into OUT, where none is."""
-    results = Path(args.results) / f"{name}.json"
-    rows = json.loads(results.read_text())["rows"] if results.exists() else {}
-    for run, by_seed in rows.items():
-        for seed, row in by_seed.items():
-            path = row_file(args, run, seed)
-            if row["steps"] == args.steps and not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(row))
-
-
 def run_missing(script, args):
     """Do the runs that are asked for and have no row yet, one after another."""
     for seed in args.seeds:
@@ -191,7 +179,6 @@ def publish(args, script, runs, summarize, table, draw) -> dict:
     """
     name = Path(script).stem
     taught_base(args.out)
-    restore_rows(args, name)
     run_missing(script, args)
     rows = read_rows(args, runs)
     summary = summarize(rows)
