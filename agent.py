@@ -76,15 +76,17 @@ class Trajectory:
 class Limits:
     """Budgets of an episode. Reaching one ends it with the stop_reason of the same name.
 
-    The first three are flags. An environment's `limits` may state any but the first.
+    The first three are flags. An environment's `limits` may state any but the first. The defaults
+    are those of an environment that states none.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
-    max_new_tokens: int = 256  # sampled tokens of one turn
-    max_tokens: int = 2048  # the whole episode, prompt included
-    max_tool_calls: int = 32
-    max_tool_tokens: int = 512  # tokens of tool results, of the whole episode
-    tool_timeout: float = 10.0  # seconds that a call into the environment may take; ends no episode
+    max_new_tokens: int = envs.LIMITS["max_new_tokens"]  # sampled tokens of one turn
+    max_tokens: int = envs.LIMITS["max_tokens"]  # the whole episode, prompt included
+    max_tool_calls: int = envs.LIMITS["max_tool_calls"]
+    max_tool_tokens: int = envs.LIMITS["max_tool_tokens"]  # of all tool results of the episode
+    # Seconds that a call into the environment may take. A late call ends no episode.
+    tool_timeout: float = envs.LIMITS["tool_timeout"]
 
 
 def ends_on_fault(method):

@@ -487,7 +487,7 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step > 1):
                     optimizer.step()
                 optimizer.zero_grad()
-                # The policy is still the old one: without dropout these are 1 and 0.
+                # The policy is still the old one: 1 and 0, but for rounding and dropout.
                 if update == 0:
                     run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update

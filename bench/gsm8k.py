@@ -17,7 +17,6 @@ Writes bench/results/gsm8k.json and gsm8k_talk_NAME.txt; the last line is JSON.
 import argparse
 import datetime
 import json
-import math
 import os
 import subprocess
 import sys
@@ -27,6 +26,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from bench.learning import wilson  # noqa: E402
+
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
 RESULTS = ROOT / "bench" / "results"
 LENGTHS = ["--max_new_tokens", "160", "--max_tokens", "768"]  # a demonstration has 442 tokens on average
@@ -106,14 +107,6 @@ def talk(args, name):
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
-def wilson(successes, n):
-    """Return the 95 % interval of a share (Wilson 1927)."""
-    z, p = 1.96, successes / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return [round(middle - half, 4), round(middle + half, 4)]
-
-
 def figures(args, name):
     """Return what the episodes of a tested model show, or None if they are not played yet."""
     from agent import Trajectory

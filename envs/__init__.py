@@ -9,8 +9,8 @@ the total of the episode. All else is optional and invisible to TRL:
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
     limits                      attribute of the class: recommended lengths, such as
-                                {"max_new_tokens": 512, "max_tokens": 2048}, and whatever else
-                                `agent.Limits` holds, such as "max_tool_tokens"
+                                {"max_new_tokens": 512, "max_tokens": 2048}, or any other of
+                                LIMITS
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError
     _reply(text)                the model answered without a tool: a user message to continue

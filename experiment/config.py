@@ -70,7 +70,8 @@ def fill(config, *tables):
             raise KeyError(f"{type(config).__name__} has no field {name}")
     unset = [name for name in flags if flags[name].auto and getattr(config, name) is None]
     config = dataclasses.replace(config, **{name: given[name] for name in unset if name in given})
-    # Stated defaults come last because they may be functions of the other values.
+    # Stated defaults come last because they may be functions of the other values. They are taken
+    # in the order of the fields.
     for name in unset:
         if getattr(config, name) is None:
             default = flags[name].default

@@ -985,3 +985,14 @@ def test_bad_inputs_are_told_in_one_line(monkeypatch, capsys, words, says):
         main(talk.Config, talk.command, talk.__doc__)
     error = capsys.readouterr().err
     assert status.value.code == 2 and error.startswith("agent.py: ") and error.count("\n") == 1 and says in error, error
+
+
+def test_limits_of_a_config_are_its_flags_and_what_the_environment_states(tmp_path):
+    import grpo
+    path = tmp_path / "stating.py"
+    path.write_text("from envs.equations import Equations\n"
+                    "class Stating(Equations):\n"
+                    "    limits = {'max_new_tokens': 64, 'max_tokens': 700, 'max_tool_tokens': 99}\n")
+    config = grpo.settle(grpo.Config(env=f"{path}:Stating", max_new_tokens=50, max_turns=3))
+    assert agent.limits_of(config, config.env) == Limits(
+        max_turns=3, max_new_tokens=50, max_tokens=700, max_tool_tokens=99)

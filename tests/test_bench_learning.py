@@ -100,3 +100,9 @@ def test_spread_is_the_t_interval():
     found = learning.spread([0.5, 0.6, 0.7])
     assert found == {"n": 3, "mean": 0.6, "standard_error": 0.0577, "half_width": 0.2484}
     assert learning.interval(found) == "0.600 ± 0.248 (n = 3)"
+
+
+def test_wilson_against_a_table():
+    assert learning.wilson(5, 10) == [0.2366, 0.7634]
+    assert learning.wilson(0, 60) == [0.0, 0.0602]
+    assert learning.wilson(60, 60) == [0.9398, 1.0]

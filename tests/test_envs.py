@@ -509,6 +509,12 @@ def test_held_out_tasks_that_were_trained_on_are_dropped_and_counted(capsys):
     assert envs.drop_seen(held_out, envs.tasks("equations", "train", None, 0)) == held_out and not capsys.readouterr().out
 
 
+def test_an_epoch_takes_every_task_once():
+    tasks = list(range(10))
+    drawn = [task for step in range(5) for task in envs.draw_tasks(tasks, 0, step, 4, 0, 4)]
+    assert sorted(drawn[:10]) == tasks == sorted(drawn[10:]) and drawn[:10] != drawn[10:]
+
+
 @pytest.mark.parametrize("name", ["equations", "equations_hard", "meetings", str(ROOT / "envs" / "template.py") + ":HigherLower"])
 def test_train_and_held_out_share_no_task(name):
     train, test = envs.tasks(name, "train", 500, 0), envs.tasks(name, "test", 200, 1)

@@ -106,6 +106,16 @@ def test_groups_outside_the_band_are_dropped_replaced_and_counted(base, tmp_path
 def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
     result, lines = run(base, tmp_path, success_rate_lb=0.99, success_rate_ub=0.995)
     assert result["steps"] == 1 and lines[0]["groups_dropped"] == 16
+    assert "step 0: there is no episode to learn from: skipped" in capfd.readouterr().out
+
+
+def test_clip_eps_sets_both_bounds_unless_the_upper_one_is_given():
+    both = grpo.settle(grpo.Config(clip_eps_low=0.1))
+    assert (both.clip_eps_low, both.clip_eps_high) == (0.1, 0.1)
+    apart = grpo.settle(grpo.Config(clip_eps_low=0.1, clip_eps_high=0.3))
+    assert (apart.clip_eps_low, apart.clip_eps_high) == (0.1, 0.3)
+    paper = grpo.settle(grpo.Config(loss="dapo"))
+    assert (paper.clip_eps_low, paper.clip_eps_high) == (0.2, 0.28)
 
 
 def test_groups_of_equal_rewards_teach_nothing_and_are_counted(base, tmp_path):
