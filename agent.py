@@ -22,7 +22,8 @@ from tqdm import tqdm
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
-from experiment import EnvironmentFault, UserError, mix, pass_at_k, problem, summarise
+from experiment import (EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem,
+                        summarise)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -62,7 +63,8 @@ class Trajectory:
     def from_json(cls, row: dict) -> "Trajectory":
         """Return the episode in one parsed line of trajectories.jsonl, or raise ValueError."""
         try:
-            trajectory = cls(**row)
+            # A run writes the step into each line. It is not the episode's.
+            trajectory = cls(**{name: value for name, value in row.items() if name != "step"})
             wrong = problem(trajectory.to_json())
         except (TypeError, AttributeError) as error:
             wrong = str(error)
@@ -74,10 +76,11 @@ class Trajectory:
 # -------------------------------------------------------------------------------- one episode
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of an episode. Reaching one ends it with the stop_reason of the same name.
+    """Budgets of an episode. One that is used up ends it with the stop_reason of the same name.
 
-    The first three are flags. An environment's `limits` may state any but the first. The defaults
-    are those of an environment that states none.
+    tool_timeout is the exception: a late call ends no episode. The first three are flags. An
+    environment's `limits` may state any but the first. The defaults, in envs/__init__.py, are those
+    of an environment that states none.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
@@ -85,8 +88,7 @@ class Limits:
     max_tokens: int = envs.LIMITS["max_tokens"]  # the whole episode, prompt included
     max_tool_calls: int = envs.LIMITS["max_tool_calls"]
     max_tool_tokens: int = envs.LIMITS["max_tool_tokens"]  # of all tool results of the episode
-    # Seconds that a call into the environment may take. A late call ends no episode.
-    tool_timeout: float = envs.LIMITS["tool_timeout"]
+    tool_timeout: float = envs.LIMITS["tool_timeout"]  # seconds of one call into the environment
 
 
 def ends_on_fault(method):
@@ -103,7 +105,9 @@ def ends_on_fault(method):
 class Episode:
     """The bookkeeping of one episode, the same for the model and for a scripted expert.
 
-    While it lasts, `next_ids` are the tokens to append before the next turn is sampled.
+    While it lasts, `next_ids` are the tokens that the trajectory already holds and the engine does
+    not: the latest tool results or reply. `calls` and `errors` are the last turn's, `stop_id` is
+    the token that ended it.
     """
 
     def __init__(self, session: Session, chat: Chat, limits: Limits, group_id: str):
@@ -146,11 +150,10 @@ class Episode:
         return not self.trajectory.stop_reason and self.room > 0
 
     @ends_on_fault
-    def take_turn(self, ids: list[int], logprobs: list[float]) -> list[dict] | None:
-        """Append a sampled turn, and return the tool calls to run.
+    def take_turn(self, ids: list[int], logprobs: list[float]) -> bool:
+        """Append a sampled turn, and start its tool calls. True if `take_results` must follow.
 
-        [] means that only error messages are to be shown. None means that nothing runs: the episode
-        has ended (`trajectory.stop_reason`), or continues with `next_ids`.
+        Otherwise the episode has ended (`trajectory.stop_reason`) or continues with `next_ids`.
         """
         t = self.trajectory
         t.token_ids += ids
@@ -159,7 +162,7 @@ class Episode:
         t.rewards.append(0.0)
         text = self.chat.text(ids)
         t.messages.append({"role": "assistant", "content": text})
-        # The policy opened a message itself.
+        # The policy sampled a token that opens a message, such as <|im_start|>.
         if any(token in self.chat.start_ids for token in ids):
             return self.finish("malformed")
         if ids[-1] not in self.chat.stop_ids:
@@ -176,9 +179,11 @@ class Episode:
         t.info["unreadable_calls"] += len(self.errors)
         if t.info["tool_calls"] > self.limits.max_tool_calls:
             return self.finish("max_tool_calls")
-        if self.calls or self.errors:
-            return self.calls
-        return self.take_answer(text)
+        if not self.calls and not self.errors:
+            return self.take_answer(text)
+        # Where no call can be read, none runs, and the results are error messages only.
+        self.session.submit(self.calls)
+        return True
 
     def take_answer(self, text: str):
         """The model answered without a tool: continue with the environment's reply, or end."""
@@ -191,7 +196,7 @@ class Episode:
 
     @ends_on_fault
     def take_results(self):
-        """Wait for the results of the turn's calls (`Session.submit`), and append them."""
+        """Wait for the results of the turn's calls, and append them."""
         t = self.trajectory
         was_stuck = self.session.stuck
         results = self.session.results()
@@ -234,10 +239,12 @@ class Episode:
         t.stop_reason = reason
         total, t.reward_parts, t.info["success"] = self.session.score()
         t.rewards[-1] += total - self.session.reward
-        t.reward = math.fsum(t.rewards)
-        if not all(map(math.isfinite, (*t.rewards, *t.reward_parts.values()))):
+        if not all(map(is_finite, (*t.rewards, *t.reward_parts.values()))):
             place = self.session.place("get_reward()")
-            self.spoil(f"{place} is {total}, parts {t.reward_parts}, turns {t.rewards}: not finite")
+            why = f"{place} is {total}, parts {t.reward_parts}, turns {t.rewards}: not finite"
+            return self.spoil(why)
+        # Only now: of inf and -inf fsum makes an exception.
+        t.reward = math.fsum(t.rewards)
 
     def spoil(self, why: str):
         """Give the episode a reward that is no number: the run skips the step and says why."""
@@ -252,7 +259,7 @@ class Episode:
             self.set_prompt([{"role": "user", "content": ""}])
         t.stop_reason = "error"
         t.info.update(success=False, error=message)
-        t.rewards = [reward if math.isfinite(reward) else 0.0 for reward in t.rewards]
+        t.rewards = [reward if is_finite(reward) else 0.0 for reward in t.rewards]
         t.reward = math.fsum(t.rewards)
 
 
@@ -281,13 +288,14 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    watch = Watch(limits.tool_timeout, run.watch if run else None)
+    # It counts faults over all rollouts of a run, and raises where an environment is broken.
+    watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
     with merged(model):
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             session = Session(watch, name, classes[name], tasks[i])
             episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
-            # Rows with equal prompts share one forward pass. Those of a task differ if reset draws.
+            # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
             prompt = episode.trajectory.token_ids
             row_seed = mix(seed, step, first_task + i, sample)
             row = Row(prompt, group=tuple(prompt), seed=row_seed, limit=episode.room)
@@ -339,23 +347,20 @@ def decode(engine, episodes, run):
 
 def play_turns(engine, episodes: dict, run=None):
     """Decode the episodes (row -> Episode). Yield each of them after every one of its turns."""
-    waiting = []  # (when to continue, row) of the episodes whose tools run
+    waiting = {}  # row -> when its episode continues, of those whose tools run
     engine.add(episodes)
     while engine.busy or waiting:
         if run:
             run.check()
-        for row in engine.step() if engine.busy else ():
-            calls = episodes[row].take_turn(row.turn, row.logprobs)
-            if calls is None:
-                yield next_turn(engine, row, episodes[row])
+        ended = engine.step() if engine.busy else []
+        for row in ended:
+            if episodes[row].take_turn(row.turn, row.logprobs):
+                waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
-                episodes[row].session.submit(calls)
-                waiting.append((engine.clock // TOOL_STEPS + 1, row))
-        now = engine.clock // TOOL_STEPS
-        if waiting and not engine.busy:
-            now = min(due for due, _ in waiting)
-        for due, row in [entry for entry in waiting if entry[0] <= now]:
-            waiting.remove((due, row))
+                yield next_turn(engine, row, episodes[row])
+        now = engine.clock // TOOL_STEPS if engine.busy else min(waiting.values(), default=0)
+        for row in [row for row, due in waiting.items() if due <= now]:
+            del waiting[row]
             episodes[row].take_results()
             yield next_turn(engine, row, episodes[row])
 
@@ -430,14 +435,15 @@ def collate(trajectories: list[Trajectory], device="cpu"):
 
 
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
-             **options) -> dict:
+             step: int = -1, **options) -> dict:
     """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.
 
-    An episode that its environment broke counts as a failure.
+    Step -1 draws the same random numbers in every evaluation, and those of no training step. An
+    episode that its environment broke counts as a failure.
     """
     if not tasks:
         return {}
-    trajectories = rollout(model, tokenizer, env_name, tasks, group_size, **options)
+    trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
     groups = {}
     for t in trajectories:
         groups.setdefault(t.group_id, []).append(t.info["success"])

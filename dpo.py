@@ -361,8 +361,7 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, losses, config, 
                 metrics[f"pairs/{name}"] += value.item()
     if not tasks:
         return dict(metrics)
-    success = evaluate(model, tokenizer, config.env, tasks, step=-1, run=run,
-                       **rollout_options(config))
+    success = evaluate(model, tokenizer, config.env, tasks, run=run, **rollout_options(config))
     return {**metrics, **success}
 
 

@@ -9,8 +9,8 @@ micro-batch.
     python grpo.py                            the tiny model, from nothing, in four minutes on a CPU
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
-Shapes: B sequences of T tokens; a micro-batch has fewer of both, (b, t); N rewards. Column t of a
-(B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token.
+Shapes: B sequences of T tokens, in a micro-batch fewer (`train` writes (b, t)); N rewards. Column t
+of a (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token.
 """
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, Tr
                         summarise)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
                  score, token_logprobs, turn_index)
-from lora import freeze_reference, merge_kept, merged, reference
+from lora import freeze_reference, kept_by_merging, merged, reference
 from sft import teach_tiny
 
 
@@ -63,10 +63,10 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     return advantages
 
 
-# To add an advantage estimator, write a credit function and put it into `CREDITS`. It takes the
-# turns' rewards (B lists) and B group ids, and returns one advantage per turn, episode after
-# episode. Its options, of which `train` always gives `scale`, are those of `group_advantages`,
-# where a new baseline or divisor belongs.
+# To add an advantage estimator, write a credit function and put it into `CREDITS`, the choices of
+# --credit. It takes the rewards of the turns (B lists) and B group ids, and returns one advantage
+# per turn, all episodes in a row. It must accept the options of `group_advantages` and pass them
+# on: `train` gives `scale`. A new baseline or divisor belongs into `group_advantages`.
 def episode_credit(turn_rewards, group_ids, **options):
     """Give all turns their episode's advantage: what papers call GRPO (section 4.1.2)."""
     totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
@@ -96,7 +96,7 @@ def process_credit(turn_rewards, group_ids, **options):
     """
     flat, owners = [], []
     for group, rewards in zip(group_ids, turn_rewards):
-        flat += [float(reward) for reward in rewards]
+        flat += map(float, rewards)
         owners += [group] * len(rewards)
     normalized = group_advantages(torch.tensor(flat), owners, **options)
     episodes = normalized.split([len(rewards) for rewards in turn_rewards])
@@ -112,15 +112,17 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options)
 
     turn_rewards: B lists. mask: (B, T) as sampled. Raises ValueError if they differ in turns.
     """
-    turns = turn_index(mask)  # (B, T)
-    lengths = torch.tensor([len(rewards) for rewards in turn_rewards], device=turns.device)  # (B,)
-    counts = turns.max(1).values + 1  # (B,)
-    if (lengths != counts).any():
-        row = int((lengths != counts).nonzero()[0])
-        raise ValueError(f"episode {row}: {lengths[row]} turn rewards, but {counts[row]} turns")
+    turns = turn_index(mask)  # (B, T) the turn's number 0, 1, ... of each token, -1 where masked
+    n_turns = turns.max(1).values + 1  # (B,)
+    n_rewards = n_turns.new_tensor([len(rewards) for rewards in turn_rewards])  # (B,)
+    if (n_rewards != n_turns).any():
+        row = int((n_rewards != n_turns).nonzero()[0])
+        raise ValueError(f"episode {row}: {n_rewards[row]} turn rewards, but {n_turns[row]} turns")
     per_turn = CREDITS[credit](turn_rewards, group_ids, **options).to(turns.device)
-    first = lengths.cumsum(0) - lengths  # (B,) where an episode's turns begin in per_turn
-    return torch.where(turns >= 0, per_turn[(first[:, None] + turns).clamp(min=0)], 0.0)  # (B, T)
+    first = n_turns.cumsum(0) - n_turns  # (B,) where an episode's turns begin in per_turn
+    # The clamp keeps the index of a masked token valid. What is read there is not used.
+    place = (first[:, None] + turns).clamp(min=0)  # (B, T)
+    return torch.where(turns >= 0, per_turn[place], 0.0)
 
 
 def subtract_kl(turn_rewards, kl, mask, kl_coef):
@@ -155,7 +157,8 @@ def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
     return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
 
 
-# A normalizer takes the tokens' losses and the mask, (B, T) each, and returns a scalar.
+# A normalizer takes the tokens' losses (B, T), the mask (B, T) and the step's `Counts`, and returns
+# the micro-batch's part of the step's loss, a scalar.
 def sequence_mean(x, mask, counts):
     """Mean over each sequence's tokens, then over sequences."""
     return (masked(x, mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.sequences
@@ -184,7 +187,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     KL(policy || reference). k3: exp(-x) - 1 + x, arXiv 2402.03300 eq. 4, whose gradient is that of
     KL(reference || policy) and explodes where the policy has become unlikely. k3_ratio: k3 times
     policy / old, arXiv 2512.02556, unbiased in value and gradient where old is what sampled, and
-    the default of TRL 1.16. joschu.net/blog/kl-approx.html
+    the default of TRL 1.16 (there with the sequence's ratio in gspo and luspo).
+    joschu.net/blog/kl-approx.html
     """
     x = masked(logprobs - ref_logprobs, mask)
     if kind == "k1":
@@ -196,8 +200,9 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
 
 
 # A surrogate takes log_ratio = log policy / old, logprobs, advantages and mask, (B, T) each, and
-# the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them. It sees
-# one micro-batch: statistics of the step are computed in `train`. sg is stop_gradient.
+# the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them: numbers,
+# or booleans to be counted, (B, T). It sees one micro-batch: statistics of the step are computed in
+# `train`. sg is stop_gradient.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -258,7 +263,8 @@ def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask,
 
     logprobs, old_logprobs, advantages, mask: (B, T). kl_penalty: kl_coef x `kl_estimate` (B, T),
     which shares the normalizer. hyper: the clip range, and what else the surrogate takes by name.
-    The metrics are means over tokens: the ratio, k3 of KL(old || policy), what the surrogate logs.
+    The metrics are means over tokens: the ratio, |log-ratio|, k3 of KL(old || policy), and what the
+    surrogate logs.
     """
     log_ratio = masked(logprobs - old_logprobs, mask)
     token_loss, to_log = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
@@ -280,9 +286,9 @@ LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_pena
     "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
-# Clip ranges and scales of the papers, which --loss or --credit alone selects. Not set: GRPO's KL
-# (--kl_coef 0.04 --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01
-# --success_rate_ub 0.99) and its overlong penalty.
+# Each paper's clip range and scale. --loss and --credit select them, and a flag of their own
+# overrides each. Not set: GRPO's KL (--kl_coef 0.04 --kl_estimator k3), DAPO's dynamic sampling
+# (--success_rate_lb 0.01 --success_rate_ub 0.99) and its overlong penalty.
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
@@ -291,7 +297,8 @@ PAPER_SETTINGS = {
     "rloo": {"scale_rewards": "none"},
 }
 # What the tiny model needs in place of a real model's defaults. At its learning rate even shuffled
-# rewards make the policy drift; a KL penalty prevents that. Its usual gradient norm is 0.03.
+# rewards make the policy drift; a KL penalty prevents that. Its usual gradient norm is 0.03, so
+# that 0.1 clips outliers only.
 TINY = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
         "dtype": "float32"}
 DEFAULT_STEPS = 50
@@ -300,11 +307,12 @@ MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate ban
 
 # ----------------------------------------------------------------------------------------- config
 def lower_clip(config):
-    """as clip_eps_low"""
+    """as clip_eps_low"""  # --help prints it as the default
     return config.clip_eps_low
 
 
-# The default of an `auto` field depends on the loss, the model or the environment: see `settle`.
+# An `auto` field is None until `settle` fills it: with what the user said, else with the loss's, the
+# model's or the environment's value, else with the default that stands here.
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
@@ -313,7 +321,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     group_size: int = flag(8, "episodes of each task", low=2)
     success_rate_lb: float = flag(0.0, "replace groups with a lower success rate", low=0, high=1)
     success_rate_ub: float = flag(1.0, "replace groups with a higher success rate", low=0, high=1)
-    loss: str = flag("grpo", "alone it also selects its paper's clip range and scale",
+    loss: str = flag("grpo", "also sets its paper's clip range and scale where no flag does",
                      choices=tuple(LOSSES), aliases=("loss_type",))
     credit: str = flag("episode", "how rewards become advantages", choices=tuple(CREDITS))
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
@@ -338,12 +346,14 @@ def settle(config):
     """Fill in what the loss, the model and the environment decide; refuse options that clash."""
     papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
     tiny = TINY if is_tiny(config.model_path) else {}
+    # The first table that has a field wins, and what the user said wins over all.
     config = fill(config, *papers, tiny, envs.lengths(config.env))
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError(f"success_rate_lb {config.success_rate_lb} is above "
                         f"success_rate_ub {config.success_rate_ub}")
+    # batch_size is memory only. --gradient_accumulation_steps may only confirm the product.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
 
@@ -360,7 +370,9 @@ def collect_groups(play, tasks, config, step, run):
         missing = config.tasks_per_step - (drawn - dropped)
         if not missing:
             break
-        fresh = envs.draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
+        fresh = envs.draw_tasks(
+            tasks, config.seed, step, config.tasks_per_step, first=drawn, n=missing)
+        # first_task gives every candidate a group id and random numbers of its own.
         episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
         drawn += missing
         for _, group in groupby(episodes, key=lambda t: t.group_id):
@@ -403,13 +415,13 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
     stand for what no option asks for.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
-    scoring = model, token_ids, mask, config.temperature, run, batch
+    score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)
     if config.kl_coef:
         with reference(model, start_policy):
-            ref_logprobs = score(*scoring)
+            ref_logprobs = score_now()
     if config.importance_correction or (config.kl_coef and config.kl_estimator == "k1"):
         with merged(model, update=True):
-            trainer_logprobs = score(*scoring)
+            trainer_logprobs = score_now()
     return ref_logprobs, trainer_logprobs
 
 
@@ -429,7 +441,7 @@ def train(config: Config) -> dict:
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     options = {"run": run, **rollout_options(config)}
     play = partial(rollout, model, tokenizer, config.env, **options)
-    test = partial(evaluate, model, tokenizer, config.env, held_out, step=-1, **options)
+    test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
 
     # A signal, or an error before a step's update, saves the last whole step.
@@ -440,7 +452,7 @@ def train(config: Config) -> dict:
             if not run.accept_rewards(trajectories):
                 continue
             shift_and_scale(trajectories, config.reward_scaling, config.reward_bias)
-            run.log(**summarise(trajectories), merge_kept=merge_kept(model))
+            run.log(**summarise(trajectories), merge_kept=kept_by_merging(model))
             run.log_episodes(trajectories)
             batch = cheapest_order(trajectories, config.batch_size)
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
@@ -454,9 +466,8 @@ def train(config: Config) -> dict:
             if config.kl_coef and config.kl_estimator == "k1":
                 k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
                 rewards = subtract_kl(rewards, k1, mask, config.kl_coef)
-            advantages = token_advantages(
-                rewards, mask, [t.group_id for t in batch], config.credit,
-                scale=config.scale_rewards)  # (B, T)
+            advantages = token_advantages(rewards, mask, [t.group_id for t in batch],
+                                          config.credit, scale=config.scale_rewards)  # (B, T)
             run.log(**group_shares(batch, advantages))
             old_logprobs = sampled_logprobs  # what the ratio of the loss compares with
             if config.importance_correction:
@@ -465,13 +476,14 @@ def train(config: Config) -> dict:
                     trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
-            # 4. Updates. The losses of the micro-batches add up to the loss of the step.
+            # 4. Updates. The losses of the micro-batches add up to the loss of the step. The adapter
+            # is merged as in the rollout, so that both round alike, and gets its gradients anyway.
+            several = config.updates_per_step > 1
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()  # its update() adds
-                # The adapter is merged as in the rollout, so that both round alike.
                 with merged(model, update=True):
-                    for rows in run.micro_batches(batch, step, update):  # (rows, columns)
+                    for rows in run.micro_batches(batch, step, update):  # slices (rows, columns)
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
                         loss, metrics = total_loss(
@@ -484,10 +496,10 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(parameters)
                 totals = run.ranks.total(totals)
                 grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
-                if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step > 1):
+                if run.accept_update(batch, totals["loss"], grad_norm, several_updates=several):
                     optimizer.step()
                 optimizer.zero_grad()
-                # The policy is still the old one: 1 and 0, but for rounding and dropout.
+                # Measured while the policy was the old one: 1 and 0, but for rounding and dropout.
                 if update == 0:
                     run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update

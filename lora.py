@@ -348,7 +348,7 @@ def merged(model, update: bool = False):
         give_back_memory()
 
 
-def merge_kept(model, count: int = 4) -> float:
+def kept_by_merging(model, count: int = 4) -> float:
     """Return <merged - W, update> / <update, update> over some Linears: 1.0 if nothing is lost."""
     kept = whole = 0.0
     linears = list(adapters(model).values())

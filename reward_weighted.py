@@ -346,7 +346,7 @@ def train(config: Config) -> dict:
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
     options = {"run": run, **rollout_options(config)} if config.env else {}
     play = partial(rollout, model, tokenizer, config.env, **options)
-    test = partial(evaluate, model, tokenizer, config.env, held_out, step=-1, **options)
+    test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
 
     # A signal, or an error in a round, saves the last whole round.
     with run:

@@ -185,7 +185,7 @@ def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> di
         total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
         tokens += loss_mask.sum().item()
     metrics = evaluate(model, tokenizer, env, tasks, limits=limits_of(config, env),
-                       seed=config.seed, step=-1, run=run)
+                       seed=config.seed, run=run)
     if tokens:
         metrics["loss"] = total / tokens
     return metrics

@@ -46,7 +46,7 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
     from agent import Limits, evaluate
     limits = Limits(**envs.lengths("equations"))
     held_out = envs.tasks("equations", "test", tasks, 0)
-    result = evaluate(model, tokenizer, "equations", held_out, SAMPLES, limits=limits, step=-1)
+    result = evaluate(model, tokenizer, "equations", held_out, SAMPLES, limits=limits)
     names = "success", "reward", "turns", "completion"
     return {name: round(result[name], 4) for name in names}
 

@@ -54,7 +54,7 @@ def train(way: str, args) -> dict:
             if step < args.steps:
                 optimizer.step()
             optimizer.zero_grad()
-        kept = lora.merge_kept(model)
+        kept = lora.kept_by_merging(model)
     return {"before": losses[0], "after": losses[-1], "merge_kept": kept,
             "merge_seconds": merge_seconds / len(losses)}
 

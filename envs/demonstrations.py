@@ -192,7 +192,6 @@ def read_trajectories(path: str, tokenizer=None, vocabulary: int = 0) -> list[Tr
     With a model's tokenizer and the size of its vocabulary, episodes of another model are refused.
     """
     def episode(row, _):
-        row.pop("step", None)
         trajectory = Trajectory.from_json(row)
         if tokenizer:
             check_tokens(trajectory.token_ids, trajectory.messages, tokenizer, vocabulary)

@@ -72,7 +72,8 @@ class Equations:
     def reset(self, equation: str, noise: float = 0.0, seed: int = 0, **_) -> str:
         """Begin an episode with an equation such as "3x + 7 = 16" or "2(x + 3) = 10".
 
-        A share `noise` of the scripted expert's actions is wrong. The seed decides which.
+        A share `noise` of the scripted expert's operations is wrong; its answer never is. The seed
+        decides which.
         """
         left, right = equation.split("=")
         bracket = re.fullmatch(r"\s*(-?\d+)\((.*)\)\s*", left)
@@ -125,8 +126,7 @@ class Equations:
             terms: the number, such as 4
         """
         number = parse_number(terms)
-        # Zero stays zero, which _multiply refuses.
-        return self._multiply(number and 1 / number)
+        return self._multiply(1 / number if number else number)
 
     def identify_operation(
             self, operation: Literal["add", "subtract", "multiply", "divide", "answer"]) -> str:
@@ -144,7 +144,7 @@ class Equations:
         Args:
             value: the value, such as 3 or -2/5
         """
-        # TRL does not know `done` and may call again.
+        # TRL does not know `done` and may call again. The first answer is final.
         if self.done:
             return "error: the episode is over"
         self.solved = parse_number(value) == self.solution
@@ -205,9 +205,8 @@ class Equations:
     def _distance(self) -> int:
         """Return how many actions are left: bracket, x on the right, constant, factor of x."""
         (a, b), (c, _) = self._sides()
-        if self.factor != 1:
-            return 1 + (b != 0) + (a != 1) + (c != 0)
-        return (c != 0) + (b != 0) + (a - c != 1)
+        # Dividing by the bracket's factor leaves c / factor of the x on the right.
+        return (self.factor != 1) + (c != 0) + (b != 0) + (a - c / self.factor != 1)
 
     # ---------------------------------------------------------------------- the scripted expert
     def _best_call(self) -> dict:

@@ -35,9 +35,7 @@ def expert_turn(episode: Episode):
         return episode.fail(str(fault))
     is_text = isinstance(turn, str)
     ids = episode.chat.turn(turn, []) if is_text else episode.chat.turn("", turn)
-    calls = episode.take_turn(ids, [0.0] * len(ids))
-    if calls is not None:
-        episode.session.submit(calls)
+    if episode.take_turn(ids, [0.0] * len(ids)):
         episode.take_results()
 
 

@@ -11,7 +11,7 @@ from llm.loading import load_model, save_model
 from llm.logprobs import token_logprobs
 from llm.merge import merge
 from llm.static_engine import make_engine
-from lora import adapters, dithered, merge_kept, merged
+from lora import adapters, dithered, kept_by_merging, merged
 
 ROOT = Path(lora.__file__).parent
 SMOLLM2 = ROOT / ".real" / "smollm2"
@@ -62,12 +62,12 @@ def test_float32_is_not_touched():
 def test_the_share_of_the_update_that_survives_is_reported(dtype, monkeypatch):
     model = tiny(dtype)
     with merged(model):
-        inside = merge_kept(model)
-    assert merge_kept(model) == inside == pytest.approx(1, abs=0.1 if dtype != "float32" else 1e-3)
-    assert merge_kept(load_model("tiny", lora_r=4, dtype=dtype, device="cpu")[0]) == 1  # a zero update
-    assert merge_kept(load_model("tiny", device="cpu")[0]) == 1  # no adapter
+        inside = kept_by_merging(model)
+    assert kept_by_merging(model) == inside == pytest.approx(1, abs=0.1 if dtype != "float32" else 1e-3)
+    assert kept_by_merging(load_model("tiny", lora_r=4, dtype=dtype, device="cpu")[0]) == 1  # a zero update
+    assert kept_by_merging(load_model("tiny", device="cpu")[0]) == 1  # no adapter
     monkeypatch.setattr(lora, "dithered", lambda total, dtype: total.to(dtype))
-    assert merge_kept(model) < 0.5 or dtype != "bfloat16"
+    assert kept_by_merging(model) < 0.5 or dtype != "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -141,7 +141,7 @@ def test_forty_small_steps_on_a_real_model_learn_the_same_merged_and_beside_the_
                     total.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert merge_kept(model) == pytest.approx(1, abs=0.05)
+        assert kept_by_merging(model) == pytest.approx(1, abs=0.05)
     save_model(model, str(tmp_path))
     with torch.no_grad(), merged(model):
         loss["played"] = -token_logprobs(model, ids, mask)[0].sum().item() / mask.sum().item()
