@@ -1,7 +1,7 @@
 """Direct preference optimization (DPO): make the better of two episodes more likely than the worse.
 
-    pairs           two episodes of one task whose rewards differ by `min_gap`, recorded or played
-                    here, or the rows {"prompt", "chosen", "rejected"} of a file
+    pairs           two episodes of one task whose rewards differ by at least `min_gap`, recorded or
+                    played here, or the rows {"prompt", "chosen", "rejected"} of a file
     reference_sums  log pi_ref of every episode, computed once: before the first update the policy
                     is the reference
     LOSSES[name]    a function of a pair's log-ratios policy / reference: DPO (arXiv 2305.18290
@@ -32,7 +32,6 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -50,12 +49,15 @@ from lora import merged
 from sft import teach_tiny
 
 TINY = {"learning_rate": 2e-3, "dtype": "float32"}  # what the tiny model needs instead
+IN_RESULT = ("loss", "accuracy", "margin")  # of the held-out pairs, in result.json
 
 
 # ------------------------------------------------------------------------------------------ losses
-# Each takes log pi / pi_ref of the chosen and of the rejected episodes, summed over the sampled
-# tokens, (B,) each, and returns the losses of the pairs, (B,). In the docstrings c and r are
-# beta x these, x = c - r, and l(x) = -log sigmoid(x).
+# To add a loss, write a function and put it into `LOSSES`, the choices of --loss. It takes log pi /
+# pi_ref of the chosen and of the rejected episodes, (B,) each: sums over the sampled tokens, or
+# means with --length_norm. It returns the losses of the pairs, (B,). By name it gets `means` (both
+# log-ratios as means over tokens), `nll` (see `pair_loss`) and every flag of Config, such as beta.
+# In the docstrings c and r are beta x the log-ratios, x = c - r, and l(x) = -log sigmoid(x).
 def sigmoid(chosen, rejected, *, beta, **_):
     """-log sigmoid(beta (chosen - rejected)): DPO, arXiv 2305.18290 eq. 7.
 
@@ -171,14 +173,15 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 
     Args:
         logprobs: (2B, T) log-probabilities of the tokens under the policy.
-        ref_sums: (2B,) log-probabilities of the episodes under the reference.
+        ref_sums: (2B,) log-probabilities of the episodes under the reference, summed over tokens.
         mask: (2B, T) 1 where the token was sampled.
         counts: pairs and tokens of the whole step.
         losses: [(name, weight)]; their weighted sum is minimized.
         beta: how closely the policy is held to the reference.
         length_norm: give every loss means over tokens in place of sums.
         sft_coef: weight of RPO's -log pi(chosen) / its tokens, a mean over the pairs (arXiv
-            2404.19733 eq. 1).
+            2404.19733 eq. 1). The loss "sft" is another term: its mean is over tokens.
+        hyper: what else a loss takes by name. `forward` gives every flag.
 
     Returns the loss and the metrics, which add up to those of the step. Log-probabilities are in
     nats, and "loss/NAME" are the weighted terms. Rewards are beta x log-ratio, a sum over tokens
@@ -228,6 +231,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     learning_rate: float | None = auto(preference_learning_rate)
     batch_size: int = flag(
         8, "pairs in one forward pass; an update has gradient_accumulation_steps of them")
+    gradient_accumulation_steps: int = flag(1, "forward passes of an update", low=1)
     num_epochs: int = flag(5, "passes over the pairs")
     output_dir: str = "runs/dpo"
 
@@ -249,7 +253,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                            low=0, aliases=("rpo_alpha",))
 
 
-def chosen_losses(config: Config) -> list[tuple[str, float]]:
+def weighted_losses(config: Config) -> list[tuple[str, float]]:
     """Return [(name, weight)] of --loss and --loss_weights. Raises UserError for clashes."""
     names = [name.strip() for name in config.loss.split(",")]
     for name in names:
@@ -276,7 +280,8 @@ def chosen_losses(config: Config) -> list[tuple[str, float]]:
 
 
 def settle(config: Config) -> Config:
-    """Return the config with a value in every field that depends on the model or the data."""
+    """Return the config with the defaults that depend on the model or the data; check --loss."""
+    weighted_losses(config)
     if config.env is None and not compares_rows(config):
         config = replace(config, env=default_env(config.trajectories))
     return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
@@ -299,14 +304,15 @@ def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     """Return group_size episodes of every task. A resumed run reads those that it has played."""
     if run.checkpoint:
         return read_trajectories(str(run.folder / "trajectories.jsonl"))
-    options = {"run": run, **rollout_options(config)}
-    episodes = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size,
-                                      **options))
-    if not run.accept_rewards(episodes):
-        episodes = [t for t in episodes if math.isfinite(t.reward)]
+    played = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size, run=run,
+                                    **rollout_options(config)))
+    episodes = [t for t in played if math.isfinite(t.reward)]
+    unusable = [t.info["not_finite"] for t in played if not math.isfinite(t.reward)]
+    if unusable:
+        print(f"{len(unusable)} of {len(played)} episodes left out; the first: {unusable[0]}")
     if not episodes:
-        raise UserError("no episode has a finite reward; see bad_step_0.json in the run's folder")
-    run.trajectories(0, episodes)
+        raise UserError(f"none of {len(played)} episodes has a finite reward")
+    run.log_episodes(episodes, limit=None)
     success = sum(t.info["success"] for t in episodes) / len(episodes)
     print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {success:.3f} solved")
     return episodes
@@ -314,34 +320,33 @@ def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
 
 # -------------------------------------------------------------------------------------------- loop
 @torch.no_grad()
-def reference_sums(model, pairs, config: Config, ranks):
-    """Compute log pi_ref of the two episodes of every pair, summed over sampled tokens: (N, 2).
+def reference_sums(model, pairs, config: Config, ranks) -> dict[int, float]:
+    """Return {id(episode): log pi_ref, summed over its sampled tokens} of every pair's episodes.
 
     Call it before `run.steps`, which loads the checkpoint of a resumed run: until then the policy
     is the reference, whether its adapter is fresh or old, or all weights train.
     """
-    episodes = list({id(t): t for pair in pairs for t in pair}.values())
+    # An episode may be in several pairs.
+    episodes = list({id(t): t for t in chain(*pairs)}.values())
     episodes.sort(key=lambda t: len(t.token_ids))
-    sums = {}
+    sums = torch.zeros(len(episodes), device=model.device)
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
     with merged(model, update=True):
         for rows in tqdm(batches, "reference", leave=False, delay=2):
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each
             logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (b, T)
-            sums.update(zip(range(rows.start, rows.stop), logprobs.sum(1).tolist()))
-    by_episode = {}
-    for share in ranks.gather(sums):
-        by_episode.update({id(episodes[i]): value for i, value in share.items()})
-    return torch.tensor([[by_episode[id(t)] for t in pair] for pair in pairs], device=model.device)
+            sums[rows] = logprobs.sum(1)
+    return {id(t): value for t, value in zip(episodes, ranks.add(sums).tolist())}
 
 
-def forward(model, pairs, ref_sums, counts: Counts, losses, config: Config):
-    """Compute `pair_loss` of B pairs in one forward pass. ref_sums: (B, 2)."""
+def forward(model, pairs, ref_sums, counts: Counts, config: Config):
+    """Compute `pair_loss` of B pairs in one forward pass, with `reference_sums` of all episodes."""
     chosen, rejected = zip(*pairs)
     episodes = [*chosen, *rejected]
     token_ids, mask, _ = collate(episodes, model.device)  # (2B, T) each
     logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (2B, T)
-    return pair_loss(logprobs, ref_sums.T.flatten(), mask, counts, losses, **vars(config))
+    references = torch.tensor([ref_sums[id(t)] for t in episodes], device=model.device)  # (2B,)
+    return pair_loss(logprobs, references, mask, counts, weighted_losses(config), **vars(config))
 
 
 def count(pairs) -> Counts:
@@ -350,70 +355,63 @@ def count(pairs) -> Counts:
 
 
 @torch.no_grad()
-def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, losses, config, run) -> dict:
+def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> dict:
     """Return `evaluate` of held-out tasks, and the metrics of held-out pairs as "pairs/NAME"."""
-    metrics = Counter()
+    metrics = Counter()  # its update() adds
     with merged(model, update=True):
         for start in range(0, len(pairs), config.batch_size):
-            rows = slice(start, start + config.batch_size)
-            _, shares = forward(model, pairs[rows], ref_sums[rows], count(pairs), losses, config)
-            for name, value in shares.items():
-                metrics[f"pairs/{name}"] += value.item()
-    if not tasks:
-        return dict(metrics)
+            batch = pairs[start:start + config.batch_size]
+            _, terms = forward(model, batch, ref_sums, count(pairs), config)
+            metrics.update({f"pairs/{name}": value.item() for name, value in terms.items()})
     success = evaluate(model, tokenizer, config.env, tasks, run=run, **rollout_options(config))
     return {**metrics, **success}
 
 
 def train(config: Config) -> dict:
     """Pair episodes by their rewards, and raise each pair's margin over the reference policy."""
-    losses = chosen_losses(config)
     config = settle(config)
-    tasks, held_out_tasks = choose_tasks(config)
+    tasks, test_tasks = choose_tasks(config)
     if config.dry_run:
-        return dry_run(config, len(tasks) * config.group_size, len(held_out_tasks),
-                       rows=2 * config.batch_size)
+        episodes = len(tasks) * config.group_size
+        return dry_run(config, episodes, len(test_tasks), rows=2 * config.batch_size)
     run = Run(config, "dpo", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
     pairs = given_pairs(config, model, tokenizer)
-    # Files are read first, so that a bad row is refused at once.
+    # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     if tasks:
         pairs = make_pairs([play(model, tokenizer, tasks, config, run)], config)
-    pairs, is_held_out = split_pairs(pairs, config)
-    write_pairs(run, pairs, is_held_out)
-    held_out_tasks = envs.drop_seen(held_out_tasks, envs.tasks_of(chain(*pairs)))
-    ref_sums = reference_sums(model, pairs, config, run.ranks)  # (N, 2)
-    learned, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+    learned, held_out = split_pairs(pairs, config)
+    write_pairs(run, learned, held_out)
+    test_tasks = envs.drop_seen(test_tasks, envs.tasks_of(chain(*learned, *held_out)))
+    ref_sums = reference_sums(model, learned + held_out, config, run.ranks)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
     state = TrainingState(model, tokenizer, optimizer)
-    per_step = config.batch_size * (config.gradient_accumulation_steps or 1)
+    per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(learned) / per_step)
-    evaluation = partial(evaluate_held_out, model, tokenizer, held_out_tasks,
-                         [pairs[i] for i in held_out], ref_sums[held_out], losses, config, run)
+    test = partial(evaluate_held_out, model, tokenizer, test_tasks, held_out, ref_sums, config, run)
     with run:
-        for step in run.steps(run.total_steps(steps_per_epoch), state, evaluation):
+        for step in run.steps(run.total_steps(steps_per_epoch), state, test):
             # 1. Episodes: the next pairs of the epoch; similar lengths share a forward pass.
             epoch, place = divmod(step, steps_per_epoch)
-            order = shuffled_batches(learned, per_step, config.seed, epoch)[place]
-            order.sort(key=lambda i: len(longer(pairs[i]).token_ids))
-            batch = [pairs[i] for i in order]
+            batch = shuffled_batches(learned, per_step, config.seed, epoch)[place]
+            batch.sort(key=lambda pair: len(longer(pair).token_ids))
 
-            # 2. Targets: the log-probs of the reference, which the policy is compared with.
-            batch_ref_sums, counts = ref_sums[order], count(batch)  # (B, 2)
+            # 2. Targets: the log-probs of the reference are in ref_sums already.
+            counts = count(batch)
 
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
             totals = Counter()  # its update() adds
             model.train()
             # The adapter is merged as in reference_sums, so that both round alike.
             with merged(model, update=True):
+                # `forward` pads its own rows: the columns of the index are not needed.
                 for rows, _ in run.micro_batches([longer(pair) for pair in batch], step):
-                    loss, metrics = forward(model, batch[rows], batch_ref_sums[rows], counts,
-                                            losses, config)
+                    loss, metrics = forward(model, batch[rows], ref_sums, counts, config)
                     loss.backward()
                     totals.update({name: value.item() for name, value in metrics.items()})
                     # Free the autograd graph before the next micro-batch builds its own.
@@ -421,15 +419,13 @@ def train(config: Config) -> dict:
             run.ranks.add_gradients(parameters)
             totals = run.ranks.total(totals)
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
-            episodes = list(chain(*batch))
-            if run.accept_update(episodes, totals["loss"], grad_norm):
+            if run.accept_update(chain(*batch), totals["loss"], grad_norm):
                 optimizer.step()
             optimizer.zero_grad()
             model.eval()
-            tokens = sum(len(t.token_ids) for t in episodes)
+            tokens = sum(len(t.token_ids) for t in chain(*batch))
             run.log(**totals, grad_norm=grad_norm, tokens=tokens)
-    names = ("loss", "accuracy", "margin")
-    after = {f"held_out_{name}": run.after.get(f"pairs/{name}") for name in names}
+    after = {f"held_out_{name}": run.after.get(f"pairs/{name}") for name in IN_RESULT}
     return run.finish(pairs=len(learned), **after)
 
 

@@ -24,9 +24,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
-import numpy as np
 import torch
 
 import envs
@@ -104,7 +102,8 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
 
     The best are those of R >= min_reward, or the top ceil(top_share x n) of a pool. Ties are
     included: a pool of equal rewards is kept whole, even if every episode failed. pools: N ids.
-    One pool of all is RAFT's global ranking, a pool for each task its local one.
+    One pool of all is RAFT's global ranking, a pool for each task its local one. With min_reward
+    the pools do not matter.
     """
     if min_reward is not None:
         return (values >= min_reward).to(values)
@@ -127,24 +126,26 @@ def effective_sample_size(weights):
 def weigh(episodes: list[Trajectory], config) -> tuple[list[list[float]], dict]:
     """Return the weights of each episode's turns, or its single one (--weight_per episode).
 
-    Weights are divided by the largest, so that float32 holds them; the loss, which divides by their
+    Weights are divided by the largest, so that float32 holds it; the loss, which divides by their
     sum, is the same. Also returns metrics. Raises UserError if weights overflow.
     """
-    values = [[t.reward] for t in episodes]
-    if config.weight_per == "turn":
-        values = [returns_to_go(t.rewards) for t in episodes]
-    lengths = [len(of_episode) for of_episode in values]
-    turns = [turn for n in lengths for turn in range(n)]  # N entries, as the next two
-    groups = np.repeat([t.group_id for t in episodes], lengths).tolist()
-    flat = torch.tensor(list(chain(*values)), dtype=torch.float64)  # (N,)
+    values, groups, turns, lengths = [], [], [], []  # N entries each, the lengths B
+    for t in episodes:
+        returns = returns_to_go(t.rewards) if config.weight_per == "turn" else [t.reward]
+        values += returns
+        groups += [t.group_id] * len(returns)
+        turns += range(len(returns))
+        lengths.append(len(returns))
+    values = torch.tensor(values, dtype=torch.float64)  # (N,)
     if config.weighting == "filter":
         pools = list(zip(groups, turns)) if config.baseline == "group" else turns
-        weights = filter_weights(flat, pools, config.top_share, config.min_reward)
+        weights = filter_weights(values, pools, config.top_share, config.min_reward)
     else:
-        a = advantages(flat, groups, turns, config.baseline, config.scale_rewards)
-        weights = linear_weights(a, config.max_weight)
+        above = advantages(values, groups, turns, config.baseline, config.scale_rewards)
         if config.weighting == "exp":
-            weights = exp_weights(a, config.beta, config.max_weight)
+            weights = exp_weights(above, config.beta, config.max_weight)
+        else:
+            weights = linear_weights(above, config.max_weight)
     if not weights.isfinite().all():
         raise UserError(f"exp(A / beta) overflows at beta {config.beta}; raise it, or give "
                         "--max_weight")
@@ -155,7 +156,8 @@ def weigh(episodes: list[Trajectory], config) -> tuple[list[list[float]], dict]:
                "clipped": clipped.double().mean().item(),
                "weights_equal": float((weights == largest).all()),
                "ess": effective_sample_size(weights) if largest else 0.0}
-    weights = weights / (largest or 1.0)
+    # In float32, as in the loss: what is 0 there teaches nothing, and its episode is left out.
+    weights = (weights / (largest or 1.0)).float()
     return [row.tolist() for row in weights.split(lengths)], metrics
 
 
@@ -223,7 +225,10 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
 
 
 def settle(config: Config) -> Config:
-    """Return the config with a value in every field. Raises UserError for options that clash."""
+    """Return the config with the defaults that depend on the model or the environment.
+
+    Raises UserError for options that clash.
+    """
     names = ("top_share", "min_reward")
     chosen = [f"--{name}" for name in names if getattr(config, name) is not None]
     if config.weighting == "filter" and len(chosen) != 1:
@@ -289,8 +294,12 @@ def choose_tasks(config: Config) -> tuple[list[dict], list[dict]]:
     """Return the tasks to play and the held-out tasks; [] where there are none to play."""
     if not config.env:
         return [], []
-    tasks, held_out = envs.train_and_held_out(config)
-    return [] if config.trajectories else tasks, held_out
+    if not config.trajectories:
+        return envs.train_and_held_out(config)
+    if not config.eval_tasks:
+        return [], []
+    files = config.dataset, config.eval_dataset, config.env_options
+    return [], envs.tasks(config.env, "test", config.eval_tasks, config.seed, *files)
 
 
 def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
@@ -339,12 +348,12 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(config.model_path, **model_options(config))
     data = recorded(config, model, tokenizer) if config.trajectories else []
     held_out = envs.drop_seen(held_out, envs.tasks_of(data))
-    # The file is read first, so that a bad row is refused at once.
+    # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
-    options = {"run": run, **rollout_options(config)} if config.env else {}
+    options = {"run": run, **rollout_options(config)}
     play = partial(rollout, model, tokenizer, config.env, **options)
     test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
 
@@ -358,22 +367,21 @@ def train(config: Config) -> dict:
 
             # 2. Targets: each token's log-probability is multiplied by the weight of its turn.
             turn_weights, metrics = weigh(episodes, config)
-            run.log(**metrics)
-            warn(step, metrics)
+            log_weights(run, step, metrics)
 
             # 3. Updates. The losses of the micro-batches add up to the loss of the update.
-            totals, updates = Counter(), 0
+            totals = Counter()  # its update() adds
             model.train()
             for batch, weights in minibatches(episodes, turn_weights, config, step):
                 token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
                 w = token_weights(weights, loss_mask)  # (B, T)
-                weight_sum, loss_sum = w.sum(), 0.0
+                loss_sum = 0.0
                 # The adapter is merged as in the rollout, so that both round alike.
                 with merged(model, update=True):
-                    for rows in run.micro_batches(batch, step, updates):
+                    for rows in run.micro_batches(batch, step, totals["updates"]):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, t)
-                        loss = reward_weighted_loss(logprobs, w[rows], weight_sum)
+                        loss = reward_weighted_loss(logprobs, w[rows], w.sum())
                         loss.backward()
                         loss_sum += loss.item()
                         # Free the autograd graph before the next micro-batch builds its own.
@@ -384,15 +392,16 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, loss_sum, grad_norm, several_updates=True):
                     optimizer.step()
                 optimizer.zero_grad()
-                totals.update(loss=loss_sum, grad_norm=grad_norm)
-                updates += 1
+                totals.update(updates=1, loss=loss_sum, grad_norm=grad_norm)
             model.eval()
+            updates = totals.pop("updates", 0)
             run.log(updates=updates, **{name: total / updates for name, total in totals.items()})
     return run.finish()
 
 
-def warn(step, metrics):
-    """Print a note if this round's weights do not say which episode is better."""
+def log_weights(run, step, metrics):
+    """Log what `weigh` says; print a note if the weights do not say which episode is better."""
+    run.log(**metrics)
     if not metrics["kept"]:
         print(f"note: step {step}: no episode of positive weight, nothing to learn from; try "
               "easier tasks, another --weighting, --baseline or --reward_bias")

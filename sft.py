@@ -17,6 +17,7 @@ it learns from; here nobody sampled the tokens, and it stays beside the weights.
 Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
 import math
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -54,16 +55,18 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
     batch_size: int = 32
+    gradient_accumulation_steps: int = flag(1, "forward passes of an update", low=1)
     num_epochs: int = 4
     output_dir: str = "runs/sft"
 
     env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; "
-                                 "default: equations, or the one that recorded episodes are of")
+                                 "default: the episodes', none for rows to imitate, or equations")
     dataset: str | None = flag(None, f"rows (.jsonl, .csv) to imitate: {EXPECTED}; or tasks, which "
                                      "the expert of --env plays")
     eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth")
-    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; the "
-                                          "two data sets then hold tasks for the evaluation")
+    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; "
+                                          "--dataset and --eval_dataset then hold tasks to evaluate "
+                                          "on, --eval_dataset alone held-out episodes")
     min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
@@ -100,19 +103,18 @@ def demonstrations(config: Config, tokenizer, vocabulary: int):
         learned, held_out = written(config, tokenizer)
     else:
         learned = played(config, tokenizer, "train", config.max_samples)
-        seen = [t.info["task"] for t in learned]
-        held_out = played(config, tokenizer, "test", HELD_OUT, seen)
+        held_out = played(config, tokenizer, "test", HELD_OUT, envs.tasks_of(learned))
     learned = drop_long(learned, config.max_tokens)
     if not learned:
         source = config.trajectories or config.dataset or config.env
-        floor = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
-        raise UserError(f"no episodes to imitate: {source} has none {floor}within "
+        which = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
+        raise UserError(f"no episodes to imitate: {source} has none {which}within "
                         f"{config.max_tokens} tokens")
     return learned, drop_long(held_out, config.max_tokens)
 
 
 def recorded(config, tokenizer, vocabulary):
-    """Return the episodes of --trajectories from --min_reward on, and those of held-out tasks."""
+    """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
     def read(path):
         episodes = read_trajectories(path, tokenizer, vocabulary)
         floor = -math.inf if config.min_reward is None else config.min_reward
@@ -150,7 +152,9 @@ def played(config, tokenizer, split_name, n, seen=()):
         print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
     tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(tasks)]
-    return demonstrate(tokenizer, config.env, tasks, limits_of(config, config.env))
+    # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
+    limits = replace(limits_of(config, config.env), max_tokens=sys.maxsize)
+    return demonstrate(tokenizer, config.env, tasks, limits)
 
 
 def drop_long(episodes, max_tokens):
@@ -163,7 +167,10 @@ def drop_long(episodes, max_tokens):
 
 
 def held_out_tasks(config, env, learned) -> list[dict]:
-    """Return the evaluation's tasks, without those of the training data; [] without --env."""
+    """Return the evaluation's tasks, without those of the training data.
+
+    There are none without an environment or with --eval_tasks 0.
+    """
     if not config.eval_tasks or not env:
         return []
     files = (config.dataset, config.eval_dataset) if config.dataset else ()
@@ -193,7 +200,7 @@ def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> di
 
 # -------------------------------------------------------------------------------------------- loop
 def settle(config: Config) -> Config:
-    """Return the config with a value in every field."""
+    """Return the config with the defaults that depend on the model or the environment."""
     if not config.env and (config.trajectories or not imitates_rows(config.dataset, None)):
         config = replace(config, env=default_env(config.trajectories))
     return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
@@ -215,7 +222,7 @@ def train(config: Config) -> dict:
     tasks = held_out_tasks(config, env, learned)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    per_step = config.batch_size * (config.gradient_accumulation_steps or 1)
+    per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
     evaluation = partial(evaluate_held_out, model, tokenizer, held_out, env, tasks, config, run)
     with run:
@@ -234,7 +241,7 @@ def train(config: Config) -> dict:
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
             model.train()
             loss_sum = 0.0
-            for rows in run.micro_batches(batch, step):
+            for rows in run.micro_batches(batch, step):  # slices (rows, columns)
                 logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, t)
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 loss.backward()
@@ -249,7 +256,7 @@ def train(config: Config) -> dict:
             optimizer.zero_grad()
             model.eval()
             run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
-    next_step = "grpo.py" if env else "agent.py"
+    next_step = "grpo.py" if config.env else "agent.py"
     return run.finish(next_step, held_out_loss=run.after.get("loss"))
 
 

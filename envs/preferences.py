@@ -143,8 +143,8 @@ def make_pairs(files, config) -> list[tuple]:
     return pairs
 
 
-def split_pairs(pairs, config):
-    """Return the pairs in random order, and which are held out: (N,) bool, by prompt.
+def split_pairs(pairs, config) -> tuple[list, list]:
+    """Return the pairs to learn from and those held out, in random order. No prompt is in both.
 
     Pairs with an episode of more than max_tokens are dropped and counted. Raises UserError if none
     is left.
@@ -159,19 +159,20 @@ def split_pairs(pairs, config):
     rng = np.random.default_rng([config.seed])
     order = [i for i in rng.permutation(len(pairs)) if lengths[i] <= config.max_tokens]
     pairs = [pairs[i] for i in order[:config.max_samples]]
-    prompts = list(dict.fromkeys(tuple(prompt_of(chosen)) for chosen, _ in pairs))
-    n = round(config.eval_share * (len(prompts) - 1))
-    apart = {prompts[i] for i in rng.permutation(len(prompts))[:n]}
-    is_held_out = np.array([tuple(prompt_of(chosen)) in apart for chosen, _ in pairs])
-    print(f"pairs: {(~is_held_out).sum()} to train on, {is_held_out.sum()} held out, "
-          f"of {len(prompts)} prompts")
-    return pairs, is_held_out
+    prompts = [tuple(prompt_of(chosen)) for chosen, _ in pairs]
+    distinct = list(dict.fromkeys(prompts))
+    n = round(config.eval_share * (len(distinct) - 1))
+    apart = {distinct[i] for i in rng.permutation(len(distinct))[:n]}
+    learned = [pair for pair, prompt in zip(pairs, prompts) if prompt not in apart]
+    held_out = [pair for pair, prompt in zip(pairs, prompts) if prompt in apart]
+    print(f"pairs: {len(learned)} to train on, {len(held_out)} held out, of {len(distinct)} prompts")
+    return learned, held_out
 
 
-def write_pairs(run, pairs, is_held_out):
+def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
     rows = []
-    for (chosen, rejected), held_out in zip(pairs, is_held_out.tolist()):
+    for i, (chosen, rejected) in enumerate(learned + held_out):
         roles = [message["role"] for message in chosen.messages]
         first = roles.index("assistant") if "assistant" in roles else 0
         rows.append({
@@ -182,7 +183,7 @@ def write_pairs(run, pairs, is_held_out):
             "rejected_reward": rejected.reward,
             "gap": chosen.reward - rejected.reward,
             "group_id": chosen.group_id,
-            "held_out": held_out,
+            "held_out": i >= len(learned),
         })
     run.ranks.first(lambda: replace_file(run.folder / "preference_pairs.json",
                                          to_json(rows, indent=1)))

@@ -21,7 +21,8 @@ def print_table(before, after, steps, seconds):
 def next_command(program, config, *words):
     """Return the command that continues from a run with `program`, with the flags it needs."""
     words = ["python", program, "--model_path", config.output_dir, *words]
-    for name in KEPT_FLAGS:
+    # Without an environment the data set holds texts to learn from, not tasks to play.
+    for name in KEPT_FLAGS if config.env else ("dtype",):
         value, usual = getattr(config, name, None), type(config).__dataclass_fields__.get(name)
         if value is not None and usual is not None and value != usual.default:
             words += [f"--{name}", str(value)]

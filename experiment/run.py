@@ -34,7 +34,7 @@ from experiment.signals import active_signals
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
-BAD_STEPS = 3  # steps in a row that are not finite end the run
+BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
 
 class Run:
@@ -86,7 +86,7 @@ class Run:
         if not self.ranks.runs:
             self.ranks.leave = self._leave
         self.ranks.runs += 1
-        opened = self.ranks.first(lambda: self._open(values)) or (None, None, None)
+        opened = self.ranks.first(lambda: self._open(values))
         self.finished, self.checkpoint, self.state = opened
         if self.finished is not None:
             self.ranks.runs -= 1
@@ -261,13 +261,14 @@ class Run:
         """Add numbers to the step's line of metrics.jsonl; a later one replaces an earlier one."""
         self.line.update(metrics)
 
-    def log_episodes(self, trajectories):
-        """Append the first LOGGED_EPISODES episodes of the step to trajectories.jsonl."""
-        self.trajectories(self.step, trajectories[:LOGGED_EPISODES])
+    def log_episodes(self, trajectories, limit=LOGGED_EPISODES):
+        """Append the step's first `limit` episodes and the rest of their groups, or all, if None.
 
-    def trajectories(self, step, items):
-        """Append episodes to trajectories.jsonl."""
-        self._append("trajectories.jsonl", [{"step": step, **item.to_json()} for item in items])
+        They go into trajectories.jsonl, which other programs learn from: no group is cut.
+        """
+        groups = {t.group_id for t in trajectories[:limit]}
+        rows = [{"step": self.step, **t.to_json()} for t in trajectories if t.group_id in groups]
+        self._append("trajectories.jsonl", rows)
 
     def write_line(self, step, metrics, timing):
         """Append a step's line to metrics.jsonl and timing.jsonl, and print the alarms it raises.
@@ -286,7 +287,7 @@ class Run:
 
     # --------------------------------------------------------------------------- steps that are bad
     def accept_rewards(self, episodes):
-        """Return True if there are episodes with finite rewards, else the step is to be skipped."""
+        """True if there are episodes and all their rewards are finite, else skip the step."""
         if not episodes:
             print(f"step {self.step}: there is no episode to learn from: skipped")
             return False
@@ -298,9 +299,9 @@ class Run:
     def accept_update(self, episodes, loss, grad_norm, several_updates=False):
         """Return True if loss and gradient norm are finite, else the update is to be skipped.
 
-        An update that is not finite would spoil the weights for good. The step's episodes go into
-        bad_step_N.json, and the third one in a row raises Stop. From an update that is accepted
-        until the end of the step, signals wait.
+        An update that is not finite would spoil the weights for good. Its batch goes into
+        bad_step_N.json, and the third such update in a row raises Stop. From an update that is
+        accepted until the end of the step, signals wait.
 
         Args:
             episodes: the batch.
@@ -329,7 +330,7 @@ class Run:
             content = {"step": self.step, "why": reason, "episodes": rows}
             self.files.write(path.name, to_json(content, indent=1))
         print(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
-        if self.bad < BAD_STEPS:
+        if self.bad < BAD_UPDATES:
             return False
         raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
                    f"lower --learning_rate, or look at the rewards in {path}; another run can "

@@ -244,23 +244,22 @@ def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
     ref = torch.stack([v.detach() for v in values]) + torch.tensor([0.4, -0.9])  # policy and reference differ
     r_chosen, r_rejected = beta * (torch.stack(values).detach() - ref)
     factor = -beta * torch.sigmoid(r_rejected - r_chosen)
-    loss, _ = dpo.forward(model, [pair], ref[None], dpo.count([pair]), [("sigmoid", 1.0)], dpo.Config(beta=beta, sft_coef=0.0))
+    loss, _ = dpo.forward(model, [pair], dict(zip(map(id, pair), ref.tolist())), dpo.count([pair]), dpo.Config(beta=beta, sft_coef=0.0))
     ours = torch.autograd.grad(loss, weights)
     scale = max(g.abs().max() for g in ours)
     assert all((a - factor * (c - r)).abs().max() < 1e-5 * scale for a, c, r in zip(ours, *grads))
 
 
 def test_batch_mates_and_padding_change_nothing(tiny, recorded):
-    model, config, pairs = tiny[0], dpo.Config(loss="sigmoid"), recorded[1][:4]
+    model, config, pairs = tiny[0], dpo.Config(loss="sigmoid,ipo,sft", loss_weights="1,0.1,0.5"), recorded[1][:4]
     pairs = sorted(pairs, key=lambda pair: len(pair[1].token_ids))
-    ref, losses = dpo.reference_sums(model, pairs, config, join()), [("sigmoid", 1.0), ("ipo", 0.1), ("sft", 0.5)]
-    ref = ref + torch.arange(8).view(4, 2) / 7
+    ref = {t: value + i / 7 for i, (t, value) in enumerate(dpo.reference_sums(model, pairs, config, join()).items())}
     assert len({len(t.token_ids) for pair in pairs for t in pair}) > 2  # they do need padding
     with torch.no_grad():
-        whole = dpo.forward(model, pairs, ref, dpo.count(pairs), losses, config)[1]
+        whole = dpo.forward(model, pairs, ref, dpo.count(pairs), config)[1]
         parts = Counter()
         for i in range(4):
-            parts.update(dpo.forward(model, pairs[i:i + 1], ref[i:i + 1], dpo.count(pairs), losses, config)[1])
+            parts.update(dpo.forward(model, pairs[i:i + 1], ref, dpo.count(pairs), config)[1])
     assert {k: float(v) for k, v in whole.items()} == pytest.approx({k: float(v) for k, v in parts.items()}, rel=1e-5, abs=1e-5)
 
 

@@ -92,7 +92,7 @@ def test_held_out_is_no_training_data(place, tmp_path, monkeypatch, capsys, modu
         watch(monkeypatch, sft, "demonstrations", lambda out: (learned.extend(out[0]), held_out.extend(out[1])))
     elif module is dpo:
         watch(monkeypatch, dpo, "rollout", paid)
-        watch(monkeypatch, dpo, "split_pairs", lambda out: [(held_out if apart else learned).extend(pair) for pair, apart in zip(*out)])
+        watch(monkeypatch, dpo, "split_pairs", lambda out: [side.extend(pair) for side, pairs in zip((learned, held_out), out) for pair in pairs])
     elif "trajectories" in options:
         watch(monkeypatch, module, "recorded", learned.extend)
     else:

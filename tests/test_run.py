@@ -220,8 +220,8 @@ def strict(path):
 
 
 class Episode:
-    def __init__(self, **values):
-        self.values = values
+    def __init__(self, group_id="", **values):
+        self.group_id, self.values = group_id, values
 
     def to_json(self):
         return self.values
@@ -233,9 +233,19 @@ def test_lines_are_strict_json(tmp_path):
     assert strict(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": None, "kl": 0.5, "n": 3}]     # flushed at once
     assert strict(tmp_path / "timing.jsonl") == [{"step": 0, "seconds": None}]
     odd = "日本\u2028\ud800\n"
-    book.trajectories(1, [Episode(logprobs=[float("-inf"), -1.5], messages=[{"content": odd}]), Episode(reward=1.0)])
+    book.step = 1
+    book.log_episodes([Episode(logprobs=[float("-inf"), -1.5], messages=[{"content": odd}]), Episode(reward=1.0)])
     rows = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().split("\n")[:-1]]
     assert rows == [{"step": 1, "logprobs": [None, -1.5], "messages": [{"content": odd.replace("\ud800", "?")}]}, {"step": 1, "reward": 1.0}]  # the strict reader takes it
+
+
+def test_no_group_is_cut_in_the_log_of_episodes(tmp_path):
+    book = started(tmp_path)
+    episodes = [Episode(group_id=f"0-{i // 5}", i=i) for i in range(30)]
+    book.log_episodes(episodes)
+    assert [row["i"] for row in strict(tmp_path / "trajectories.jsonl")] == list(range(20))
+    book.log_episodes(episodes, limit=None)
+    assert len(strict(tmp_path / "trajectories.jsonl")) == 50
 
 
 def test_resume_drops_later_steps_and_cut_lines(tmp_path):

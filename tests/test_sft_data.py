@@ -485,3 +485,13 @@ def test_held_out_solutions_are_the_environments_held_out_tasks(tokenizer, tmp_p
     held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test")}
     assert held_out == {task["question"] for task in envs.tasks("gsm8k", "test", None, 0, path)} and held_out
     assert envs.is_task("gsm8k", NATALIA) and registered_envs(t.info for t in read(path, tokenizer)) == "gsm8k"
+
+
+def test_an_experts_episode_that_is_too_long_is_dropped_not_cut(capsys):
+    """One that max_tokens ended would be shorter than max_tokens, and teach to stop in the middle."""
+    import sft
+    tokenizer = make_tiny()[1]
+    config = sft.settle(sft.Config(env="equations", max_samples=30, max_tokens=95, seed=1))
+    learned, _ = sft.demonstrations(config, tokenizer, 10**6)
+    assert 0 < len(learned) < 30 and {t.stop_reason for t in learned} == {"done"}
+    assert f"{30 - len(learned)} of 30 episodes exceed 95 tokens: dropped" in capsys.readouterr().out
