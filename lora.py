@@ -46,7 +46,8 @@ class Adapter(nn.Module):
         active: False makes the Linear the plain one.
         base: the frozen weight while the Linear holds the merged one, else None.
         packed: a decoder's copy of the merged weight in another layout (`keep_packed`), or None.
-        cast: A and B in the model's dtype while decoding unmerged, [] until first needed, or None.
+        cast: while decoding unmerged, A and B in the model's dtype from their first use on, [] up
+            to then; else None.
         peft_entries: what adapter_config.json says of this kind besides the settings.
     """
     peft_entries = {}
@@ -57,7 +58,9 @@ class Adapter(nn.Module):
         A = (torch.rand(r, linear.in_features, generator=generator) * 2 - 1) * bound
         self.A = nn.Parameter(A.to(device))
         self.B = nn.Parameter(torch.zeros(linear.out_features, r, device=device))
-        self.scale, self.dropout, self.active = scale, dropout, True
+        self.scale = scale
+        self.dropout = dropout
+        self.active = True
         self.base = self.packed = self.cast = None
 
     def tensors(self) -> dict:
@@ -75,6 +78,7 @@ class Adapter(nn.Module):
         A, B = self.factors(x)
         x = F.dropout(x, self.dropout, training=self.training)
         update = F.linear(F.linear(x, A), B) * self.scale
+        # A sum rounded to 16 bits would lose small updates: see `dithered`.
         if output.dtype not in LOST_BITS:
             return output + update
         return _DitheredSum.apply(output, update)
@@ -171,6 +175,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     """Give every targeted Linear an adapter, and freeze everything else.
 
     Args:
+        model: a transformers model, changed in place.
         r: the rank.
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: on the adapter's input, only while training.
@@ -218,14 +223,10 @@ def _targeted(model, targets):
 def _text_targets(model, linears) -> list:
     """Return names by which PEFT finds the Linears of the text layers but no routers."""
     text = set(model.get_decoder().modules())
-    names, ends, other_ends = [], set(), set()
-    for name, linear in linears.items():
-        end = name.split(".")[-1]
-        if linear in text and end not in ROUTERS:
-            names.append(name)
-            ends.add(end)
-        else:
-            other_ends.add(end)
+    end = {name: name.split(".")[-1] for name in linears}
+    names = [name for name in linears if linears[name] in text and end[name] not in ROUTERS]
+    ends = {end[name] for name in names}
+    other_ends = {end[name] for name in linears.keys() - names}
     # The ends of the names are enough, unless those of other Linears end alike.
     return sorted(names if ends & other_ends else ends)
 
@@ -413,7 +414,7 @@ def _exchange(model, frozen):
     """Swap what trains with its frozen copy, or switch the adapter off or on if there is none."""
     for linear in adapters(model).values():
         if linear.lora.base is not None:
-            raise RuntimeError("leave the block of lora.merged before that of lora.reference")
+            raise RuntimeError("leave the block of lora.merged before entering lora.reference")
         if frozen is None:
             linear.lora.active = not linear.lora.active
     for name, p in model.named_parameters():
