@@ -13,8 +13,8 @@ nothing else changes. Three objectives:
     decoupled  the same without a cap: the decoupled objective of AReaL. It is
                `--importance_correction` with a huge cap, grpo.py needs nothing for it
 
-All else is as in `tricks.py`: KL 0.3, learning rate 2e-3, two updates a step, so that an age of k
-steps is 2k updates. A run is 25 steps, as in `tricks.py`. At age 0 the three differ by rounding
+All else is the tiny model's default: KL 0.3, learning rate 2e-3, two updates a step, so that an age
+of k steps is 2k updates. A run is 25 steps, as in `tricks.py`. At age 0 the three differ by rounding
 alone, and only `plain` is run.
 """
 import sys
@@ -69,7 +69,7 @@ def worker(args):
     grpo.rollout = rollout_of(age)
     grpo.train(grpo.Config(
         model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
-        eval_tasks=0, overwrite=True, learning_rate=2e-3, updates_per_step=UPDATES_PER_STEP,
+        eval_tasks=0, overwrite=True, updates_per_step=UPDATES_PER_STEP,
         importance_correction=CORRECTIONS[name]))
     times = clock.read()
     model, tokenizer = load_model(str(folder), train=False)
