@@ -651,6 +651,21 @@ def test_a_reward_that_is_not_finite_is_told_and_touches_no_other_episode(monkey
     assert good.reward == 1.0 and "not_finite" not in good.info
 
 
+def test_rewards_of_both_infinities_or_beyond_float_raise_nothing(monkeypatch):
+    """math.fsum raises for inf - inf and for a sum that overflows; the episode is spoilt instead."""
+    for paid in ((math.inf, 0.0), (1e308, 1.7e308)):
+        with monkeypatch.context() as patch:
+            totals = iter(paid)
+
+            def pay(self) -> str:
+                """Pay."""
+                self.reward = next(totals)
+            patch.setattr(Box, "end", pay)
+            patch.setattr(Box, "get_reward", lambda self: 1.0)
+            t = play(patch, [call("end")], [call("end")], "fine")
+            assert math.isnan(t.reward) and "not finite" in t.info["not_finite"]
+
+
 @pytest.mark.parametrize("value", [float("nan"), None, "many"])
 def test_a_running_reward_or_part_that_is_no_finite_number(monkeypatch, value):
     with monkeypatch.context() as patch:

@@ -294,3 +294,17 @@ def test_registry():
     assert envs.load("equations") is Equations and envs.load("equations_hard") is EquationsHard
     names = {"add_terms", "subtract_terms", "multiply_terms", "divide_terms", "identify_operation", "state_answer"}
     assert set(envs.tools(Equations)) == names == {s["function"]["name"] for s in envs.schemas(EquationsHard)}
+
+
+@pytest.mark.parametrize("equation, calls", [
+    ("3(2x + 1) = 3x + 9", 3),  # divide by 3, subtract x, subtract 1: x = 2
+    ("2(x + 3) = x + 8", 4),  # divide by 2, subtract x/2, subtract 3, multiply by 2
+])
+def test_a_bracket_with_x_on_the_right_is_as_far_as_its_expert(equation, calls):
+    env = environment(equation)
+    assert env._distance() == calls
+    while env._best_call()["name"] != "state_answer":
+        call = env._best_call()
+        envs.call(env, call["name"], call["arguments"])
+        calls -= 1
+    assert calls == 0

@@ -57,3 +57,7 @@ def test_trajectory_must_be_an_object():
     for row in (None, [], "x", 3):
         with pytest.raises(ValueError, match="not a trajectory"):
             Trajectory.from_json(row)
+
+
+def test_the_step_that_a_run_writes_into_its_lines_is_not_the_episodes():
+    assert Trajectory.from_json({"step": 3, **ROW}) == Trajectory(**ROW)
