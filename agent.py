@@ -22,8 +22,8 @@ from tqdm import tqdm
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
-from experiment import (EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem,
-                        summarise)
+from experiment import (
+    EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem, summarise)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -79,8 +79,7 @@ class Limits:
     """Budgets of an episode. One that is used up ends it with the stop_reason of the same name.
 
     tool_timeout is the exception: a late call ends no episode. The first three are flags. An
-    environment's `limits` may state any but the first. The defaults, in envs/__init__.py, are those
-    of an environment that states none.
+    environment's `limits` may state any but the first, or else has these defaults.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
@@ -105,9 +104,8 @@ def ends_on_fault(method):
 class Episode:
     """The bookkeeping of one episode, the same for the model and for a scripted expert.
 
-    While it lasts, `next_ids` are the tokens that the trajectory already holds and the engine does
-    not: the latest tool results or reply. `calls` and `errors` are the last turn's, `stop_id` is
-    the token that ended it.
+    `next_ids` are tokens that the trajectory already holds and the engine does not: tool results or
+    a reply. `calls` and `errors` are the last turn's, `stop_id` is the token that ended it.
     """
 
     def __init__(self, session: Session, chat: Chat, limits: Limits, group_id: str):
@@ -181,7 +179,6 @@ class Episode:
             return self.finish("max_tool_calls")
         if not self.calls and not self.errors:
             return self.take_answer(text)
-        # Where no call can be read, none runs, and the results are error messages only.
         self.session.submit(self.calls)
         return True
 

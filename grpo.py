@@ -311,8 +311,8 @@ def lower_clip(config):
     return config.clip_eps_low
 
 
-# An `auto` field is None until `settle` fills it: with what the user said, else with the loss's, the
-# model's or the environment's value, else with the default that stands here.
+# An `auto` field is None until `settle` fills it: with what the user said, else with the value of
+# the loss, the model or the environment, else with the default that stands here.
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
@@ -428,7 +428,7 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
 def train(config: Config) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
-    tasks, held_out = envs.train_and_held_out(config)
+    tasks, held_out = envs.train_and_held_out(config, config.max_samples)
     if config.dry_run:
         return dry_run(config, config.tasks_per_step * config.group_size, len(held_out))
     run = Run(config, "grpo", envs.sources(config.env))  # output folder, resume, signals
@@ -476,7 +476,7 @@ def train(config: Config) -> dict:
                     trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
-            # 4. Updates. The losses of the micro-batches add up to the loss of the step. The adapter
+            # 4. Updates. The losses of the micro-batches add up to the loss of the step. An adapter
             # is merged as in the rollout, so that both round alike, and gets its gradients anyway.
             several = config.updates_per_step > 1
             model.train()

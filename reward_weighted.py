@@ -294,12 +294,7 @@ def choose_tasks(config: Config) -> tuple[list[dict], list[dict]]:
     """Return the tasks to play and the held-out tasks; [] where there are none to play."""
     if not config.env:
         return [], []
-    if not config.trajectories:
-        return envs.train_and_held_out(config)
-    if not config.eval_tasks:
-        return [], []
-    files = config.dataset, config.eval_dataset, config.env_options
-    return [], envs.tasks(config.env, "test", config.eval_tasks, config.seed, *files)
+    return envs.train_and_held_out(config, 0 if config.trajectories else config.max_samples)
 
 
 def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
@@ -356,8 +351,6 @@ def train(config: Config) -> dict:
     options = {"run": run, **rollout_options(config)}
     play = partial(rollout, model, tokenizer, config.env, **options)
     test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
-
-    # A signal, or an error in a round, saves the last whole round.
     with run:
         for step in run.steps(config.max_steps, TrainingState(model, tokenizer, optimizer), test):
             # 1. Episodes: group_size of each task, played by the policy as it is; or the file's.

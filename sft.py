@@ -65,8 +65,8 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
                                      "the expert of --env plays")
     eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; "
-                                          "--dataset and --eval_dataset then hold tasks to evaluate "
-                                          "on, --eval_dataset alone held-out episodes")
+                                          "--dataset and --eval_dataset then hold tasks to evaluate"
+                                          " on, --eval_dataset alone held-out episodes")
     min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)

@@ -34,7 +34,7 @@ from itertools import chain
 import numpy as np
 
 from envs.calls import StepResult, call, schemas, step, tools, valid_actions
-from envs.rows import is_held_out, need, read_as, unseen
+from envs.rows import is_held_out, need, read_as, shuffled, unseen
 from experiment.config import nearest
 from experiment.errors import UserError
 from experiment.seeds import mix
@@ -173,14 +173,13 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
     Each row gets "env": the name of its environment.
     """
     names = names_of(name)
-    if dataset and len(names) > 1:
-        raise UserError(f"--dataset is for one environment, --env names {len(names)}")
-    if eval_dataset and not dataset:
-        raise UserError("--eval_dataset goes with --dataset: the tasks to train on")
+    path = eval_dataset if split == "test" and eval_dataset else dataset
+    if path and len(names) > 1:
+        raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
     extra = options(env_options, names)
     share = None if n is None else -(-n // len(names))
-    if dataset and dataset != name:
-        columns = [_tasks_of_file(name, split, seed, dataset, eval_dataset)]
+    if path and path != name:
+        columns = [_tasks_of_file(name, split, seed, path, eval_dataset)]
     else:
         columns = [_tasks_of_environment(name, split, share, seed) for name in names]
     rows = [{**task, **extra} for task in chain.from_iterable(zip(*columns))]
@@ -202,13 +201,12 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     return [{**task, "env": name} for task in rows]
 
 
-def _tasks_of_file(name, split, seed, dataset, eval_dataset) -> list[dict]:
-    """Return the rows of a split of a task file, in random order."""
-    path = eval_dataset if split == "test" and eval_dataset else dataset
+def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
+    """Return the rows of a task file, or only those of the split, in random order."""
     cls = load(name)
 
     def convert(row, place):
-        in_split = eval_dataset or is_held_out(row) == (split == "test")
+        in_split = is_whole or is_held_out(row) == (split == "test")
         # Data never chooses which code runs: a row's own "env" is overwritten.
         return in_split, {**_as_task(cls, row), "env": name}
 
@@ -216,7 +214,7 @@ def _tasks_of_file(name, split, seed, dataset, eval_dataset) -> list[dict]:
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
-    return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
+    return shuffled(rows, seed)
 
 
 def _as_task(cls, row: dict) -> dict:
@@ -292,10 +290,10 @@ def tasks_of(episodes) -> list[dict]:
     return [task for task in tasks if task and isinstance(task, dict)]
 
 
-def train_and_held_out(config) -> tuple[list[dict], list[dict]]:
-    """Return the training tasks and the held-out tasks of a config; no task is in both."""
+def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
+    """Return n training tasks and the held-out tasks of a config; no task is in both."""
     files = config.dataset, config.eval_dataset, config.env_options
-    train = tasks(config.env, "train", config.max_samples, config.seed, *files)
+    train = tasks(config.env, "train", n, config.seed, *files) if n else []
     if not config.eval_tasks:
         return train, []
     held_out = tasks(config.env, "test", config.eval_tasks, config.seed, *files)

@@ -11,12 +11,10 @@ from collections import Counter
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 import envs
 from agent import Trajectory, without_faults
 from envs import gsm8k, meetings
-from envs.rows import first_row, is_held_out, read_as, unseen
+from envs.rows import first_row, is_held_out, read_as, shuffled, unseen
 from experiment.data import reading
 from experiment.errors import UserError
 from llm.chat import Chat
@@ -259,8 +257,3 @@ def split(items, apart, content, seed: int) -> tuple[list, list]:
     else:
         learned, apart = items, unseen(apart, items, content)
     return shuffled(learned, seed), shuffled(apart, seed)
-
-
-def shuffled(items: list, seed: int) -> list:
-    """Return the items in random order."""
-    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]

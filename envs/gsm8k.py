@@ -15,10 +15,8 @@ import urllib.request
 from decimal import Decimal
 from pathlib import Path
 
-import numpy as np
-
 from envs.calls import call
-from envs.rows import need
+from envs.rows import need, shuffled
 from experiment.data import read_rows
 from experiment.errors import UserError
 
@@ -226,9 +224,8 @@ class GSM8K:
     @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
         """Return at most n rows of the official split, in an order fixed by the seed."""
-        rows = read_rows(_cached(split))
-        order = np.random.default_rng(seed).permutation(len(rows))[:n]
-        return [{name: rows[i][name] for name in ("question", "answer")} for i in order]
+        rows = shuffled(read_rows(_cached(split)), seed)[:n]
+        return [{"question": row["question"], "answer": row["answer"]} for row in rows]
 
 
 def true_calculations(solution: str) -> list[str]:

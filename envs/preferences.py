@@ -5,6 +5,7 @@
     split_pairs  which pairs are learned from, and which are held out
 """
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -22,7 +23,7 @@ from llm.batches import prompt_of
 def compares_rows(config) -> bool:
     """True if --dataset is a file of pairs; False if it holds tasks, or is not a file."""
     path = config.dataset
-    if not path or not path.endswith((".jsonl", ".csv", ".parquet")):
+    if not path or path == config.env:
         return False
     row, place = first_row(path)
     if row.keys() & {"chosen", "rejected"}:
@@ -39,16 +40,12 @@ def compares_rows(config) -> bool:
 def choose_tasks(config) -> tuple[list[dict], list[dict]]:
     """Return the tasks to play pairs of and the held-out tasks; [] where there are none to play."""
     compares = compares_rows(config)
-    dataset = None if compares else config.dataset
-    tasks, held_out = [], []
-    if not compares and not config.trajectories:
-        tasks = envs.tasks(config.env, "train", config.num_tasks, config.seed, dataset,
-                           config.eval_dataset, config.env_options)
-    if config.env and config.eval_tasks:
-        held_out = envs.tasks(config.env, "test", config.eval_tasks, config.seed,
-                              dataset or config.eval_dataset, config.eval_dataset,
-                              config.env_options)
-    return tasks, held_out
+    if not config.env:
+        return [], []
+    if compares:
+        config = replace(config, dataset=None)
+    n = 0 if compares or config.trajectories else config.num_tasks
+    return envs.train_and_held_out(config, n)
 
 
 def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
@@ -165,7 +162,8 @@ def split_pairs(pairs, config) -> tuple[list, list]:
     apart = {distinct[i] for i in rng.permutation(len(distinct))[:n]}
     learned = [pair for pair, prompt in zip(pairs, prompts) if prompt not in apart]
     held_out = [pair for pair, prompt in zip(pairs, prompts) if prompt in apart]
-    print(f"pairs: {len(learned)} to train on, {len(held_out)} held out, of {len(distinct)} prompts")
+    print(f"pairs: {len(learned)} to train on, {len(held_out)} held out, "
+          f"of {len(distinct)} prompts")
     return learned, held_out
 
 

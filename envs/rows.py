@@ -2,6 +2,8 @@
 import json
 import zlib
 
+import numpy as np
+
 from experiment.data import read_rows, reading
 
 
@@ -47,6 +49,11 @@ def unseen(held_out: list, training: list, content) -> list:
         print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out rows are also in the "
               "training data: dropped")
     return kept
+
+
+def shuffled(items: list, seed: int) -> list:
+    """Return the items in random order."""
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
 
 def _text(content) -> bytes:

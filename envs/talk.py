@@ -16,7 +16,7 @@ from envs.session import Session, Watch
 from experiment.files import finite, open_to_write, replace_file
 from experiment.program import main
 from experiment.seeds import mix
-from experiment.config import auto, fill, flag
+from experiment.config import PlayFlags, fill, flag
 from experiment.data import read_yaml
 from experiment.episodes import message_lines, summarise, transcript
 from experiment.errors import UserError
@@ -29,24 +29,20 @@ from lora import merged
 SHOWN = 8  # episodes that are printed with --num_tasks
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(PlayFlags):
+    heading = "agent"
     model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
     env: str | None = flag(None, "environment; default: that of the run that wrote the model")
-    dataset: str | None = flag(None, "task file (.jsonl); default: the run's, or the environment's")
-    eval_dataset: str | None = flag(None, "task file for --split test")
-    env_options: str | None = flag(None, "name=value,... for the environment's reset")
     num_tasks: int = flag(0, "play this many tasks and print them, instead of chatting", low=0)
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
-    group_size: int = flag(1, "episodes per task", low=1, aliases=("samples_per_prompt",))
+    group_size: int = 1
     output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
-    temperature: float = flag(1.0, "sampling temperature; 0: the most likely token", low=0)
+    temperature: float = flag(1.0, "sampling temperature; 0: the most likely token",
+                              above=None, low=0)
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
     top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
                         above=0, high=1)
-    max_turns: int | None = flag(None, "assistant turns; default: the environment's", low=1)
-    max_new_tokens: int | None = auto(256, "tokens per turn; default: the environment's", low=1)
-    max_tokens: int | None = auto(2048, "tokens per episode; default: the environment's", low=8)
     dtype: str = flag("auto", "of the weights; auto: as stored", choices=tuple(DTYPES))
     seed: int = flag(0, "of tasks and sampling", low=0)
 

@@ -1,9 +1,10 @@
 """Alarms: what the log of a run says has collapsed, and what people do then."""
 import math
 from collections import deque
+from statistics import fmean
 from types import SimpleNamespace
 
-from experiment.data import lines_of, parse_object, reading
+from experiment.records import objects
 
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 NAMES = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
@@ -19,26 +20,20 @@ class Alarms:
         self.raised = set()
 
     def add(self, metrics):
-        """Take in the metrics of a step."""
+        """Take in a step's metrics. Return the sentences of the alarms that it raises first."""
         if len(self.early) < WINDOW:
             self.early.append(metrics)
         self.late.append(metrics)
+        raised = alarms(self.early, self.late) if len(self.early) == WINDOW else {}
+        new = [raised[kind] for kind in raised if kind not in self.raised]
+        self.raised.update(raised)
+        return new
 
     def read(self, path):
         """Take in the lines of metrics.jsonl that a resumed run has written before."""
         if path.exists():
-            for number, line in lines_of(path):
-                with reading(path, number):
-                    self.add(parse_object(line))
-
-    def new(self):
-        """Return the sentences of the alarms that are raised for the first time."""
-        if len(self.early) < WINDOW:
-            return []
-        sentences = alarms(self.early, self.late)
-        new = [sentences[kind] for kind in sentences if kind not in self.raised]
-        self.raised.update(sentences)
-        return new
+            for _, metrics in objects(path):
+                self.add(metrics)
 
 
 def alarms(early, late):
@@ -93,5 +88,5 @@ def means(rows):
     out = SimpleNamespace()
     for name in NAMES:
         values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
-        setattr(out, name, sum(values) / len(values) if values else math.nan)
+        setattr(out, name, fmean(values or [math.nan]))
     return out

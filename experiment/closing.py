@@ -23,8 +23,8 @@ def next_command(program, config, *words):
     words = ["python", program, "--model_path", config.output_dir, *words]
     # Without an environment the data set holds texts to learn from, not tasks to play.
     for name in KEPT_FLAGS if config.env else ("dtype",):
-        value, usual = getattr(config, name, None), type(config).__dataclass_fields__.get(name)
-        if value is not None and usual is not None and value != usual.default:
+        value = getattr(config, name, None)
+        if value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]
     return shlex.join(words)
 

@@ -8,7 +8,6 @@ import difflib
 import operator
 import re
 import textwrap
-import types
 import typing
 from collections import ChainMap
 from dataclasses import dataclass
@@ -109,15 +108,12 @@ def options(config_class):
             stated = {**inherited, "default": field.default, "auto": False, **field.metadata}
             (properties if name in properties else new)[name] = stated
         properties = {**new, **properties}
-    hints = typing.get_type_hints(config_class)
-    return {name: _option(hints[name], stated) for name, stated in properties.items()}
-
-
-def _option(hint, properties):
-    """Return the Option of a field by its type annotation and its properties."""
-    union = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = next(t for t in union if t is not type(None))
-    return Option(kind, type(None) in union, **properties)
+    hints, flags = typing.get_type_hints(config_class), {}
+    for name, stated in properties.items():
+        # An annotation is a type, or a type | None.
+        kind, *none = typing.get_args(hints[name]) or [hints[name]]
+        flags[name] = Option(kind, bool(none), **stated)
+    return flags
 
 
 # ---------------------------------------------------------------- flags that all algorithms share
@@ -179,7 +175,7 @@ class MemoryFlags:
 
 
 @dataclass(kw_only=True)
-class RolloutFlags:
+class PlayFlags:
     """Which environment is played, and how."""
 
     heading = "environment and rollout"
@@ -187,7 +183,6 @@ class RolloutFlags:
     dataset: str | None = flag(
         None, "tasks (.jsonl, or a name that the environment knows); default: its own")
     eval_dataset: str | None = flag(None, "held-out tasks (.jsonl); default: a tenth of --dataset")
-    max_samples: int = flag(10_000, "training tasks", low=1)
     env_options: str | None = flag(
         None, "name=value,... that every task passes to the environment's reset")
     group_size: int = flag(8, "episodes of each task", low=1,
@@ -200,6 +195,13 @@ class RolloutFlags:
         low=8, aliases=("max_length",))
     max_turns: int | None = flag(
         None, "assistant turns per episode; default: what the environment states", low=1)
+
+
+@dataclass(kw_only=True)
+class RolloutFlags(PlayFlags):
+    """How many tasks are played in training, and how their rewards are changed."""
+
+    max_samples: int = flag(10_000, "training tasks", low=1)
     reward_scaling: float = flag(1.0, "reward = (reward - reward_bias) x this")
     reward_bias: float = flag(0.0, "subtracted from the reward of each episode")
 
@@ -281,10 +283,10 @@ def _parse_text(text, kind):
         return None
 
 
-def nearest(name, known, lead="did you mean ", end="?", otherwise="--help lists them"):
+def nearest(name, known, lead="did you mean ", otherwise="--help lists them"):
     """Return a phrase that proposes the known name which is spelled most like this one."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"{lead}{close[0]}{end}" if close else otherwise
+    return f"{lead}{close[0]}?" if close else otherwise
 
 
 def check_accumulation(config, sequences: int):

@@ -110,7 +110,7 @@ def read_text(path, limit=MAX_LINE):
             data = file.read(limit + 1)
         if len(data) > limit:
             raise ValueError(f"longer than {limit >> 10} KiB; is it the right file?")
-        return data.decode("utf-8").removeprefix("\ufeff")
+        return data.decode("utf-8-sig")
 
 
 def lines_of(path):
@@ -160,11 +160,11 @@ def parse_object(text: str) -> dict:
 
 
 def _unique(pairs):
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f'key "{twice}" twice')
+    unique = {}
+    for key, value in pairs:
+        if key in unique:
+            raise ValueError(f'key "{key}" twice')
+        unique[key] = value
     return unique
 
 
@@ -322,7 +322,7 @@ def _without_nulls(value):
 def read_yaml(path):
     """Yield (line number, name, value) for each option in a YAML file.
 
-    A value is the text as typed, None, or a list of them. The node graph is read, because
+    A value is the text as typed, or None. The node graph is read, because
     `yaml.safe_load` makes a string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
     """
     # PyYAML arrives with transformers.
@@ -333,10 +333,7 @@ def read_yaml(path):
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        values = [_scalar(path, item) for item in items]
-        value = values if isinstance(node, yaml.SequenceNode) else values[0]
-        yield key.start_mark.line + 1, _scalar(path, key) or "null", value
+        yield key.start_mark.line + 1, _scalar(path, key) or "null", _scalar(path, node)
 
 
 def _scalar(path, node):

@@ -219,13 +219,12 @@ class Ranks:
         if self.world == 1:
             return
         import torch
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
-        flat = self.add(torch.cat([grad.flatten() for grad in gradients]))
-        for p, total in zip(weights, flat.split([p.numel() for p in weights])):
+        from torch.nn.utils import parameters_to_vector, vector_to_parameters
+        for p in weights:
             if p.grad is None:
-                p.grad = torch.empty_like(p)
-            # AdamW on the host holds on to its own gradient tensors.
-            p.grad.copy_(total.view_as(p))
+                p.grad = torch.zeros_like(p)
+        gradients = [p.grad for p in weights]
+        vector_to_parameters(self.add(parameters_to_vector(gradients)), gradients)
 
     def check_alike(self, weights):
         """Raise UserError if the ranks start from different weights."""

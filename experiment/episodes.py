@@ -44,7 +44,7 @@ def problem(episode: dict) -> str | None:
     The fields are those of agent.Trajectory.
     """
     for name, kind in FIELDS.items():
-        if not isinstance(episode.get(name, kind()), kind):
+        if not isinstance(episode[name], kind):
             return f"{name} must be {KINDS[kind]}"
     for message in episode["messages"]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

@@ -277,8 +277,7 @@ class Run:
         """
         self._append("metrics.jsonl", [{"step": step, **metrics}])
         self._append("timing.jsonl", [{"step": step, **timing}])
-        self.alarms.add(metrics)
-        for sentence in self.alarms.new():
+        for sentence in self.alarms.add(metrics):
             print(f"ALARM, step {step}: {sentence}")
 
     def _append(self, name, rows):
