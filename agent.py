@@ -160,8 +160,8 @@ class Episode:
         t.rewards.append(0.0)
         text = self.chat.text(ids)
         t.messages.append({"role": "assistant", "content": text})
-        # The policy sampled a token that opens a message, such as <|im_start|>.
-        if any(token in self.chat.start_ids for token in ids):
+        # A sampled token opens a message, such as <|im_start|>.
+        if self.chat.start_ids & set(ids):
             return self.finish("malformed")
         if ids[-1] not in self.chat.stop_ids:
             is_full = len(t.token_ids) >= self.limits.max_tokens

@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import re
+import threading
 import urllib.request
 from decimal import Decimal
 from pathlib import Path
@@ -40,6 +41,8 @@ ERRORS = {
     SyntaxError: f"use numbers, + - * / // % (remainder) ** ( ) and {', '.join(FUNCTIONS)}",
 }
 MAX_BITS = 1024  # of a power
+# CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
+PARSING = threading.Lock()
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 NUMBER = re.compile(r"([+-]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?"
                     r"(?:\\?%)?\.?")
@@ -108,7 +111,8 @@ def _parsed(text: str) -> ast.expr:
     # max(1,000, 2) would be max(1, 0, 2).
     elif re.search(r",0[0-9]", text):
         raise ValueError("in a function write 1000, not 1,000")
-    return ast.parse(text, mode="eval").body
+    with PARSING:
+        return ast.parse(text, mode="eval").body
 
 
 def _number(text: str) -> Decimal | None:
