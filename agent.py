@@ -246,8 +246,7 @@ class Episode:
     def spoil(self, why: str):
         """Give the episode a reward that is no number: the run skips the step and says why."""
         self.trajectory.reward = math.nan
-        self.trajectory.info.setdefault("success", False)
-        self.trajectory.info["not_finite"] = why
+        self.trajectory.info = {"success": False, **self.trajectory.info, "not_finite": why}
 
     def fail(self, message: str):
         """End the episode because its environment failed. Its reward is not the policy's doing."""
