@@ -34,6 +34,8 @@ class Config(PlayFlags):
     heading = "agent"
     model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
     env: str | None = flag(None, "environment; default: that of the run that wrote the model")
+    dataset: str | None = flag(None, "task file (.jsonl); default: the run's, or the environment's")
+    eval_dataset: str | None = flag(None, "task file for --split test; default: the run's")
     num_tasks: int = flag(0, "play this many tasks and print them, instead of chatting", low=0)
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
     group_size: int = 1
