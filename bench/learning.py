@@ -153,8 +153,8 @@ def spread(values) -> dict:
 
 
 def interval(summary) -> str:
-    """Return "0.71 ± 0.05 (n = 3)" as a table shows it."""
-    half = f" ± {summary['half_width']:.3f}" if "half_width" in summary else ""
+    """Return "0.71 ± 0.05 (n = 3)" as a table shows it: from three seeds on with an interval."""
+    half = f" ± {summary['half_width']:.3f}" if summary["n"] >= 3 else ""
     return f"{summary['mean']:.3f}{half} (n = {summary['n']})"
 
 
