@@ -240,7 +240,7 @@ class Episode:
             place = self.session.place("get_reward()")
             why = f"{place} is {total}, parts {t.reward_parts}, turns {t.rewards}: not finite"
             return self.spoil(why)
-        # Only now: of inf and -inf fsum makes an exception.
+        # Sum only now: math.fsum raises an exception for inf and -inf.
         t.reward = math.fsum(t.rewards)
 
     def spoil(self, why: str):
@@ -284,7 +284,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    # It counts faults over all rollouts of a run, and raises where an environment is broken.
+    # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
     with merged(model):
         for i, sample in product(share, range(group_size)):

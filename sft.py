@@ -107,8 +107,8 @@ def demonstrations(config: Config, tokenizer, vocabulary: int):
     learned = drop_long(learned, config.max_tokens)
     if not learned:
         source = config.trajectories or config.dataset or config.env
-        which = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
-        raise UserError(f"no episodes to imitate: {source} has none {which}within "
+        condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
+        raise UserError(f"no episodes to imitate: {source} has none {condition}within "
                         f"{config.max_tokens} tokens")
     return learned, drop_long(held_out, config.max_tokens)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import grpo
 import reward_weighted as rw
 import sft
-from agent import collate, rollout
+from agent import Trajectory, collate, rollout
 from envs import tasks
 from envs.demonstrations import read_trajectories
 from experiment.config import options
@@ -391,3 +391,28 @@ def test_flags_that_grpo_has_too_take_the_same():
     ours, theirs = ({name: (option.kind, option.optional) for name, option in options(module.Config).items()} for module in (rw, grpo))
     different = {"gradient_accumulation_steps", "env", "num_epochs", "scale_rewards"}
     assert all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys() - different)
+
+
+def test_a_weight_that_is_zero_in_float32_leaves_its_episode_out():
+    """In float64 it is 1e-54 of the largest. An update of such episodes alone would divide by 0."""
+    episodes = [Trajectory(rewards=[r], reward=r, group_id="g") for r in (0.0, 0.5)]
+    config = rw.Config(beta=0.004, weight_per="episode", max_weight=None)
+    weights, _ = rw.weigh(episodes, config)
+    assert weights == [[0.0], [1.0]]
+    batches = list(rw.minibatches(episodes, weights, config, 0))
+    assert batches and all(batch == [episodes[1]] for batch, _ in batches)
+
+
+def test_recorded_episodes_need_no_tasks_to_play(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("tasks were drawn")
+    monkeypatch.setattr(rw.envs, "tasks", refuse)
+    assert rw.choose_tasks(rw.Config(trajectories="t.jsonl", env="equations", eval_tasks=0)) == ([], [])
+
+
+def test_the_next_command_plays_no_texts():
+    from experiment.closing import next_command
+    texts = rw.Config(output_dir="o", env=None, dataset="pairs.jsonl", dtype="float32")
+    assert next_command("agent.py", texts) == "python agent.py --model_path o --dtype float32"
+    tasks = rw.Config(output_dir="o", env="gsm8k", dataset="tasks.jsonl")
+    assert next_command("agent.py", tasks) == "python agent.py --model_path o --env gsm8k --dataset tasks.jsonl"
