@@ -3,10 +3,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import grpo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench import learn_vs_trl, learning, staleness, tricks  # noqa: E402
@@ -32,17 +34,31 @@ def call(script, out, only, *options):
     return done.stdout, result
 
 
-def test_tricks(out):
-    printed, result = call("tricks", out, "default,kl_0")
+def call_here(script, out, only, monkeypatch, capsys):
+    """`call` without a new process for the script and each of its runs."""
+    monkeypatch.setattr(grpo, "rollout", grpo.rollout)  # staleness.py replaces it in the process of a run
+
+    def run(command, **_):
+        assert Path(command[1]).name == script.__name__.removeprefix("bench.") + ".py"
+        script.main(command[2:])
+        return SimpleNamespace(returncode=0)
+    monkeypatch.setattr(learning.subprocess, "run", run)
+    script.main(["--only", only, "--seeds", "0", "--steps", "1", "--tasks", "2", "--out", str(out), "--results", str(out / "results")])
+    printed = capsys.readouterr().out
+    return printed, json.loads(printed.splitlines()[-1])
+
+
+def test_tricks(out, monkeypatch, capsys):
+    printed, result = call_here(tricks, out, "default,kl_0", monkeypatch, capsys)
     assert result["summary"]["kl_0"]["minus_default"]["n"] == 1 and "loss_gspo" in result["not_run"]
     assert (out / "results" / "tricks.png").exists() and "`kl_coef 0`" in (out / "results" / "tricks.md").read_text()
     assert "default, seed 0" in printed
-    printed, again = call("tricks", out, "default,kl_0")
+    printed, again = call_here(tricks, out, "default,kl_0", monkeypatch, capsys)
     assert "seed 0:" not in printed and again["rows"] == result["rows"]  # no run is done twice
 
 
-def test_staleness(out):
-    _, result = call("staleness", out, "plain_0,truncated_1")
+def test_staleness(out, monkeypatch, capsys):
+    _, result = call_here(staleness, out, "plain_0,truncated_1", monkeypatch, capsys)
     assert set(result["summary"]) == {"plain_0", "truncated_1"} and "decoupled_8" in result["not_run"]
     assert (out / "results" / "staleness.png").exists()
 
@@ -66,7 +82,6 @@ def test_old_rollouts_are_played_by_the_adapter_of_k_calls_ago(monkeypatch):
 
 
 def test_every_trick_is_a_config():
-    import grpo
     for changes in tricks.TRICKS.values():
         grpo.settle(grpo.Config(**changes))
 

@@ -1,6 +1,5 @@
 """llm/budget.py: its count against torch's own log of allocations, and the README's table."""
 import importlib.util
-import time
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,6 @@ def bench_memory():
 def test_the_readmes_table(name, memory, mib):
     update_bytes = bench_memory().update_bytes
     first = update_bytes(name, 1024, memory)
-    began = time.process_time()
-    assert update_bytes(name, 1024, memory) == first
-    assert time.process_time() - began < 15  # 1 to 1.5 s on a quiet core, 3 to 7 s on a loaded machine
     assert round(first["update"] / 2**20, 1) == mib
     assert update_bytes(name, 1024, "plain")["update"] > 4 * first["update"]
 

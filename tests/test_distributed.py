@@ -153,8 +153,8 @@ def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(start,
     wait_for_lines(tmp_path, pair, 2)
     pair[dead].kill()
     began = time.monotonic()
-    _, errors = pair[1 - dead].communicate(timeout=60)
-    assert time.monotonic() - began < 30 and pair[1 - dead].returncode == 5 and "Traceback" not in errors
+    _, errors = pair[1 - dead].communicate(timeout=200)
+    assert time.monotonic() - began < 150 and pair[1 - dead].returncode == 5 and "Traceback" not in errors
     assert re.search(rf"rank {dead} \(process {pair[dead].pid} on .*\) is gone; stopped after step \d+; continue with: torchrun --nproc_per_node=2 \S*grpo.py "
                      r"--config r/config.yaml --resume", errors), errors[-2000:]
     saved = int(newest_checkpoint(tmp_path / "r").name[5:])
@@ -171,7 +171,7 @@ def test_a_signal_to_all_ranks_saves_and_says_how_to_go_on(start, tmp_path):
     wait_for_lines(tmp_path, pair, 2)
     for p in pair:
         p.send_signal(signal.SIGTERM)
-    errors = [p.communicate(timeout=60)[1] for p in pair]
+    errors = [p.communicate(timeout=200)[1] for p in pair]
     assert [p.returncode for p in pair] == [143, 143] and not any("Traceback" in e for e in errors), errors
     told = re.search(r"stopped by SIGTERM after step (\d+); continue with: torchrun", errors[0])
     assert read_state(newest_checkpoint(tmp_path / "r"))["step"] == int(told[1])
