@@ -55,7 +55,7 @@ class Program:
     def send_signal(self, signum):
         os.kill(self.pid, signum)
 
-    def communicate(self, timeout=120):
+    def communicate(self, timeout=300):
         """Return what it wrote to stdout and stderr, once it has ended."""
         self.process.join(timeout)
         assert self.returncode is not None, f"still running after {timeout} s"
