@@ -302,7 +302,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
             slots = min(slots or techniques_of(model).decode_rows, len(started))
             engine = make_engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
-                            temperature=temperature, top_k=top_k, top_p=top_p)
+                                 temperature=temperature, top_k=top_k, top_p=top_p)
             decode(engine, started, run)
         watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
