@@ -8,8 +8,3 @@ from llm.loading import is_tiny, load_model, model_options, save_model
 from llm.logprobs import score, token_logprobs
 from llm.merge import merge
 from llm.training_state import TrainingState, adamw
-
-__all__ = [
-    "TrainingState", "adamw", "batches_of_like_length", "cheapest_order", "dry_run", "is_tiny",
-    "load_model", "merge", "model_options", "save_model", "score", "shuffled_batches",
-    "token_logprobs", "turn_index"]
