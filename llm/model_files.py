@@ -88,9 +88,8 @@ def _read_whole(source, dtype, device, chosen, **where):
     from transformers import AutoModelForCausalLM
     config = _read_config(source, **where)
     model, report = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, attn_implementation=config._attn_implementation,
-        trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-        adapter_kwargs=where, **where)
+        source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+        output_loading_info=True, adapter_kwargs=where, **where)
     # Where weights are missing, transformers would continue with random ones.
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
@@ -99,19 +98,16 @@ def _read_whole(source, dtype, device, chosen, **where):
 
 
 def _read_config(source, **where):
-    """Return the model's config with the attention set to transformers' own.
+    """Return the model's config, in which the attention is left for transformers to choose.
 
     What a folder's config.json says of attention is not used: it may name a kernel to download.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
     if getattr(config, "quantization_config", None):
         raise UserError(f"{source}: is a quantized model; "
                         "give the original one, and --load_in_4bit for 4 bits")
-    classes = AutoModelForCausalLM._model_mapping
-    model_class = classes[type(config)] if type(config) in classes else None
-    has_sdpa = getattr(model_class, "_supports_sdpa", False)
-    config._attn_implementation = "sdpa" if has_sdpa else "eager"
+    config._attn_implementation = None
     return config
 
 
