@@ -12,6 +12,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import NamedTuple
 from unittest import mock
+from weakref import finalize
 
 import torch
 from torch.fx.experimental import _config as meta_device
@@ -78,22 +79,13 @@ class Bytes(TorchDispatchMode):
                 # A storage's Python object lives as long as its memory does.
                 if not hasattr(storage, "counted"):
                     field = "now" if tensor.device.type in self.devices else "host"
-                    storage.counted = Held(self, field, storage.nbytes())
+                    storage.counted = True
+                    self.add(field, storage.nbytes())
+                    finalize(storage, self.add, field, -storage.nbytes())
 
     def add(self, field: str, nbytes: int):
         setattr(self, field, getattr(self, field) + nbytes)
         self.peak = max(self.peak, self.now)
-
-
-class Held:
-    """Bytes that a field of a count includes until this object is deleted."""
-
-    def __init__(self, count: Bytes, field: str, nbytes: int):
-        count.add(field, nbytes)
-        self.release = partial(count.add, field, -nbytes)
-
-    def __del__(self):
-        self.release()
 
 
 @cache
