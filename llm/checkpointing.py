@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from llm.streaming import Stream, layers_of
 
@@ -82,8 +83,7 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx, run, requires_grad, *inputs):
         ctx.run = run
         ctx.random = torch.get_rng_state()
-        ctx.gpus = [x.device for x in inputs[:1] if x.is_cuda]
-        ctx.cuda_random = [torch.cuda.get_rng_state(gpu) for gpu in ctx.gpus]
+        ctx.gpus, ctx.cuda_random = get_device_states(inputs[0])
         ctx.save_for_backward(*inputs)
         return run(*inputs)
 
@@ -93,8 +93,7 @@ class _Recompute(torch.autograd.Function):
         with torch.random.fork_rng(ctx.gpus), torch.enable_grad():
             # Dropout draws the masks of the forward pass again.
             torch.set_rng_state(ctx.random)
-            for gpu, state in zip(ctx.gpus, ctx.cuda_random):
-                torch.cuda.set_rng_state(state, gpu)
+            set_device_states(ctx.gpus, ctx.cuda_random)
             out = ctx.run(*inputs)
         torch.autograd.backward(out, grad)
         return None, None, *(x.grad for x in inputs)
