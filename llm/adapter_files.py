@@ -91,7 +91,7 @@ def _check_values(config):
     if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
         raise ValueError(f"lora_dropout must be a number from 0 to 1, not {dropout!r:.60}")
     for name in ("use_rslora", "fan_in_fan_out", "inference_mode"):
-        if config.get(name) not in (None, True, False) or type(config.get(name)) in (int, float):
+        if not isinstance(config.get(name), bool | None):
             raise ValueError(f"{name} must be true or false, not {config[name]!r:.60}")
     targets = config.get("target_modules")
     names = [targets] if isinstance(targets, str) else targets
