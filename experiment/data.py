@@ -197,6 +197,8 @@ def check_value(value, name="value", depth=0):
 
 
 def _check_text(text, name):
+    if not isinstance(text, str):
+        raise ValueError(f"names of fields must be text, not {type(text).__name__}")
     if not text.isascii() and whole(text) != text:
         half = next(c for c in text if "\ud800" <= c <= "\udfff")
         raise ValueError(f'field "{whole(name)}": lone surrogate \\u{ord(half):04x}')

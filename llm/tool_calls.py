@@ -8,11 +8,12 @@ with ordinary tokens means the same as the added token.
 import ast
 import json
 import re
-import sys
 import warnings
 
+from experiment.data import check_value
+
 MAX_CALLS = 64  # in one turn
-MAX_DEPTH = 64  # nesting of lists and objects in the arguments
+ENCLOSING = 36  # lists and objects around the arguments, where an episode is written, at most
 MAX_DIGITS = 308  # of an integer, as in a float; Python refuses to print 5,000
 MAX_PYTHON = 100_000  # characters handed to Python's own parser
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -41,7 +42,6 @@ _TAG_VALUE = re.compile(
     re.S,
 )
 _GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
@@ -95,29 +95,12 @@ def check_call(raw) -> dict:
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise ValueError(f"the arguments of {name} must be an object, got {kind}")
-    _check_value(arguments, depth=1)
+    try:
+        check_value(arguments, depth=ENCLOSING)
+    except ValueError as error:
+        raise ValueError("arguments must be JSON with finite numbers and whole characters: "
+                         f"{error}") from None
     return {"name": name, "arguments": arguments}
-
-
-def _check_value(value, depth):
-    """Raise ValueError unless a value is JSON that any other program can read."""
-    if depth > MAX_DEPTH:
-        raise ValueError("arguments must not be nested so deep")
-    match value:
-        case dict() if all(isinstance(key, str) for key in value):
-            children = [*value, *value.values()]
-        case list():
-            children = value
-        case str() if not _SURROGATE.search(value):
-            return
-        case int() | float() if abs(value) <= sys.float_info.max:
-            return
-        case None:
-            return
-        case _:
-            raise ValueError("arguments must be JSON with finite numbers and whole characters")
-    for child in children:
-        _check_value(child, depth + 1)
 
 
 def _error(problem):
