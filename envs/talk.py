@@ -4,7 +4,6 @@
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import json
-import os
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -20,6 +19,7 @@ from experiment.config import PlayFlags, fill, flag
 from experiment.data import read_yaml
 from experiment.episodes import message_lines, summarise, transcript
 from experiment.errors import UserError
+from experiment.records import algorithm_of
 from llm.chat import Chat
 from llm.engine import Row
 from llm.loading import DTYPES, load_model
@@ -82,9 +82,8 @@ def run_config(model_path: str) -> Path | None:
     folder = Path(model_path).resolve()
     # Parts of an output folder are base/ and checkpoints/step_NNNNNN/.
     for place in (folder, folder.parent, folder.parent.parent):
-        file = place / "config.yaml"
-        if os.path.isdir(folder) and file.is_file() and b" run;" in file.read_bytes()[:40]:
-            return file
+        if folder.is_dir() and algorithm_of(place):
+            return place / "config.yaml"
     return None
 
 

@@ -4,16 +4,16 @@ Nothing is removed that a run of ours did not write, and nothing is written thro
 """
 import fcntl
 import os
-import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 
 from experiment.checkpoint import checkpoints, read_state, remove
 from experiment.config import convert, options
-from experiment.data import read_json, read_text, read_yaml, reading
+from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
-from experiment.files import disk_space, open_to_write, replace_file, sync, to_json
+from experiment.files import disk_space, open_to_write, replace_file, to_json
+from experiment.records import algorithm_of
 
 CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
@@ -99,18 +99,12 @@ class OutputFolder:
         self.lock.truncate(0)
         print(os.getpid(), file=self.lock, flush=True)
 
-    def written_by(self):
-        """Return the algorithm of the run that the folder holds, or None."""
-        path = self.path / CONFIG
-        match = re.match(r"# (\w+) run;", read_text(path)) if path.exists() else None
-        return match and match[1]
-
     def _contents(self):
         return [name for name in NAMES if (self.path / name).exists()]
 
     def refuse_a_run(self):
         """Raise UserError if the folder holds a run, or files with the names of a run's files."""
-        contents, algorithm = self._contents(), self.written_by()
+        contents, algorithm = self._contents(), algorithm_of(self.path)
         # A run that stopped before it did anything leaves only its config.
         if not contents or contents == [CONFIG] and algorithm:
             return
@@ -125,7 +119,7 @@ class OutputFolder:
     def _overwrite(self, values):
         """Remove what a run of ours wrote, unless this run starts from it."""
         contents = self._contents()
-        if contents and not self.written_by():
+        if contents and not algorithm_of(self.path):
             raise UserError(f"{self.path}: holds {contents[0]}, which no run has written, and "
                             "--overwrite removes runs only; give another --output_dir")
         for name, value in values.items():
@@ -171,11 +165,6 @@ class OutputFolder:
         paths = [self.path / name for name in LOGS]
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
-    def sync_logs(self, names):
-        """Flush these logs to the disk."""
-        for name in names:
-            sync(self.path / name)
-
     # ------------------------------------------------------------------------------------- resuming
     def continue_run(self, config, values, made_of):
         """Check that the run can be continued; discard what was written after its checkpoint.
@@ -189,7 +178,7 @@ class OutputFolder:
             (result, None, None) of a finished run, else (None, checkpoint, its state), where both
             are None if no step is saved. Raises UserError.
         """
-        algorithm = self.written_by()
+        algorithm = algorithm_of(self.path)
         if algorithm != self.algorithm:
             raise UserError(f"{self.path}: holds a {algorithm} run, not one of {self.algorithm}")
         longer = self._compare(config, values)

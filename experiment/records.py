@@ -19,7 +19,7 @@ class Record:
     Attributes:
         config, result: what the files say, {} where there is no such file.
         logs: the rows of each log.
-        algorithm: the name of the program, or "".
+        algorithm: the name of the program, or None.
         lines_of_step: {step, or -1 where none is stated: line numbers of its episodes}.
     """
 
@@ -27,7 +27,7 @@ class Record:
         """Read everything but the episodes. Raises UserError."""
         self.path = self.episode_file = Path(name)
         self.config, self.result, self.logs = {}, {}, []
-        self.algorithm = ""
+        self.algorithm = algorithm_of(self.path)
         with reading(self.path):
             self.path.stat()
         if self.path.is_dir():
@@ -48,10 +48,8 @@ class Record:
             raise UserError(f"{self.path}: give an output folder (one that holds "
                             f"{', '.join(FILES)}), or a .jsonl of episodes")
         if "config.yaml" in there:
-            path = self.path / "config.yaml"
-            program = re.match(r"# (\w+) run;", read_text(path))
-            self.algorithm = program[1] if program else ""
-            self.config = {key: value for _, key, value in read_yaml(path)}
+            lines = read_yaml(self.path / "config.yaml")
+            self.config = {key: value for _, key, value in lines}
         if "result.json" in there:
             self.result = read_json(self.path / "result.json")
         for name in LOGS:
@@ -66,6 +64,13 @@ class Record:
                 episode = {**OPTIONAL, **row, "reward": float(row["reward"])}
                 episode["info"] = {"tool_calls": 0, **row["info"]}
             yield number, episode
+
+
+def algorithm_of(folder):
+    """Return the name of the program whose run an output folder holds, or None."""
+    path = Path(folder) / "config.yaml"
+    match = re.match(r"# (\w+) run;", read_text(path)) if path.is_file() else None
+    return match and match[1]
 
 
 def objects(path, wanted=None):

@@ -24,10 +24,11 @@ from experiment.closing import first_notes, next_command, print_table
 from experiment.config import convert, options
 from experiment.distributed import join
 from experiment.errors import Stop, UserError
-from experiment.files import check_space, disk_space, finite, to_json
+from experiment.files import check_space, disk_space, finite, sync, to_json
 from experiment.ingredients import ingredients
 from experiment.output_folder import OutputFolder
 from experiment.process import peak_memory_mb
+from experiment.records import algorithm_of
 from experiment.seeds import mix
 from experiment.signals import active_signals
 
@@ -95,7 +96,7 @@ class Run:
         """Enter the folder; return (result, checkpoint, state) as `continue_run` does."""
         self.files.enter(values)
         opened = None, None, None
-        if values.get("resume") and self.files.written_by():
+        if values.get("resume") and algorithm_of(self.folder):
             opened = self.files.continue_run(self.config, values, self._ingredients())
         elif values.get("resume"):
             self.files.refuse_a_run()
@@ -398,7 +399,8 @@ class Run:
         path = self.folder / "checkpoints" / f"step_{step:06d}"
         if self.writes:
             marks = self.files.log_sizes() if self.marks is None else self.marks
-            self.files.sync_logs(marks)
+            for name in marks:
+                sync(self.folder / name)
             state = {"step": step, "algorithm": self.algorithm, "extra": extra,
                      "score": self.score, "bad": self.bad, "lines": marks,
                      "made_of": self.made_of,
