@@ -162,10 +162,9 @@ class Ranks:
 
         They are smaller than batch_size where a rank would otherwise have none.
         """
-        count = min(n, self.world)
-        if -(-n // batch_size) < count:
-            shares = [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
-            return shares[self.rank:self.rank + 1]
+        if -(-n // batch_size) < min(n, self.world):
+            share = self.share(n)
+            return [slice(share.start, share.stop)] if share else []
         starts = range(0, n, batch_size)[self.rank::self.world]
         return [slice(start, start + batch_size) for start in starts]
 
