@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from experiment.data import whole
-from experiment.errors import UserError
+from experiment.errors import UserError, first_line
 
 # What a tool raises about the arguments that it was given.
 BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError
@@ -34,8 +34,7 @@ def schemas(env) -> list[dict]:
             out.append(get_json_schema(method))
         # transformers raises DocstringParsingException and TypeHintParsingException.
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"tool {name}: {reason}") from None
+            raise UserError(f"tool {name}: {first_line(error)}") from None
     return out
 
 

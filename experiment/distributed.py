@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 
-from experiment.errors import Stop, UserError
+from experiment.errors import Stop, UserError, first_line
 
 GRACE = 10  # seconds between a rank's end and that of the others, who may save in them
 JOIN_MINUTES = 10  # to wait for all ranks to start
@@ -116,8 +116,8 @@ class Ranks:
                 self.names = {rank: self._name(rank) for rank in self.peers}
         except (RuntimeError, OSError) as error:
             other = f"rank {1 - self.rank} has" if self.world == 2 else "some ranks have"
-            reason = str(error).split("\n")[0][:200]
-            raise Stop(f"{other} not started within {JOIN_MINUTES} minutes: {reason}", 5) from None
+            raise Stop(f"{other} not started within {JOIN_MINUTES} minutes: {first_line(error)}",
+                       5) from None
         self.alive = {*self.peers}
         for rank, peer in self.peers.items():
             _keep_alive(peer)

@@ -16,6 +16,11 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
+def first_line(error) -> str:
+    """Return the first line of an exception's message, at most 200 characters of it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class UserError(ValueError):
     """What the user can fix. `main` prints the message, which says how, and no traceback."""
 

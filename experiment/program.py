@@ -4,7 +4,7 @@ import re
 import sys
 
 from experiment.command_line import parse
-from experiment.errors import EnvironmentFault, Stop, UserError, printable
+from experiment.errors import EnvironmentFault, Stop, UserError, first_line, printable
 from experiment.files import is_disk_full
 from experiment.process import peak_memory_mb
 from experiment.signals import Signals
@@ -68,8 +68,7 @@ def _explain(error, run):
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:
         step = f", step {run.step}" if run else ""
-        first_line = str(error).strip().split("\n")[0][:200]
-        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line} A smaller "
+        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line(error)} A smaller "
                 "--batch_size (outside grpo with more --gradient_accumulation_steps) gives the "
                 f"same result with less memory{notes}"), 1
     return None, 1

@@ -3,7 +3,7 @@ import os
 
 import torch
 
-from experiment.errors import UserError
+from experiment.errors import UserError, first_line
 from llm.memory import Techniques
 from llm.skeleton import fill, skeleton, tensor_reader
 from llm.tiny import make_tiny
@@ -125,8 +125,3 @@ def real_dtype(dtype, device):
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.float16
     return dtype
-
-
-def first_line(error) -> str:
-    """Return the first line of an exception's message, at most 200 characters of it."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from experiment.errors import first_line
 from llm.engine import Engine
 from llm.facts import facts
 
@@ -128,8 +129,7 @@ class StaticEngine(Engine):
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.static_steps(rows, span)
         except RuntimeError as error:
-            problem = str(error).splitlines()[0]
-            print(f"note: decoding without CUDA graphs: {problem}", file=sys.stderr)
+            print(f"note: decoding without CUDA graphs: {first_line(error)}", file=sys.stderr)
             # torch.cuda.graph leaves both behind when the end of the capture raises.
             torch.cuda.set_stream(stream)
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
