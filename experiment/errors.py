@@ -21,14 +21,18 @@ def first_line(error) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-class UserError(ValueError):
-    """What the user can fix. `main` prints the message, which says how, and no traceback."""
+class Printable(BaseException):
+    """An exception whose first argument is its message, shown as `printable` text."""
 
     def __str__(self):
-        return printable(super().__str__())
+        return printable(str(self.args[0]))
 
 
-class Stop(BaseException):
+class UserError(Printable, ValueError):
+    """What the user can fix. `main` prints the message, which says how, and no traceback."""
+
+
+class Stop(Printable):
     """Ends a run early with a message that says why and how to continue.
 
     It is not an Exception, so that code which catches the faults of a tool or row lets it pass.
@@ -40,17 +44,11 @@ class Stop(BaseException):
         super().__init__(message, code)
         self.code = code
 
-    def __str__(self):
-        return printable(self.args[0])
 
-
-class EnvironmentFault(RuntimeError):
+class EnvironmentFault(Printable, RuntimeError):
     """The code of an environment raised, did not return, or broke the contract.
 
     No model and no setting is to blame.
 
     Inside a rollout it ends one episode. It ends the run if it happens too often.
     """
-
-    def __str__(self):
-        return printable(super().__str__())
