@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from experiment.errors import UserError
-from llm.attention import row_attention
+from llm.attention import other_layers, row_attention
 from llm.fused import Fused, fits
 from llm.kv_cache import RowCache
 from llm.logprobs import head_logits
@@ -272,8 +272,7 @@ class StockForward:
 def check_attention(model):
     """Raise UserError for a model whose past is more than the keys and values of each layer."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    others = other_layers(config)
     shared = getattr(config, "num_kv_shared_layers", 0)
     if others or shared or not getattr(model, "_supports_attention_backend", False):
         name = type(model).__name__

@@ -21,7 +21,7 @@ from llm.adapter_files import (
     refuse_other_settings,
     target_names,
 )
-from llm.attention import causal_attention
+from llm.attention import causal_attention, other_layers
 from llm.checkpointing import checkpoint_layers, tile_mlps
 from llm.facts import facts
 from llm.logprobs import head_logits, hidden_states
@@ -253,9 +253,7 @@ def _check_logits(model, source: str):
 def _shares_prefix(model) -> bool:
     """True if the model gives the same hidden states with a shared prefix as without."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    others = kinds - {"full_attention", "sliding_attention"}
-    if config._attn_implementation != "causal_attention" or others:
+    if config._attn_implementation != "causal_attention" or other_layers(config):
         return False
     # The probe has two rows of six tokens.
     probe = torch.arange(12, device=model.device).view(2, 6) % 9
