@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from experiment.checkpoint import checkpoints, read_state
+from experiment.checkpoint import newest_checkpoint, read_state
 from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import (
@@ -23,7 +23,7 @@ from llm.adapter_files import (
 )
 from llm.attention import causal_attention, other_layers
 from llm.checkpointing import checkpoint_layers, tile_mlps
-from llm.facts import facts
+from llm.facts import Facts, facts
 from llm.logprobs import head_logits, hidden_states
 from llm.memory import PLAIN, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
@@ -88,12 +88,12 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     stream = Stream(layers_of(model), device) if chosen.stream_layers else None
     model.to(device).requires_grad_(False).eval()
     model.techniques = chosen
-    facts(model).source, facts(model).seed = source, seed
+    model.facts = Facts(source, seed)
     _check_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
     if device.type != "meta":
         _check_logits(model, source)
-        facts(model).shares_prefix = _shares_prefix(model)
+        model.facts.shares_prefix = _shares_prefix(model)
     if adapter["r"]:
         _adapt(model, adapter, lora_dropout, seed, path if continues else None)
     if merge:
@@ -186,9 +186,9 @@ def newest(path: str) -> str:
     """Return the newest checkpoint of an output folder, and every other path as it is."""
     if not os.path.isdir(path):
         return path
-    steps = checkpoints(path)
-    if steps:
-        return str(steps[-1])
+    checkpoint = newest_checkpoint(path)
+    if checkpoint:
+        return str(checkpoint)
     if not any(name.endswith("config.json") for name in os.listdir(path)):
         raise UserError(f"{path}: no config.json, no adapter_config.json and no checkpoints "
                         "in this folder")
@@ -312,9 +312,7 @@ def load_weights(model, folder: str):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
     if not settings(model):
         saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
-        saved = dict(saved.named_parameters())
-        for name, p in model.named_parameters():
-            p.data.copy_(saved[name])
+        model.load_state_dict(saved.state_dict())
         return
     saved = read_tensors(folder)
     for name, p in adapter_tensors(model).items():
