@@ -1,6 +1,5 @@
 """Alarms: what the log of a run says has collapsed, and what people do then."""
 import math
-from collections import deque
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -15,16 +14,15 @@ class Alarms:
     """Watch the lines of metrics.jsonl. Each kind of alarm is raised once."""
 
     def __init__(self):
-        self.early = []
-        self.late = deque(maxlen=WINDOW)
+        self.lines = []
         self.raised = set()
 
     def add(self, metrics):
         """Take in a step's metrics. Return the sentences of the alarms that it raises first."""
-        if len(self.early) < WINDOW:
-            self.early.append(metrics)
-        self.late.append(metrics)
-        raised = alarms(self.early, self.late) if len(self.early) == WINDOW else {}
+        self.lines.append(metrics)
+        if len(self.lines) < WINDOW:
+            return []
+        raised = alarms(self.lines[:WINDOW], self.lines[-WINDOW:])
         new = [raised[kind] for kind in raised if kind not in self.raised]
         self.raised.update(raised)
         return new
