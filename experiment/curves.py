@@ -4,6 +4,7 @@ from html import escape
 from operator import itemgetter
 from statistics import fmean
 
+from experiment.episodes import is_finite
 from experiment.records import number
 
 MAX_POINTS = 150  # of a curve; in longer runs several steps share a point
@@ -38,8 +39,7 @@ def curves(logs):
 def points_of(log, name):
     """Return the (step, value) pairs of one name that a chart can show."""
     points = [(row.get("step"), row.get(name)) for row in log]
-    return [(step, value) for step, value in points if type(step) is int
-            and type(value) in (int, float) and abs(value) <= 1e300]
+    return [(step, value) for step, value in points if type(step) is int and is_finite(value)]
 
 
 def chart(name, points):
