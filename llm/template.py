@@ -12,6 +12,8 @@ import re
 import resource
 from functools import lru_cache
 
+from experiment.data import whole
+
 BEGIN, END = "\U000f0000", "\U000f0001"  # around a control token that is meant as text
 SECONDS, BYTES = 10, 2**30  # processor time and memory that a trial of a template may take
 
@@ -66,7 +68,7 @@ class Template:
             return [self.clean(item) for item in value]
         if not isinstance(value, str):
             return value
-        text = value.encode("utf-8", "replace").decode().replace(BEGIN, "").replace(END, "")
+        text = whole(value).replace(BEGIN, "").replace(END, "")
         # A normalizer may turn text into a control token: NFKC does it with full-width characters.
         normalized = self._normalized(text)
         if len(self._control.findall(normalized)) > len(self._control.findall(text)):
