@@ -26,7 +26,7 @@ BOUNDS = (
 
 
 # ---------------------------------------------------------------------------------- declaring flags
-def flag(default, help="", **properties):
+def flag(default, help="", /, **properties):
     """Declare a field of a Config: its default value, its help text and its properties.
 
     A class that re-declares an inherited field inherits the properties it does not state again.
@@ -51,9 +51,7 @@ def auto(default, help="", **properties):
     Its value is None as long as nothing is said, and `fill` gives it one. `default` is the value
     that `fill` takes last. It may be a function of the config, whose docstring --help then shows.
     """
-    field = flag(None, help, **properties)
-    metadata = {**field.metadata, "default": default, "auto": True}
-    return dataclasses.field(default=None, metadata=metadata)
+    return flag(None, help, default=default, auto=True, **properties)
 
 
 def fill(config, *tables):
