@@ -39,7 +39,7 @@ def main(config_class, train, doc):
     if words:
         program = os.path.basename(sys.argv[0]) + ("" if rank == "0" else f": rank {rank}")
         print(f"{program}: {words}", file=sys.stderr)
-    if "WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"] != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         # The threads of gloo may abort an orderly end.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -54,8 +54,6 @@ def _explain(error, run):
     reason = " ".join(str(error).split())
     if isinstance(error, Stop):
         return reason, error.code
-    if isinstance(error, SystemExit):
-        return None, error.code
     if isinstance(error, UserError):
         return reason + notes, 2
     if isinstance(error, EnvironmentFault):
