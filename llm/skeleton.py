@@ -3,8 +3,8 @@
 A skeleton is a model whose parameters are on the meta device: they have shapes but no numbers.
 `fill` gives it weights, so at no time is more than one tensor held as it was stored.
 """
-import os
 from collections import defaultdict
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -39,15 +39,14 @@ def tensor_reader(folder: str):
     It raises UserError if the folder has no such tensor.
     """
     from safetensors import safe_open
-    names = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
-    if "model.safetensors" in names:
-        names = ["model.safetensors"]
-    elif any(name.startswith("model-0") for name in names):
-        # These are shards; files of another format may lie beside them.
-        names = [name for name in names if name.startswith("model-0")]
+    # The whole model or its shards; files of another format may lie beside them.
+    for pattern in ("model.safetensors", "model-0*.safetensors", "*.safetensors"):
+        paths = sorted(Path(folder).glob(pattern))
+        if paths:
+            break
     file_of = {}
-    for name in sorted(names):
-        file = safe_open(os.path.join(folder, name), "pt")
+    for path in paths:
+        file = safe_open(path, "pt")
         file_of.update(dict.fromkeys(file.keys(), file))
 
     def read(name):
