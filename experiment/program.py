@@ -66,9 +66,9 @@ def _explain(error, run):
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:
         step = f", step {run.step}" if run else ""
-        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line(error)} A smaller "
-                "--batch_size (outside grpo with more --gradient_accumulation_steps) gives the "
-                f"same result with less memory{notes}"), 1
+        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line(error)} A "
+                "smaller --batch_size (outside grpo with more --gradient_accumulation_steps) gives "
+                f"the same result with less memory{notes}"), 1
     return None, 1
 
 
