@@ -5,7 +5,7 @@ torch is not imported, so a report is written at once.
 import re
 from pathlib import Path
 
-from experiment.data import lines_of, parse_object, read_json, read_text, read_yaml, reading
+from experiment.data import lines_of, open_file, parse_object, read_json, read_yaml, reading
 from experiment.errors import UserError
 
 LOGS = ("metrics.jsonl", "timing.jsonl")
@@ -69,8 +69,11 @@ class Record:
 def algorithm_of(folder):
     """Return the name of the program whose run an output folder holds, or None."""
     path = Path(folder) / "config.yaml"
-    match = re.match(r"# (\w+) run;", read_text(path)) if path.is_file() else None
-    return match and match[1]
+    if not path.is_file():
+        return None
+    with reading(path), open_file(path) as file:
+        match = re.match(rb"# (\w+) run;", file.readline(100))
+    return match and match[1].decode()
 
 
 def objects(path, wanted=None):
