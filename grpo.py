@@ -299,9 +299,9 @@ PAPER_SETTINGS = {
 # What the tiny model needs in place of a real model's defaults. At its learning rate even shuffled
 # rewards make the policy drift; a KL penalty prevents that. Its usual gradient norm is 0.03, so
 # that 0.1 clips outliers only.
-TINY = {"learning_rate": 4e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
+TINY = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
         "dtype": "float32"}
-DEFAULT_STEPS = 40
+DEFAULT_STEPS = 50
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
 

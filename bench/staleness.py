@@ -13,9 +13,9 @@ nothing else changes. Three objectives:
     decoupled  the same without a cap: the decoupled objective of AReaL. It is
                `--importance_correction` with a huge cap, grpo.py needs nothing for it
 
-All else is the default of `tricks.py`: KL 0.3, learning rate 2e-3, 25 steps of two updates, so that
-an age of k steps is 2k updates. At age 0 the three differ by rounding alone, and only `plain` is
-run.
+All else is the tiny model's default: KL 0.3, learning rate 2e-3, two updates a step, so that an age
+of k steps is 2k updates. A run is 25 steps, as in `tricks.py`. At age 0 the three differ by rounding
+alone, and only `plain` is run.
 """
 import sys
 from collections import deque
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
     Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
 
-STEPS, LEARNING_RATE = 25, 2e-3
+STEPS = 25
 AGES = (0, 1, 2, 4, 8)  # in steps
 UPDATES_PER_STEP = 2
 NO_CAP = 1e9
@@ -69,7 +69,7 @@ def worker(args):
     grpo.rollout = rollout_of(age)
     grpo.train(grpo.Config(
         model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
-        eval_tasks=0, overwrite=True, learning_rate=LEARNING_RATE, updates_per_step=UPDATES_PER_STEP,
+        eval_tasks=0, overwrite=True, updates_per_step=UPDATES_PER_STEP,
         importance_correction=CORRECTIONS[name]))
     times = clock.read()
     model, tokenizer = load_model(str(folder), train=False)
