@@ -42,7 +42,7 @@ def call_here(script, out, only, monkeypatch, capsys):
         assert Path(command[1]).name == script.__name__.removeprefix("bench.") + ".py"
         script.main(command[2:])
         return SimpleNamespace(returncode=0)
-    monkeypatch.setattr(learning.subprocess, "run", run)
+    monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))  # not that of every library
     script.main(["--only", only, "--seeds", "0", "--steps", "1", "--tasks", "2", "--out", str(out), "--results", str(out / "results")])
     printed = capsys.readouterr().out
     return printed, json.loads(printed.splitlines()[-1])
