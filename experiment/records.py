@@ -27,9 +27,9 @@ class Record:
         """Read everything but the episodes. Raises UserError."""
         self.path = self.episode_file = Path(name)
         self.config, self.result, self.logs = {}, {}, []
-        self.algorithm = algorithm_of(self.path)
         with reading(self.path):
             self.path.stat()
+            self.algorithm = algorithm_of(self.path)
         if self.path.is_dir():
             self.episode_file = self.path / "trajectories.jsonl"
             self._read_folder()

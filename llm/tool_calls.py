@@ -13,7 +13,9 @@ import warnings
 from experiment.data import check_value
 
 MAX_CALLS = 64  # in one turn
-ENCLOSING = 36  # lists and objects around the arguments, where an episode is written, at most
+# Room for the lists and objects around the arguments in a line of trajectories.jsonl, whose nesting
+# `check_value` limits to 100 in all: the arguments themselves may be 64 deep.
+ENCLOSING = 36
 MAX_DIGITS = 308  # of an integer, as in a float; Python refuses to print 5,000
 MAX_PYTHON = 100_000  # characters handed to Python's own parser
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import grpo
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench import learn_vs_trl, learning, staleness, tricks  # noqa: E402

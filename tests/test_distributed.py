@@ -154,7 +154,7 @@ def test_a_rank_is_killed_the_other_says_so_and_stops_and_the_run_resumes(start,
     pair[dead].kill()
     began = time.monotonic()
     _, errors = pair[1 - dead].communicate(timeout=200)
-    assert time.monotonic() - began < 150 and pair[1 - dead].returncode == 5 and "Traceback" not in errors
+    assert time.monotonic() - began < 90 and pair[1 - dead].returncode == 5 and "Traceback" not in errors
     assert re.search(rf"rank {dead} \(process {pair[dead].pid} on .*\) is gone; stopped after step \d+; continue with: torchrun --nproc_per_node=2 \S*grpo.py "
                      r"--config r/config.yaml --resume", errors), errors[-2000:]
     saved = int(newest_checkpoint(tmp_path / "r").name[5:])

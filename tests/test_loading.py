@@ -294,7 +294,7 @@ def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch):
     began = time.time()
     with pytest.raises(UserError, match="nobody/no-such-model: cannot be loaded") as error:
         load("nobody/no-such-model")
-    assert calls and time.time() - began < 100 and "\n" not in str(error.value)
+    assert calls and time.time() - began < 30 and "\n" not in str(error.value)
 
 
 def test_a_hub_id_whose_tokenizer_is_not_cached_yet_goes_to_the_hub(tiny, monkeypatch):
@@ -376,7 +376,7 @@ def test_a_regular_expression_cannot_hang_the_program(tiny, tmp_path, monkeypatc
     began = time.time()
     with pytest.raises(UserError, match="as a regular expression it takes over 0.5 s; list the names"):
         load(tmp_path, lora_r=4)
-    assert time.time() - began < 100
+    assert time.time() - began < 30
 
 
 @pytest.mark.parametrize("value, says", [(float("nan"), "1 values are not finite"), (float("inf"), "1 values are not finite")])
