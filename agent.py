@@ -1,7 +1,8 @@
 """The agent's side of an episode: play it, record it, judge it.
 
-    rollout       play episodes: the model samples turns, tools run while other episodes decode
-    evaluate      success, pass@k, reward and more of a model in an environment
+    rollout         play episodes: the model samples turns, tools run while other episodes decode
+    collect_groups  play groups of episodes until enough of them are worth learning from
+    evaluate        success, pass@k, reward and more of a model in an environment
 
 The ids of a trajectory are what the model saw and sampled, in that order. They are never decoded
 and encoded again.
@@ -14,7 +15,7 @@ import runpy
 import time
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import product
+from itertools import groupby, product
 
 import torch
 from tqdm import tqdm
@@ -22,8 +23,8 @@ from tqdm import tqdm
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
-from experiment import (
-    EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem, summarise)
+from experiment import (EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem, summarise,
+                        without_faults, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -34,6 +35,7 @@ from lora import merged
 # Decode steps between the points at which episodes rejoin after a tool call. The number is fixed,
 # so that the speed of a tool changes no batch, and no bit.
 TOOL_STEPS = 4
+MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
 
 @dataclass
@@ -313,6 +315,34 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens)
 
 
+def collect_groups(play, tasks, config, step, run):
+    """Play the step's groups, and replace those outside the success-rate band by other tasks'.
+
+    `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
+    episodes, group after group: fewer if environments fail or MAX_RESAMPLE rounds do not suffice.
+    """
+    kept, dropped, drawn, n = [], 0, 0, config.tasks_per_step
+    for _ in range(1 + MAX_RESAMPLE):
+        missing = n - (drawn - dropped)
+        if not missing:
+            break
+        fresh = envs.draw_tasks(tasks, config.seed, step, n, first=drawn, n=missing)
+        # first_task gives every candidate a group id and random numbers of its own.
+        episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
+        drawn += missing
+        for _, group in groupby(episodes, key=lambda t: t.group_id):
+            group = list(group)
+            rate = sum(t.info["success"] for t in group) / len(group)
+            # Not a number: a broken environment or weights, which `Run.accept_rewards` reports.
+            broken = any(math.isnan(t.reward) for t in group)
+            if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
+                kept += group
+            else:
+                dropped += 1
+    run.log(groups_dropped=dropped)
+    return kept
+
+
 def load_environments(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment that the tasks name."""
     given = envs.names_of(env_name)
@@ -369,38 +399,6 @@ def next_turn(engine, row, episode):
     else:
         engine.extend(row, episode.next_ids, episode.room)
     return episode
-
-
-def without_too_long(trajectories: list[Trajectory], max_tokens: int) -> list[Trajectory]:
-    """Drop the episodes that could not start, and print how many were dropped or failed."""
-    kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
-    if trajectories and not kept:
-        shortest = min(len(t.token_ids) for t in trajectories)
-        raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
-                        f"tokens, --max_tokens is {max_tokens}")
-    if len(kept) < len(trajectories):
-        print(f"{len(trajectories) - len(kept)} of {len(trajectories)} episodes dropped: "
-              f"the prompt alone reaches --max_tokens {max_tokens}")
-    failed = [t.info["error"] for t in kept if t.stop_reason == "error"]
-    if failed:
-        print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
-              f"the first: {failed[0]}")
-    return kept
-
-
-def without_faults(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Return the episodes that have a valid reward: those whose environment did not fail."""
-    return [t for t in trajectories if t.stop_reason != "error"]
-
-
-def shift_and_scale(trajectories: list[Trajectory], scaling: float, bias: float):
-    """Set reward = (reward - bias) x scaling; the turns share the bias equally.
-
-    The logs of training hold these rewards, evaluations hold the environment's.
-    """
-    for t in trajectories:
-        t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
-        t.reward = math.fsum(t.rewards)
 
 
 def limits_of(config, env: str | None) -> Limits:

@@ -37,12 +37,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import envs
-from agent import Trajectory, collate, evaluate, rollout, rollout_options, without_faults
+from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from envs.demonstrations import default_env, read_trajectories
 from envs.preferences import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
                               split_pairs, write_pairs)
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, fill, flag, main, nearest, preference_learning_rate)
+                        UserError, auto, fill, flag, main, nearest, preference_learning_rate,
+                        without_faults)
 from llm import (TrainingState, adamw, dry_run, is_tiny, load_model, model_options,
                  shuffled_batches, token_logprobs)
 from lora import merged

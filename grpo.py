@@ -2,9 +2,8 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations above it
-are pure functions, tested against hand-computed values, a second implementation and TRL. Left out:
-adaptive KL coefficients, value networks, and TRL's loss bnpo, which divides by the tokens of a
-micro-batch.
+are pure functions. Left out: adaptive KL coefficients, value networks, and TRL's loss bnpo, which
+divides by the tokens of a micro-batch.
 
     python grpo.py                            the tiny model, from nothing, in four minutes on a CPU
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
@@ -16,16 +15,16 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from agent import collate, evaluate, rollout, rollout_options, shift_and_scale, without_faults
+from agent import collate, collect_groups, evaluate, rollout, rollout_options
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, group_shares, main,
-                        summarise)
+                        shift_and_scale, summarise)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
                  score, token_logprobs, turn_index)
 from lora import freeze_reference, kept_by_merging, merged, reference
@@ -36,21 +35,16 @@ from sft import teach_tiny
 def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     """Compare each reward with its group's: A_i = (r_i - mean) / (std + 1e-4), (N,).
 
-    arXiv 2402.03300 section 4.1.2. The std is unbiased and eps is 1e-4, as in TRL.
+    arXiv 2402.03300 section 4.1.2, the std unbiased as in TRL. Equal rewards get exactly 0, and so
+    does a group of one.
 
-    Args:
-        rewards: (N,). group_ids: N hashable ids, in any order.
-        scale: "group" or "batch" (arXiv 2508.08221) divides by that std; "none" does not divide
-            (Dr. GRPO, arXiv 2503.20783).
-        leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
-
-    Equal rewards get exactly 0, and so does a group of one.
+    rewards: (N,). group_ids: N hashable ids, in any order. scale: "group" or "batch" (arXiv
+    2508.08221) divides by that std, "none" does not divide (Dr. GRPO, arXiv 2503.20783).
+    leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
     """
-    members = {}
-    for i, group in enumerate(group_ids):
-        members.setdefault(group, []).append(i)
     advantages = torch.zeros_like(rewards)
-    for rows in members.values():
+    for group in set(group_ids):
+        rows = [i for i, other in enumerate(group_ids) if other == group]
         if len(rows) == 1:
             continue
         # Shift first: the mean of equal floats may differ from them by rounding, and Adam would
@@ -65,8 +59,7 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
 
 # To add an advantage estimator, write a credit function and put it into `CREDITS`, the choices of
 # --credit. It takes the rewards of the turns (B lists) and B group ids, and returns one advantage
-# per turn, all episodes in a row. It must accept the options of `group_advantages` and pass them
-# on: `train` gives `scale`. A new baseline or divisor belongs into `group_advantages`.
+# per turn, all episodes in a row. Its options are those of `group_advantages`.
 def episode_credit(turn_rewards, group_ids, **options):
     """Give all turns their episode's advantage: what papers call GRPO (section 4.1.2)."""
     totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
@@ -75,10 +68,7 @@ def episode_credit(turn_rewards, group_ids, **options):
 
 
 def turn_credit(turn_rewards, group_ids, **options):
-    """Compare a turn's return-to-go with that of the same turn in the group's other episodes.
-
-    A turn that only one episode reached gets 0.
-    """
+    """Compare a turn's return-to-go with that of the same turn in the group's other episodes."""
     returns, peers = [], []
     for group, rewards in zip(group_ids, turn_rewards):
         for turn in range(len(rewards)):
@@ -94,12 +84,10 @@ def process_credit(turn_rewards, group_ids, **options):
     each further turn costs, however correct it is. In eight correct episodes of three turns the
     first call gets 0, the second 0.69 and the answer 1.38: the policy learns to answer at once.
     """
-    flat, owners = [], []
-    for group, rewards in zip(group_ids, turn_rewards):
-        flat += map(float, rewards)
-        owners += [group] * len(rewards)
-    normalized = group_advantages(torch.tensor(flat), owners, **options)
-    episodes = normalized.split([len(rewards) for rewards in turn_rewards])
+    lengths = [len(rewards) for rewards in turn_rewards]
+    flat = torch.tensor([float(reward) for rewards in turn_rewards for reward in rewards])
+    owners = [group for group, turns in zip(group_ids, lengths) for _ in range(turns)]
+    episodes = group_advantages(flat, owners, **options).split(lengths)  # B of (turns,)
     return torch.cat([turns.flip(0).cumsum(0).flip(0) for turns in episodes])
 
 
@@ -113,22 +101,17 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options)
     turn_rewards: B lists. mask: (B, T) as sampled. Raises ValueError if they differ in turns.
     """
     turns = turn_index(mask)  # (B, T) the turn's number 0, 1, ... of each token, -1 where masked
-    n_turns = turns.max(1).values + 1  # (B,)
-    n_rewards = n_turns.new_tensor([len(rewards) for rewards in turn_rewards])  # (B,)
-    if (n_rewards != n_turns).any():
-        row = int((n_rewards != n_turns).nonzero()[0])
-        raise ValueError(f"episode {row}: {n_rewards[row]} turn rewards, but {n_turns[row]} turns")
-    per_turn = CREDITS[credit](turn_rewards, group_ids, **options).to(turns.device)
-    first = n_turns.cumsum(0) - n_turns  # (B,) where an episode's turns begin in per_turn
-    # The clamp keeps the index of a masked token valid. What is read there is not used.
-    place = (first[:, None] + turns).clamp(min=0)  # (B, T)
-    return torch.where(turns >= 0, per_turn[place], 0.0)
+    lengths, n_turns = [len(r) for r in turn_rewards], (turns.max(1).values + 1).tolist()
+    if lengths != n_turns:
+        raise ValueError(f"the episodes have {lengths} turn rewards, but {n_turns} turns")
+    per_turn = CREDITS[credit](turn_rewards, group_ids, **options).split(lengths)  # B of (turns,)
+    per_turn = pad_sequence(per_turn, batch_first=True).to(turns.device)  # (B, most turns)
+    return torch.where(turns >= 0, per_turn.gather(1, turns.clamp(min=0)), 0.0)
 
 
 def subtract_kl(turn_rewards, kl, mask, kl_coef):
     """Return the rewards (B lists) less kl_coef x the sum of kl (B, T) over each turn's tokens."""
-    turns = turn_index(mask)
-    out = []
+    turns, out = turn_index(mask), []
     for row, rewards in enumerate(turn_rewards):
         costs = [kl[row][turns[row] == turn].sum().item() for turn in range(len(rewards))]
         out.append([reward - kl_coef * cost for reward, cost in zip(rewards, costs)])
@@ -150,10 +133,7 @@ def masked(x, mask):
 
 
 def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
-    """Return min(pi_trainer / pi_sampler, cap) per token (B, T), without gradient.
-
-    fengyao.notion.site/off-policy-rl
-    """
+    """Return sg(min(pi_trainer / pi_sampler, cap)) (B, T): fengyao.notion.site/off-policy-rl"""
     return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
 
 
@@ -183,12 +163,11 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log policy / reference.
 
-    k1: x, for the reward; as a loss its mean gradient is 0. k2: x^2 / 2, whose gradient is that of
-    KL(policy || reference). k3: exp(-x) - 1 + x, arXiv 2402.03300 eq. 4, whose gradient is that of
-    KL(reference || policy) and explodes where the policy has become unlikely. k3_ratio: k3 times
-    policy / old, arXiv 2512.02556, unbiased in value and gradient where old is what sampled, and
-    the default of TRL 1.16 (there with the sequence's ratio in gspo and luspo).
-    joschu.net/blog/kl-approx.html
+    joschu.net/blog/kl-approx.html. k1: x, for the reward; as a loss its mean gradient is 0. k2:
+    x^2 / 2, whose gradient is that of KL(policy || reference). k3: exp(-x) - 1 + x, arXiv
+    2402.03300 eq. 4, whose gradient is that of KL(reference || policy) and explodes where the
+    policy has become unlikely. k3_ratio: k3 times policy / old, arXiv 2512.02556, unbiased in value
+    and gradient where old is what sampled, and TRL's default.
     """
     x = masked(logprobs - ref_logprobs, mask)
     if kind == "k1":
@@ -222,17 +201,13 @@ def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
     In the form of eq. 13, 14 (GSPO-token): the gradient goes through each token's own log-prob, so
     that each turn keeps its own credit. With one advantage per sequence the two are equal.
     """
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    mean_log_ratio = log_ratio.sum(1, keepdim=True) / lengths  # (B, 1)
-    log_s = mean_log_ratio.detach() + (log_ratio - log_ratio.detach())  # (B, T)
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    log_s = mean.detach() + (log_ratio - log_ratio.detach())  # (B, T)
     return clipped(log_s, logprobs, advantages, mask, **clip_range)
 
 
 def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
-    """-sg(min(ratio, clip_max)) A log p: MiniMax-M1, arXiv 2506.13585 eq. 4.
-
-    No token loses its gradient. The cap is of the ratio itself, as in ScaleRL, arXiv 2510.13786.
-    """
+    """-sg(min(ratio, clip_max)) A log p: arXiv 2506.13585 eq. 4. No token loses its gradient."""
     ratio = log_ratio.exp().detach()
     return -ratio.clamp(max=clip_max) * advantages * logprobs, {"clip_high": ratio > clip_max}
 
@@ -246,14 +221,11 @@ def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **
 def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0), **_):
     """-sg(phi(w)) A log p, phi(w) = w^k exp(lam (1 - w)), w the product of a sequence's ratios.
 
-    arXiv 2602.10693. k and lam: first where A >= 0, second elsewhere. In bfloat16 the product of
-    an episode's ratios is mostly rounding noise: use float32.
+    arXiv 2602.10693. k, lam: first where A >= 0. Use float32: in bfloat16 w is rounding noise.
     """
     log_w = log_ratio.sum(1, keepdim=True).detach()  # (B, 1)
-    power = torch.where(advantages >= 0, *k)  # (B, T)
-    decay = torch.where(advantages >= 0, *lam)  # (B, T)
-    # In logs: w may overflow where phi does not.
-    phi = torch.exp(power * log_w + decay * (1 - log_w.exp()))  # (B, T)
+    k, lam = torch.where(advantages >= 0, *k), torch.where(advantages >= 0, *lam)  # (B, T) each
+    phi = torch.exp(k * log_w + lam * (1 - log_w.exp()))  # in logs: w alone may overflow
     return -phi * advantages * logprobs, {"phi": phi}
 
 
@@ -263,8 +235,7 @@ def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask,
 
     logprobs, old_logprobs, advantages, mask: (B, T). kl_penalty: kl_coef x `kl_estimate` (B, T),
     which shares the normalizer. hyper: the clip range, and what else the surrogate takes by name.
-    The metrics are means over tokens: the ratio, |log-ratio|, k3 of KL(old || policy), and what the
-    surrogate logs.
+    The metrics are means over tokens; approx_kl is k3 of KL(old || policy).
     """
     log_ratio = masked(logprobs - old_logprobs, mask)
     token_loss, to_log = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
@@ -286,9 +257,8 @@ LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_pena
     "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
-# Each paper's clip range and scale. --loss and --credit select them, and a flag of their own
-# overrides each. Not set: GRPO's KL (--kl_coef 0.04 --kl_estimator k3), DAPO's dynamic sampling
-# (--success_rate_lb 0.01 --success_rate_ub 0.99) and its overlong penalty.
+# Each paper's clip range and scale, which --loss and --credit select. Not set: GRPO's KL (--kl_coef
+# 0.04 --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
@@ -297,12 +267,10 @@ PAPER_SETTINGS = {
     "rloo": {"scale_rewards": "none"},
 }
 # What the tiny model needs in place of a real model's defaults. At its learning rate even shuffled
-# rewards make the policy drift; a KL penalty prevents that. Its usual gradient norm is 0.03, so
-# that 0.1 clips outliers only.
+# rewards would make the policy drift, but for the KL. Its usual gradient norm is 0.03.
 TINY = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
         "dtype": "float32"}
 DEFAULT_STEPS = 50
-MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
 
 # ----------------------------------------------------------------------------------------- config
@@ -350,44 +318,15 @@ def settle(config):
     config = fill(config, *papers, tiny, envs.lengths(config.env))
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
-    if config.success_rate_lb > config.success_rate_ub:
-        raise UserError(f"success_rate_lb {config.success_rate_lb} is above "
-                        f"success_rate_ub {config.success_rate_ub}")
+    low, high = config.success_rate_lb, config.success_rate_ub
+    if low > high:
+        raise UserError(f"success_rate_lb {low} is above success_rate_ub {high}")
     # batch_size is memory only. --gradient_accumulation_steps may only confirm the product.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
 
 
 # ------------------------------------------------------------------------------------------- loop
-def collect_groups(play, tasks, config, step, run):
-    """Play the step's groups, and replace those outside the success-rate band by other tasks'.
-
-    `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
-    episodes, group after group: fewer if environments fail or MAX_RESAMPLE rounds do not suffice.
-    """
-    kept, dropped, drawn = [], 0, 0
-    for _ in range(1 + MAX_RESAMPLE):
-        missing = config.tasks_per_step - (drawn - dropped)
-        if not missing:
-            break
-        fresh = envs.draw_tasks(
-            tasks, config.seed, step, config.tasks_per_step, first=drawn, n=missing)
-        # first_task gives every candidate a group id and random numbers of its own.
-        episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
-        drawn += missing
-        for _, group in groupby(episodes, key=lambda t: t.group_id):
-            group = list(group)
-            rate = sum(t.info["success"] for t in group) / len(group)
-            # Not a number: a broken environment or weights, which `Run.accept_rewards` reports.
-            broken = any(math.isnan(t.reward) for t in group)
-            if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
-                kept += group
-            else:
-                dropped += 1
-    run.log(groups_dropped=dropped)
-    return kept
-
-
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
@@ -411,8 +350,7 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 def rescore(config, model, start_policy, batch, token_ids, mask, run):
     """Return the tokens' log-probs under the reference and under the trainer, (B, T) each.
 
-    The trainer is the policy that sampled, but computed by the forward pass of the updates. Zeros
-    stand for what no option asks for.
+    The trainer is the policy that sampled, in the updates' forward pass. What no option needs is 0.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)

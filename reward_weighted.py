@@ -28,11 +28,11 @@ from functools import partial
 import torch
 
 import envs
-from agent import (Trajectory, collate, evaluate, rollout, rollout_options, shift_and_scale,
-                   without_faults)
+from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from envs.demonstrations import default_env, read_trajectories
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, fill, flag, imitation_learning_rate, main, summarise)
+                        UserError, auto, fill, flag, imitation_learning_rate, main,
+                        shift_and_scale, summarise, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
                  shuffled_batches, token_logprobs, turn_index)
 from lora import merged

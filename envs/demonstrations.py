@@ -12,10 +12,11 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 import envs
-from agent import Trajectory, without_faults
+from agent import Trajectory
 from envs import gsm8k, meetings
 from envs.rows import first_row, is_held_out, read_as, shuffled, unseen
 from experiment.data import reading
+from experiment.episodes import without_faults
 from experiment.errors import UserError
 from llm.chat import Chat
 from llm.recorded import recorded_ids

@@ -2,8 +2,9 @@
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Limits, Trajectory, load_environments, without_faults, without_too_long
+from agent import Episode, Limits, Trajectory, load_environments
 from envs.session import Session, Watch
+from experiment.episodes import without_faults, without_too_long
 from experiment.errors import EnvironmentFault
 
 

@@ -18,7 +18,15 @@ from experiment.config import (
     preference_learning_rate,
 )
 from experiment.data import read_rows
-from experiment.episodes import is_finite, pass_at_k, problem, summarise
+from experiment.episodes import (
+    is_finite,
+    pass_at_k,
+    problem,
+    shift_and_scale,
+    summarise,
+    without_faults,
+    without_too_long,
+)
 from experiment.errors import EnvironmentFault, UserError
 from experiment.files import replace_file, to_json
 from experiment.groups import group_shares

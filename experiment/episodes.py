@@ -1,7 +1,7 @@
 """Episodes: what is wrong with one, one as text to read, and many of them in numbers."""
 import math
 
-from experiment.errors import printable
+from experiment.errors import UserError, printable
 
 FIELDS = {"token_ids": list, "loss_mask": list, "logprobs": list, "rewards": list, "messages": list,
           "reward_parts": dict, "info": dict, "group_id": str, "stop_reason": str}
@@ -113,3 +113,35 @@ def pass_at_k(successes: list[list[bool]]) -> dict:
         solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]
         out[f"pass@{k}"] = sum(solved) / len(solved)
     return out
+
+
+def without_too_long(trajectories: list, max_tokens: int) -> list:
+    """Drop the episodes that could not start, and print how many were dropped or failed."""
+    kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
+    if trajectories and not kept:
+        shortest = min(len(t.token_ids) for t in trajectories)
+        raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
+                        f"tokens, --max_tokens is {max_tokens}")
+    if len(kept) < len(trajectories):
+        print(f"{len(trajectories) - len(kept)} of {len(trajectories)} episodes dropped: "
+              f"the prompt alone reaches --max_tokens {max_tokens}")
+    failed = [t.info["error"] for t in kept if t.stop_reason == "error"]
+    if failed:
+        print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
+              f"the first: {failed[0]}")
+    return kept
+
+
+def without_faults(trajectories: list) -> list:
+    """Return the episodes that have a valid reward: those whose environment did not fail."""
+    return [t for t in trajectories if t.stop_reason != "error"]
+
+
+def shift_and_scale(trajectories: list, scaling: float, bias: float):
+    """Set reward = (reward - bias) x scaling; the turns share the bias equally.
+
+    The logs of training hold these rewards, evaluations hold the environment's.
+    """
+    for t in trajectories:
+        t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
+        t.reward = math.fsum(t.rewards)

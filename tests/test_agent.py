@@ -24,7 +24,8 @@ import torch
 
 import agent
 import envs
-from agent import Limits, Trajectory, collate, evaluate, without_faults, rollout
+from agent import Limits, Trajectory, collate, evaluate, rollout
+from experiment import without_faults
 from envs import talk
 from envs.demonstrations import read_trajectories
 from envs.expert import demonstrate

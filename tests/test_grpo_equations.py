@@ -568,7 +568,7 @@ def test_episode_credit_by_hand():
     """Two groups: rewards 0 + 1 against 2 (mean 1.5), 1.5 against 0.5; all tokens of an episode get the same."""
     a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], MASKS, [7, 7, 8, 8], scale="none")
     assert torch.allclose(a, torch.tensor([-0.5, 0.5, 0.5, -0.5])[:, None] * MASKS)
-    with pytest.raises(ValueError, match="episode 0: 1 turn rewards, but 2 turns"):
+    with pytest.raises(ValueError, match=r"\[1, 1\] turn rewards, but \[2, 1\] turns"):
         token_advantages([[1.0], [2.0]], MASKS[:2], [7, 7])
 
 
