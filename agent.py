@@ -18,6 +18,7 @@ from functools import wraps
 from itertools import groupby, product
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import envs
@@ -32,8 +33,8 @@ from llm.memory import techniques_of
 from llm.static_engine import make_engine
 from lora import merged
 
-# Decode steps between the points at which episodes rejoin after a tool call. The number is fixed,
-# so that the speed of a tool changes no batch, and no bit.
+# After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
+# however fast the tool was, so that its speed changes no batch and no bit.
 TOOL_STEPS = 4
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
@@ -80,8 +81,8 @@ class Trajectory:
 class Limits:
     """Budgets of an episode. One that is used up ends it with the stop_reason of the same name.
 
-    tool_timeout is the exception: a late call ends no episode. The first three are flags. An
-    environment's `limits` may state any but the first, or else has these defaults.
+    Only tool_timeout ends no episode. The first three are flags. An environment's `limits` may
+    state all but max_turns; what it leaves out has the defaults that stand here.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
@@ -150,7 +151,7 @@ class Episode:
         return not self.trajectory.stop_reason and self.room > 0
 
     @ends_on_fault
-    def take_turn(self, ids: list[int], logprobs: list[float]) -> bool:
+    def take_turn(self, ids: list[int], logprobs: list[float]) -> bool | None:
         """Append a sampled turn, and start its tool calls. True if `take_results` must follow.
 
         Otherwise the episode has ended (`trajectory.stop_reason`) or continues with `next_ids`.
@@ -162,15 +163,14 @@ class Episode:
         t.rewards.append(0.0)
         text = self.chat.text(ids)
         t.messages.append({"role": "assistant", "content": text})
-        # A sampled token opens a message, such as <|im_start|>.
+        # Only the template may open a message, by <|im_start|> or the like.
         if self.chat.start_ids & set(ids):
             return self.finish("malformed")
         if ids[-1] not in self.chat.stop_ids:
             is_full = len(t.token_ids) >= self.limits.max_tokens
             return self.finish("max_tokens" if is_full else "max_new_tokens")
         self.stop_id = ids[-1]
-        content, self.calls, self.errors = parse_tool_calls(text)
-        t.messages[-1]["content"] = content
+        t.messages[-1]["content"], self.calls, self.errors = parse_tool_calls(text)
         if self.calls:
             t.messages[-1]["tool_calls"] = self.calls
         t.info["parsed_turns"] += not self.errors
@@ -185,7 +185,7 @@ class Episode:
         return True
 
     def take_answer(self, text: str):
-        """The model answered without a tool: continue with the environment's reply, or end."""
+        """Continue an answer without a tool call by the environment's reply, or end the episode."""
         reply, gain = self.session.reply(text)
         self.trajectory.rewards[-1] += gain
         if reply is None or self.session.done:
@@ -197,9 +197,8 @@ class Episode:
     def take_results(self):
         """Wait for the results of the turn's calls, and append them."""
         t = self.trajectory
-        was_stuck = self.session.stuck
         results = self.session.results()
-        t.info["timeouts"] += self.session.stuck and not was_stuck
+        t.info["timeouts"] = int(self.session.stuck)
         # A token has about three characters.
         budget = 3 * (self.limits.max_tool_tokens - self.tool_tokens) // max(len(self.calls), 1)
         texts = []
@@ -251,7 +250,7 @@ class Episode:
         self.trajectory.info = {"success": False, **self.trajectory.info, "not_finite": why}
 
     def fail(self, message: str):
-        """End the episode because its environment failed. Its reward is not the policy's doing."""
+        """End the episode because its environment failed. If `reset` did, the question is empty."""
         t = self.trajectory
         if not t.token_ids:
             self.set_prompt([{"role": "user", "content": ""}])
@@ -278,9 +277,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
 
-    Episodes whose prompt has max_tokens or more are dropped and counted. If an environment fails,
-    the stop_reason is "error", see `without_faults`. If it fails too often, EnvironmentFault is
-    raised.
+    Episodes whose prompt has max_tokens or more are dropped and counted. A fault of an environment
+    ends its episode with the stop_reason "error", and too many faults raise EnvironmentFault.
     """
     began = time.monotonic()
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
@@ -321,12 +319,12 @@ def collect_groups(play, tasks, config, step, run):
     `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
     episodes, group after group: fewer if environments fail or MAX_RESAMPLE rounds do not suffice.
     """
-    kept, dropped, drawn, n = [], 0, 0, config.tasks_per_step
+    kept, drawn, dropped = [], 0, 0  # episodes, groups, groups
     for _ in range(1 + MAX_RESAMPLE):
-        missing = n - (drawn - dropped)
+        missing = config.tasks_per_step + dropped - drawn
         if not missing:
             break
-        fresh = envs.draw_tasks(tasks, config.seed, step, n, first=drawn, n=missing)
+        fresh = envs.draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
         # first_task gives every candidate a group id and random numbers of its own.
         episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
         drawn += missing
@@ -373,17 +371,17 @@ def decode(engine, episodes, run):
 
 def play_turns(engine, episodes: dict, run=None):
     """Decode the episodes (row -> Episode). Yield each of them after every one of its turns."""
-    waiting = {}  # row -> when its episode continues, of those whose tools run
+    waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
     while engine.busy or waiting:
         if run:
             run.check()
-        ended = engine.step() if engine.busy else []
-        for row in ended:
+        for row in engine.step() if engine.busy else []:
             if episodes[row].take_turn(row.turn, row.logprobs):
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
                 yield next_turn(engine, row, episodes[row])
+        # While nothing decodes the clock stands still: go on with the episodes that are due next.
         now = engine.clock // TOOL_STEPS if engine.busy else min(waiting.values(), default=0)
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
@@ -417,15 +415,11 @@ def rollout_options(config) -> dict:
 # --------------------------------------------------------------------- episodes in numbers
 def collate(trajectories: list[Trajectory], device="cpu"):
     """Return token_ids, loss_mask and logprobs as right-padded (B, T) tensors. Pads are masked."""
-    width = max(len(t.token_ids) for t in trajectories)
+    def pad(name, dtype=torch.long):
+        rows = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
+        return pad_sequence(rows, batch_first=True).to(device)  # (B, T)
 
-    def pad(rows, dtype):
-        padded = [row + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(padded, dtype=dtype, device=device)  # (B, T)
-
-    token_ids = pad([t.token_ids for t in trajectories], torch.long)
-    loss_mask = pad([t.loss_mask for t in trajectories], torch.long)
-    return token_ids, loss_mask, pad([t.logprobs for t in trajectories], torch.float32)
+    return pad("token_ids"), pad("loss_mask"), pad("logprobs", torch.float32)
 
 
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
@@ -438,10 +432,9 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     if not tasks:
         return {}
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
-    groups = {}
-    for t in trajectories:
-        groups.setdefault(t.group_id, []).append(t.info["success"])
-    return {**summarise(trajectories), **pass_at_k(list(groups.values()))}
+    groups = groupby(trajectories, key=lambda t: t.group_id)
+    successes = [[t.info["success"] for t in group] for _, group in groups]
+    return {**summarise(trajectories), **pass_at_k(successes)}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ updates the policy with the clipped probability ratio times the advantage. The e
 are pure functions. Left out: adaptive KL coefficients, value networks, and TRL's loss bnpo, which
 divides by the tokens of a micro-batch.
 
-    python grpo.py                            the tiny model, from nothing, in four minutes on a CPU
+    python grpo.py                            the tiny model, from nothing: 3 to 4 minutes on a CPU
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
-Shapes: B sequences of T tokens, in a micro-batch fewer (`train` writes (b, t)); N rewards. Column t
-of a (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token.
+Shapes: B sequences of T tokens, (b, t) in a micro-batch; N rewards. Column t of a (B, T) tensor
+belongs to token t. A mask is 1 exactly where the policy sampled the token. sg is stop_gradient.
 """
 import math
 from collections import Counter
@@ -44,22 +44,22 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     """
     advantages = torch.zeros_like(rewards)
     for group in set(group_ids):
-        rows = [i for i, other in enumerate(group_ids) if other == group]
-        if len(rows) == 1:
+        members = [i for i, owner in enumerate(group_ids) if owner == group]
+        if len(members) == 1:
             continue
         # Shift first: the mean of equal floats may differ from them by rounding, and Adam would
         # scale that up to full steps.
-        r = rewards[rows] - rewards[rows[0]]
+        r = rewards[members] - rewards[members[0]]
         # In a group of G, r_i - mean of the others = (r_i - mean) G / (G - 1).
-        factor = len(rows) / (len(rows) - 1) if leave_one_out else 1.0
+        factor = len(members) / (len(members) - 1) if leave_one_out else 1.0
         std = {"group": r.std() + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
-        advantages[rows] = factor * (r - r.mean()) / std
+        advantages[members] = factor * (r - r.mean()) / std
     return advantages
 
 
 # To add an advantage estimator, write a credit function and put it into `CREDITS`, the choices of
-# --credit. It takes the rewards of the turns (B lists) and B group ids, and returns one advantage
-# per turn, all episodes in a row. Its options are those of `group_advantages`.
+# --credit. It takes the turn rewards (B lists) and B group ids, and returns the advantages of all
+# turns in one tensor, episode after episode. Its options are those of `group_advantages`.
 def episode_credit(turn_rewards, group_ids, **options):
     """Give all turns their episode's advantage: what papers call GRPO (section 4.1.2)."""
     totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
@@ -86,9 +86,9 @@ def process_credit(turn_rewards, group_ids, **options):
     """
     lengths = [len(rewards) for rewards in turn_rewards]
     flat = torch.tensor([float(reward) for rewards in turn_rewards for reward in rewards])
-    owners = [group for group, turns in zip(group_ids, lengths) for _ in range(turns)]
-    episodes = group_advantages(flat, owners, **options).split(lengths)  # B of (turns,)
-    return torch.cat([turns.flip(0).cumsum(0).flip(0) for turns in episodes])
+    owners = [group for group, rewards in zip(group_ids, turn_rewards) for _ in rewards]
+    normalized = group_advantages(flat, owners, **options).split(lengths)  # B of (turns,)
+    return torch.cat([r.flip(0).cumsum(0).flip(0) for r in normalized])
 
 
 CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit,
@@ -111,10 +111,10 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options)
 
 def subtract_kl(turn_rewards, kl, mask, kl_coef):
     """Return the rewards (B lists) less kl_coef x the sum of kl (B, T) over each turn's tokens."""
-    turns, out = turn_index(mask), []
-    for row, rewards in enumerate(turn_rewards):
-        costs = [kl[row][turns[row] == turn].sum().item() for turn in range(len(rewards))]
-        out.append([reward - kl_coef * cost for reward, cost in zip(rewards, costs)])
+    out = []
+    for rewards, costs, turns in zip(turn_rewards, kl, turn_index(mask)):
+        out.append([reward - kl_coef * costs[turns == turn].sum().item()
+                    for turn, reward in enumerate(rewards)])
     return out
 
 
@@ -163,11 +163,11 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log policy / reference.
 
-    joschu.net/blog/kl-approx.html. k1: x, for the reward; as a loss its mean gradient is 0. k2:
-    x^2 / 2, whose gradient is that of KL(policy || reference). k3: exp(-x) - 1 + x, arXiv
-    2402.03300 eq. 4, whose gradient is that of KL(reference || policy) and explodes where the
-    policy has become unlikely. k3_ratio: k3 times policy / old, arXiv 2512.02556, unbiased in value
-    and gradient where old is what sampled, and TRL's default.
+    k1: x (joschu.net/blog/kl-approx.html). Its mean gradient is 0, so it goes into the reward.
+    k2: x^2 / 2. Its gradient is that of KL(policy || reference).
+    k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
+        and explodes where the policy has become unlikely.
+    k3_ratio: k3 x policy / old (arXiv 2512.02556), TRL's default. Unbiased if old is what sampled.
     """
     x = masked(logprobs - ref_logprobs, mask)
     if kind == "k1":
@@ -181,7 +181,7 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
 # A surrogate takes log_ratio = log policy / old, logprobs, advantages and mask, (B, T) each, and
 # the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them: numbers,
 # or booleans to be counted, (B, T). It sees one micro-batch: statistics of the step are computed in
-# `train`. sg is stop_gradient.
+# `train`.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -207,7 +207,7 @@ def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
 
 
 def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
-    """-sg(min(ratio, clip_max)) A log p: arXiv 2506.13585 eq. 4. No token loses its gradient."""
+    """-sg(min(ratio, clip_max)) A log p: arXiv 2506.13585 eq. 4, 5, without a lower bound."""
     ratio = log_ratio.exp().detach()
     return -ratio.clamp(max=clip_max) * advantages * logprobs, {"clip_high": ratio > clip_max}
 
@@ -257,8 +257,8 @@ LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_pena
     "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
-# Each paper's clip range and scale, which --loss and --credit select. Not set: GRPO's KL (--kl_coef
-# 0.04 --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
+# Each paper's clip range and scale. Not set: GRPO's KL (--kl_coef 0.04 --kl_estimator k3), DAPO's
+# dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99). Left out: its overlong penalty.
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
@@ -266,8 +266,8 @@ PAPER_SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
     "rloo": {"scale_rewards": "none"},
 }
-# What the tiny model needs in place of a real model's defaults. At its learning rate even shuffled
-# rewards would make the policy drift, but for the KL. Its usual gradient norm is 0.03.
+# What the tiny model needs in place of a real model's defaults. At this learning rate even shuffled
+# rewards make the policy drift; the KL penalty prevents that. Typical gradient norms are 0.03.
 TINY = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
         "dtype": "float32"}
 DEFAULT_STEPS = 50
@@ -279,8 +279,8 @@ def lower_clip(config):
     return config.clip_eps_low
 
 
-# An `auto` field is None until `settle` fills it: with what the user said, else with the value of
-# the loss, the model or the environment, else with the default that stands here.
+# An `auto` field that the user leaves open is None until `settle` fills it: from the loss's paper,
+# TINY or the environment, else with the default that stands here.
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
@@ -294,10 +294,9 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     credit: str = flag("episode", "how rewards become advantages", choices=tuple(CREDITS))
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
-    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this; cispo, sapo and vespo ignore it",
+    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this; cispo, sapo, vespo ignore both",
                                       above=0, aliases=("clip_eps",))
-    clip_eps_high: float | None = auto(lower_clip, "ratio up to 1 + this; they ignore it too",
-                                       above=0)
+    clip_eps_high: float | None = auto(lower_clip, "ratio up to 1 + this", above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
     kl_estimator: str = flag("k3_ratio", "k1 goes into the reward, the others into the loss",
                              choices=("k1", "k2", "k3", "k3_ratio"))
@@ -306,8 +305,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
         "advantages are weighted by min(trainer / sampler, C)", above=0)
     updates_per_step: int | None = auto(1, "passes over a step's episodes, an update each", low=1)
-    num_epochs: int | None = flag(None, f"passes over the tasks; default: {DEFAULT_STEPS} steps",
-                                   low=1)
+    num_epochs: int | None = flag(None, f"passes over the tasks; default: {DEFAULT_STEPS} steps")
 
 
 def settle(config):
@@ -321,7 +319,7 @@ def settle(config):
     low, high = config.success_rate_lb, config.success_rate_ub
     if low > high:
         raise UserError(f"success_rate_lb {low} is above success_rate_ub {high}")
-    # batch_size is memory only. --gradient_accumulation_steps may only confirm the product.
+    # batch_size decides memory only; --gradient_accumulation_steps, if given, has to agree with it.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
 
@@ -330,8 +328,8 @@ def settle(config):
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
-    The entropy is a mean over tokens, whatever the loss's normalizer. All tensors are (B, T).
-    Returns the loss and the metrics, which add up to the step's.
+    The entropy is a mean over tokens for every loss. k1 is in the rewards and adds nothing here.
+    All tensors are (B, T). Returns the loss and the metrics, which add up to the step's.
     """
     kl = torch.zeros_like(logprobs)
     if config.kl_coef:
@@ -350,7 +348,7 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 def rescore(config, model, start_policy, batch, token_ids, mask, run):
     """Return the tokens' log-probs under the reference and under the trainer, (B, T) each.
 
-    The trainer is the policy that sampled, in the updates' forward pass. What no option needs is 0.
+    The trainer's are the sampling policy's, recomputed as the updates will. Unneeded ones are 0.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)
@@ -399,7 +397,7 @@ def train(config: Config) -> dict:
             ref_logprobs, trainer_logprobs = rescore(
                 config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
 
-            # 3. Advantages: every token answers for its episode's reward, or for its turn's.
+            # 3. Advantages: every token gets the advantage of its episode, or of its turn.
             rewards = [t.rewards for t in batch]
             if config.kl_coef and config.kl_estimator == "k1":
                 k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)

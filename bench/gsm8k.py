@@ -9,8 +9,8 @@ Stages: `sft` (the written solutions as tool calls), `grpo_S` (from there, seed 
 held-out problems). A stage that was stopped continues where it was. SmolLM2-135M gets the tiny model's short chat
 template, as in bench/real_model.py: tools as text would take a third of every episode.
 
-GRPO trains on problems of at most --calculations calculations, and replaces groups in which all episodes or none are
-right: with few successes most groups would teach nothing.
+GRPO trains on problems of at most --calculations calculations, in groups of --group_size. A group in which all episodes
+or none are right teaches nothing; --success_band replaces such groups.
 
 Writes bench/results/gsm8k.json and gsm8k_talk_NAME.txt; the last line is JSON.
 """
@@ -40,9 +40,13 @@ def arguments():
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gsm8k")
     parser.add_argument("--stages", nargs="*", help="default: all")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of GRPO")
-    parser.add_argument("--sft_steps", type=int, default=130, help="of 16 solutions; 421 are one epoch")
-    parser.add_argument("--grpo_steps", type=int, default=20, help="of 8 x 8 episodes")
-    parser.add_argument("--calculations", type=int, default=2, help="of a GRPO problem, at most")
+    parser.add_argument("--sft_steps", type=int, default=220, help="of 16 solutions; 421 are one epoch")
+    parser.add_argument("--grpo_steps", type=int, default=40)
+    parser.add_argument("--calculations", type=int, default=1, help="of a GRPO problem, at most")
+    parser.add_argument("--group_size", type=int, default=16)
+    parser.add_argument("--tasks_per_step", type=int, default=4)
+    parser.add_argument("--learning_rate", type=float, default=4e-4, help="of GRPO")
+    parser.add_argument("--success_band", action="store_true")
     parser.add_argument("--problems", type=int, default=400, help="held out")
     parser.add_argument("--samples", type=int, default=8, help="of each problem at temperature 1")
     return parser.parse_args()
@@ -75,9 +79,10 @@ def grpo(args, seed):
                  if 1 <= len(true_calculations(json.loads(line)["answer"])) <= args.calculations]
     easy.write_text("".join(lines), encoding="utf-8")
     run("grpo.py", "--model_path", args.out / "sft", "--env", "gsm8k", "--dataset", easy, *LENGTHS,
-        "--success_rate_lb", 0.01, "--success_rate_ub", 0.99, "--batch_size", 8, "--max_steps", args.grpo_steps,
-        "--learning_rate", 4e-4, "--eval_tasks", 0, "--seed", seed, "--save_every", 2,
-        "--output_dir", args.out / f"grpo_{seed}")
+        *(["--success_rate_lb", 0.01, "--success_rate_ub", 0.99] if args.success_band else []),
+        "--tasks_per_step", args.tasks_per_step, "--group_size", args.group_size, "--batch_size", 8,
+        "--max_steps", args.grpo_steps, "--learning_rate", args.learning_rate, "--eval_tasks", 0, "--seed", seed,
+        "--save_every", 2, "--output_dir", args.out / f"grpo_{seed}")
 
 
 def test(args, name):

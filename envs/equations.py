@@ -44,8 +44,7 @@ def parse_number(text: str) -> Fraction:
 
 def parse_side(text: str) -> tuple[Fraction, Fraction]:
     """Return (a, b) of a sum of terms such as "3x + 7", or raise ValueError."""
-    pieces = re.split(r"(?<=.)(?=[+-])", text.replace(" ", ""))
-    terms = [parse_term(piece) for piece in pieces]
+    terms = [parse_term(term) for term in re.split(r"(?<=.)(?=[+-])", text.replace(" ", ""))]
     return sum(a for a, _ in terms), sum(b for _, b in terms)
 
 
@@ -174,10 +173,9 @@ class Equations:
         """Multiply both sides by a number. Of a bracket only the factor before it changes."""
         if not number:
             return f"error: both sides times or over 0 is not equivalent. {self._equation()}"
-        right = number * self.right[0], number * self.right[1]
+        left, right = [(number * a, number * b) for a, b in (self.left, self.right)]
         if self.factor != 1:
             return self._change(number * self.factor, self.left, right)
-        left = number * self.left[0], number * self.left[1]
         return self._change(Fraction(1), left, right)
 
     def _change(self, factor, left, right) -> str:
@@ -203,14 +201,14 @@ class Equations:
         return self.right, self.left
 
     def _distance(self) -> int:
-        """Return how many actions are left: bracket, x on the right, constant, factor of x."""
+        """Return the actions the expert needs: bracket, x on the right, constant, factor of x."""
         (a, b), (c, _) = self._sides()
-        # Dividing by the bracket's factor leaves c / factor of the x on the right.
+        # Dividing both sides by the factor leaves (c / factor)x on the right.
         return (self.factor != 1) + (c != 0) + (b != 0) + (a - c / self.factor != 1)
 
     # ---------------------------------------------------------------------- the scripted expert
     def _best_call(self) -> dict:
-        """Return the next call on the shortest way to the answer."""
+        """Return the expert's next call: what `_distance` counts, in its order, then the answer."""
         (a, b), (c, d) = self._sides()
         if self.factor != 1:
             name, terms = "divide_terms", str(self.factor)
@@ -266,10 +264,8 @@ class Equations:
                 return f"{a}({show(1, b)}) = {a * (x + b)}"
             c = int(rng.integers(1, a))
             return f"{show(a, b)} = {show(c, (a - c) * x + b)}"
-        if level == 2:
-            choices = [(a, b, x), (Fraction(1, a), b, k * a)]
-        else:
-            choices = [(1, b, x), (a, 0, x), (Fraction(1, a), 0, k * a)]
+        choices = {1: [(1, b, x), (a, 0, x), (Fraction(1, a), 0, k * a)],
+                   2: [(a, b, x), (Fraction(1, a), b, k * a)]}[level]
         a, b, x = choices[rng.integers(len(choices))]
         return f"{show(a, b)} = {a * x + b}"
 
