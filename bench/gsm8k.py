@@ -27,10 +27,38 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.learning import wilson  # noqa: E402
+from envs.gsm8k import GSM8K, calculator, true_calculations  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
 RESULTS = ROOT / "bench" / "results"
 LENGTHS = ["--max_new_tokens", "160", "--max_tokens", "768"]  # a demonstration has 442 tokens on average
+
+
+class Dense(GSM8K):
+    """GSM8K that pays 0.1, too, for each result of the calculator that the written solution has."""
+
+    def reset(self, question: str, answer: str, **_) -> str:
+        first = super().reset(question, answer)
+        self._wanted = [calculator(expression) for expression in self._plan]
+        return first
+
+    def calculator(self, expression: str) -> str:
+        result = super().calculator(expression)
+        if result in self._wanted:
+            self._wanted.remove(result)
+            self.reward += 0.1
+        return result
+
+    calculator.__doc__ = GSM8K.calculator.__doc__  # the model reads it
+
+    def _grade(self, values):
+        paid = self.reward
+        reply = super()._grade(values)
+        self.reward += paid
+        return reply
+
+    def _check(self) -> bool:
+        return self.reward >= 1.0  # a solution has at most nine calculations
 
 
 def arguments():
@@ -47,6 +75,7 @@ def arguments():
     parser.add_argument("--tasks_per_step", type=int, default=4)
     parser.add_argument("--learning_rate", type=float, default=4e-4, help="of GRPO")
     parser.add_argument("--success_band", action="store_true")
+    parser.add_argument("--dense", action="store_true", help="GRPO's reward is that of `Dense`")
     parser.add_argument("--problems", type=int, default=400, help="held out")
     parser.add_argument("--samples", type=int, default=8, help="of each problem at temperature 1")
     return parser.parse_args()
@@ -72,13 +101,13 @@ def sft(args):
 
 def grpo(args, seed):
     """Continue the adapter of SFT with GRPO on the easier training problems."""
-    from envs.gsm8k import true_calculations
     easy = args.out / "easy.jsonl"
     with open(args.data / "train.jsonl", encoding="utf-8") as file:
         lines = [line for line in file
                  if 1 <= len(true_calculations(json.loads(line)["answer"])) <= args.calculations]
     easy.write_text("".join(lines), encoding="utf-8")
-    run("grpo.py", "--model_path", args.out / "sft", "--env", "gsm8k", "--dataset", easy, *LENGTHS,
+    env = "bench/gsm8k.py:Dense" if args.dense else "gsm8k"
+    run("grpo.py", "--model_path", args.out / "sft", "--env", env, "--dataset", easy, *LENGTHS,
         *(["--success_rate_lb", 0.01, "--success_rate_ub", 0.99] if args.success_band else []),
         "--tasks_per_step", args.tasks_per_step, "--group_size", args.group_size, "--batch_size", 8,
         "--max_steps", args.grpo_steps, "--learning_rate", args.learning_rate, "--eval_tasks", 0, "--seed", seed,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import envs
 import grpo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,3 +123,22 @@ def test_wilson_against_a_table():
     assert learning.wilson(5, 10) == [0.2366, 0.7634]
     assert learning.wilson(0, 60) == [0.0, 0.0602]
     assert learning.wilson(60, 60) == [0.9398, 1.0]
+
+
+def test_dense_gsm8k_pays_the_steps_of_the_solution_and_counts_only_the_answer():
+    """12 and 17 are the written results: each is paid once, in either form; the model sees what it sees in gsm8k."""
+    dense = envs.load("bench/gsm8k.py:Dense")
+    env = dense()
+    env.reset(question="?", answer="3*4 is <<3*4=12>>12, and 12+5=<<12+5=17>>17\n#### 17")
+    paid = []
+    for expression in ("2+2", "4*3", "12", "17+0"):
+        env.calculator(expression)
+        paid.append(env.get_reward())
+    assert paid == pytest.approx([0.0, 0.1, 0.1, 0.2]) and not env._check()
+    env.answer("17")
+    assert env.get_reward() == pytest.approx(1.2) and env._check() and env.done
+    env.reset(question="?", answer="<<3*4=12>>\n#### 12")
+    env.calculator("3*4")
+    env.answer("13")
+    assert env.get_reward() == pytest.approx(0.1) and not env._check()
+    assert envs.schemas(dense) == envs.schemas(envs.load("gsm8k"))
