@@ -32,6 +32,7 @@ from envs.gsm8k import GSM8K, calculator, true_calculations  # noqa: E402
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
 RESULTS = ROOT / "bench" / "results"
 LENGTHS = ["--max_new_tokens", "160", "--max_tokens", "768"]  # a demonstration has 442 tokens on average
+DTYPE = ["--dtype", "bfloat16"]  # of every stage: the policy that is tested is the one that was trained
 
 
 class Dense(GSM8K):
@@ -96,7 +97,7 @@ def sft(args):
     model = short_template(args.model_path, str(args.out / "model"))
     run("sft.py", "--model_path", model, "--dataset", args.data / "train.jsonl", "--max_samples", 7473,
         "--lora_r", 32, "--learning_rate", 1e-3, "--batch_size", 16, "--max_steps", args.sft_steps,
-        "--eval_tasks", 0, "--output_dir", args.out / "sft")
+        "--eval_tasks", 0, *DTYPE, "--output_dir", args.out / "sft")
 
 
 def grpo(args, seed):
@@ -107,7 +108,7 @@ def grpo(args, seed):
                  if 1 <= len(true_calculations(json.loads(line)["answer"])) <= args.calculations]
     easy.write_text("".join(lines), encoding="utf-8")
     env = "bench/gsm8k.py:Dense" if args.dense else "gsm8k"
-    run("grpo.py", "--model_path", args.out / "sft", "--env", env, "--dataset", easy, *LENGTHS,
+    run("grpo.py", "--model_path", args.out / "sft", "--env", env, "--dataset", easy, *LENGTHS, *DTYPE,
         *(["--success_rate_lb", 0.01, "--success_rate_ub", 0.99] if args.success_band else []),
         "--tasks_per_step", args.tasks_per_step, "--group_size", args.group_size, "--batch_size", 8,
         "--max_steps", args.grpo_steps, "--learning_rate", args.learning_rate, "--eval_tasks", 0, "--seed", seed,
@@ -122,7 +123,7 @@ def test(args, name):
         if not is_played(episodes):
             # All rows of the file are held-out problems, so "train" takes them all.
             words = ["agent.py", "--model_path", path, "--env", "gsm8k", "--dataset", args.data / "test.jsonl",
-                     "--split", "train", "--num_tasks", args.problems, *LENGTHS, "--output", episodes, *words]
+                     "--split", "train", "--num_tasks", args.problems, *LENGTHS, *DTYPE, "--output", episodes, *words]
             subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
@@ -135,7 +136,7 @@ def talk(args, name):
     """Ask the agent ten held-out problems by ten empty lines in the chat; write what the terminal shows."""
     done = subprocess.run(
         [sys.executable, "agent.py", "--model_path", str(args.out / name), "--env", "gsm8k", "--dataset",
-         str(args.data / "test.jsonl"), "--temperature", "0", "--seed", "1", *LENGTHS],
+         str(args.data / "test.jsonl"), "--temperature", "0", "--seed", "1", *LENGTHS, *DTYPE],
         input="\n" * 10, text=True, capture_output=True, check=True, cwd=ROOT)
     (RESULTS / f"gsm8k_talk_{name}.txt").write_text(done.stdout, encoding="utf-8")
 

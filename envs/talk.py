@@ -45,7 +45,7 @@ class Config(PlayFlags):
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
     top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
                         above=0, high=1)
-    dtype: str = flag("auto", "of the weights; auto: as stored", choices=tuple(DTYPES))
+    dtype: str = flag("auto", "of the weights; auto: the run's, or as stored", choices=tuple(DTYPES))
     seed: int = flag(0, "of tasks and sampling", low=0)
 
 
@@ -58,7 +58,7 @@ def settle(config: Config) -> Config:
 
 
 def as_the_run(config: Config) -> Config:
-    """Take environment, tasks and options of the run that wrote the model, or of none."""
+    """Take environment, tasks, options and dtype of the run that wrote the model, or of none."""
     written = run_config(config.model_path)
     run = {name: value for _, name, value in read_yaml(written)} if written else {}
     if not run.get("env"):
@@ -73,6 +73,9 @@ def as_the_run(config: Config) -> Config:
         # The run learned from conversations, which nobody can play.
         taken.update(dataset=None, eval_dataset=None)
     taken = {name: value for name, value in taken.items() if value and not getattr(config, name)}
+    # The policy that is played is the one that was trained, rounded alike.
+    if config.dtype == "auto" and run.get("dtype") in DTYPES:
+        taken["dtype"] = run["dtype"]
     print(f"as in {written}:", " ".join(f"--{name} {value}" for name, value in taken.items()))
     return replace(config, **taken)
 

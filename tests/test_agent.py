@@ -934,6 +934,14 @@ def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
     assert talk.settle(talk.Config()).env == "equations"
 
 
+@pytest.mark.parametrize("stated, given, played", [
+    ("bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32"), ("null", "auto", "auto"), ("int8", "auto", "auto")])
+def test_the_agent_plays_in_the_dtype_that_its_run_trained_in(tmp_path, stated, given, played):
+    """A policy trained beside weights in bfloat16 is another one in float32, and several times slower; unknown names count as none."""
+    folder = run_folder(tmp_path / "run", env="equations", dtype=stated)
+    assert talk.settle(talk.Config(model_path=str(folder), dtype=given)).dtype == played
+
+
 def test_a_run_folder_never_chooses_which_code_runs(tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     folder = run_folder(tmp_path / "run", env=f"{tmp_path / 'evil.py'}:Evil")
