@@ -121,9 +121,9 @@ def test(args, name):
     for mode, words in {"sampled": ["--group_size", args.samples], "greedy": ["--temperature", 0]}.items():
         episodes = args.out / f"{name}_{mode}.jsonl"
         if not is_played(episodes):
-            # All rows of the file are held-out problems, so "train" takes them all.
-            words = ["agent.py", "--model_path", path, "--env", "gsm8k", "--dataset", args.data / "test.jsonl",
-                     "--split", "train", "--num_tasks", args.problems, *LENGTHS, *DTYPE, "--output", episodes, *words]
+            # As --eval_dataset all rows of the file are held out; as --dataset a tenth would be left out.
+            words = ["agent.py", "--model_path", path, "--env", "gsm8k", "--eval_dataset", args.data / "test.jsonl",
+                     "--split", "test", "--num_tasks", args.problems, *LENGTHS, *DTYPE, "--output", episodes, *words]
             subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
