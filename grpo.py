@@ -101,7 +101,8 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options)
     turn_rewards: B lists. mask: (B, T) as sampled. Raises ValueError if they differ in turns.
     """
     turns = turn_index(mask)  # (B, T) the turn's number 0, 1, ... of each token, -1 where masked
-    lengths, n_turns = [len(r) for r in turn_rewards], (turns.max(1).values + 1).tolist()
+    lengths = [len(rewards) for rewards in turn_rewards]
+    n_turns = (turns.max(1).values + 1).tolist()
     if lengths != n_turns:
         raise ValueError(f"the episodes have {lengths} turn rewards, but {n_turns} turns")
     per_turn = CREDITS[credit](turn_rewards, group_ids, **options).split(lengths)  # B of (turns,)
@@ -167,7 +168,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     k2: x^2 / 2. Its gradient is that of KL(policy || reference).
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
         and explodes where the policy has become unlikely.
-    k3_ratio: k3 x policy / old (arXiv 2512.02556), TRL's default. Unbiased if old is what sampled.
+    k3_ratio: k3 x policy / old (arXiv 2512.02556). Unbiased if old is what sampled. The default of
+        TRL 1.16, which in gspo and luspo takes the sequence's ratio.
     """
     x = masked(logprobs - ref_logprobs, mask)
     if kind == "k1":
@@ -180,8 +182,7 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
 
 # A surrogate takes log_ratio = log policy / old, logprobs, advantages and mask, (B, T) each, and
 # the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them: numbers,
-# or booleans to be counted, (B, T). It sees one micro-batch: statistics of the step are computed in
-# `train`.
+# or booleans to be counted, (B, T). It sees one micro-batch; `train` has the step's statistics.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -207,7 +208,7 @@ def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
 
 
 def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
-    """-sg(min(ratio, clip_max)) A log p: arXiv 2506.13585 eq. 4, 5, without a lower bound."""
+    """-sg(min(ratio, clip_max)) A log p: arXiv 2506.13585 eq. 4, clip_max: arXiv 2510.13786."""
     ratio = log_ratio.exp().detach()
     return -ratio.clamp(max=clip_max) * advantages * logprobs, {"clip_high": ratio > clip_max}
 
@@ -221,11 +222,13 @@ def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **
 def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0), **_):
     """-sg(phi(w)) A log p, phi(w) = w^k exp(lam (1 - w)), w the product of a sequence's ratios.
 
-    arXiv 2602.10693. k, lam: first where A >= 0. Use float32: in bfloat16 w is rounding noise.
+    arXiv 2602.10693. k, lam: first where A >= 0, else second. In bfloat16 w is rounding noise.
     """
     log_w = log_ratio.sum(1, keepdim=True).detach()  # (B, 1)
-    k, lam = torch.where(advantages >= 0, *k), torch.where(advantages >= 0, *lam)  # (B, T) each
-    phi = torch.exp(k * log_w + lam * (1 - log_w.exp()))  # in logs: w alone may overflow
+    power = torch.where(advantages >= 0, *k)  # (B, T)
+    decay = torch.where(advantages >= 0, *lam)  # (B, T)
+    # In logs: w may overflow where phi does not.
+    phi = torch.exp(power * log_w + decay * (1 - log_w.exp()))  # (B, T)
     return -phi * advantages * logprobs, {"phi": phi}
 
 
@@ -266,8 +269,8 @@ PAPER_SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
     "rloo": {"scale_rewards": "none"},
 }
-# What the tiny model needs in place of a real model's defaults. At this learning rate even shuffled
-# rewards make the policy drift; the KL penalty prevents that. Typical gradient norms are 0.03.
+# What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
+# make the policy drift; a KL penalty prevents that. Its gradient norm is 0.03: 0.1 clips outliers.
 TINY = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
         "dtype": "float32"}
 DEFAULT_STEPS = 50
@@ -316,9 +319,9 @@ def settle(config):
     config = fill(config, *papers, tiny, envs.lengths(config.env))
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
-    low, high = config.success_rate_lb, config.success_rate_ub
-    if low > high:
-        raise UserError(f"success_rate_lb {low} is above success_rate_ub {high}")
+    if config.success_rate_lb > config.success_rate_ub:
+        raise UserError(f"success_rate_lb {config.success_rate_lb} is above "
+                        f"success_rate_ub {config.success_rate_ub}")
     # batch_size decides memory only; --gradient_accumulation_steps, if given, has to agree with it.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
@@ -348,7 +351,7 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 def rescore(config, model, start_policy, batch, token_ids, mask, run):
     """Return the tokens' log-probs under the reference and under the trainer, (B, T) each.
 
-    The trainer's are the sampling policy's, recomputed as the updates will. Unneeded ones are 0.
+    The trainer is the policy that sampled, in the updates' forward pass. What is not needed is 0.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)

@@ -10,7 +10,8 @@ held-out problems). A stage that was stopped continues where it was. SmolLM2-135
 template, as in bench/real_model.py: tools as text would take a third of every episode.
 
 GRPO trains on problems of at most --calculations calculations, in groups of --group_size. A group in which all episodes
-or none are right teaches nothing; --success_band replaces such groups.
+or none are right teaches nothing; --success_band replaces such groups, and --dense pays intermediate results too. The
+defaults are those of the last way of four that bench/README.md reports: a low temperature and a small rate.
 
 Writes bench/results/gsm8k.json and gsm8k_talk_NAME.txt; the last line is JSON.
 """
@@ -32,7 +33,7 @@ from envs.gsm8k import GSM8K, calculator, true_calculations  # noqa: E402
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
 RESULTS = ROOT / "bench" / "results"
 LENGTHS = ["--max_new_tokens", "160", "--max_tokens", "768"]  # a demonstration has 442 tokens on average
-DTYPE = ["--dtype", "bfloat16"]  # of every stage: the policy that is tested is the one that was trained
+DTYPE = ["--dtype", "bfloat16"]  # of every stage, so that the policy that was trained is the one that is tested
 
 
 class Dense(GSM8K):
@@ -71,10 +72,11 @@ def arguments():
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of GRPO")
     parser.add_argument("--sft_steps", type=int, default=220, help="of 16 solutions; 421 are one epoch")
     parser.add_argument("--grpo_steps", type=int, default=40)
-    parser.add_argument("--calculations", type=int, default=1, help="of a GRPO problem, at most")
+    parser.add_argument("--calculations", type=int, default=2, help="of a GRPO problem, at most")
     parser.add_argument("--group_size", type=int, default=16)
     parser.add_argument("--tasks_per_step", type=int, default=4)
-    parser.add_argument("--learning_rate", type=float, default=4e-4, help="of GRPO")
+    parser.add_argument("--learning_rate", type=float, default=2e-4, help="of GRPO")
+    parser.add_argument("--temperature", type=float, default=0.5, help="of GRPO's episodes")
     parser.add_argument("--success_band", action="store_true")
     parser.add_argument("--dense", action="store_true", help="GRPO's reward is that of `Dense`")
     parser.add_argument("--problems", type=int, default=400, help="held out")
@@ -111,8 +113,8 @@ def grpo(args, seed):
     run("grpo.py", "--model_path", args.out / "sft", "--env", env, "--dataset", easy, *LENGTHS, *DTYPE,
         *(["--success_rate_lb", 0.01, "--success_rate_ub", 0.99] if args.success_band else []),
         "--tasks_per_step", args.tasks_per_step, "--group_size", args.group_size, "--batch_size", 8,
-        "--max_steps", args.grpo_steps, "--learning_rate", args.learning_rate, "--eval_tasks", 0, "--seed", seed,
-        "--save_every", 2, "--output_dir", args.out / f"grpo_{seed}")
+        "--max_steps", args.grpo_steps, "--learning_rate", args.learning_rate, "--temperature", args.temperature,
+        "--eval_tasks", 0, "--seed", seed, "--save_every", 2, "--output_dir", args.out / f"grpo_{seed}")
 
 
 def test(args, name):
