@@ -4,9 +4,6 @@
     collect_groups  play groups of episodes until enough of them are worth learning from
     evaluate        success, pass@k, reward and more of a model in an environment
 
-The ids of a trajectory are what the model saw and sampled, in that order. They are never decoded
-and encoded again.
-
     python agent.py --model_path runs/grpo          chat with the agent (envs/talk.py)
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
@@ -34,7 +31,7 @@ from llm.static_engine import make_engine
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
-# however fast the tool was, so that its speed changes no batch and no bit.
+# however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
@@ -49,7 +46,7 @@ class Trajectory:
     rewards: list[float] = field(default_factory=list)  # one per assistant turn
     reward: float = 0.0  # their sum; NaN if it is not finite, which skips the whole step
     reward_parts: dict[str, float] = field(default_factory=dict)
-    group_id: str = ""  # which task instance, never the prompt's text
+    group_id: str = ""  # step and number of its task; tasks with equal prompts stay apart
     stop_reason: str = ""  # "done", "malformed", "error", or the name of the limit that ended it
     messages: list[dict] = field(default_factory=list)  # the same as text, to read
     info: dict = field(default_factory=dict)  # env, task, success, tool calls, tool errors
@@ -79,10 +76,11 @@ class Trajectory:
 # -------------------------------------------------------------------------------- one episode
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of an episode. One that is used up ends it with the stop_reason of the same name.
+    """Budgets of an episode, which ends with the name of the one it meets as its stop_reason.
 
-    Only tool_timeout ends no episode. The first three are flags. An environment's `limits` may
-    state all but max_turns; what it leaves out has the defaults that stand here.
+    After tool_timeout a tool call returns an error text; any other call into the environment ends
+    the episode with "error". The first three are flags. An environment's `limits` may state all but
+    max_turns; what it leaves out is as in `envs.LIMITS`.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
@@ -140,15 +138,15 @@ class Episode:
         t.logprobs = [0.0] * len(t.token_ids)
 
     @property
-    def room(self) -> int:
+    def turn_budget(self) -> int:
         """The number of tokens that the next turn may sample."""
         left = self.limits.max_tokens - len(self.trajectory.token_ids)
         return min(self.limits.max_new_tokens, left)
 
     @property
-    def can_start(self) -> bool:
-        """False if the environment failed or the prompt leaves no room for a turn."""
-        return not self.trajectory.stop_reason and self.room > 0
+    def can_take_turn(self) -> bool:
+        """False if the episode has ended or has no token left for a turn."""
+        return not self.trajectory.stop_reason and self.turn_budget > 0
 
     @ends_on_fault
     def take_turn(self, ids: list[int], logprobs: list[float]) -> bool | None:
@@ -219,7 +217,7 @@ class Episode:
         return self.append(ids)
 
     def append(self, ids: list[int]):
-        """Append tokens that the model did not sample, or end the episode if there is no room."""
+        """Append tokens that the model did not sample, or end the episode if they do not fit."""
         t = self.trajectory
         if len(t.rewards) >= self.max_turns:
             return self.finish("max_turns")
@@ -267,8 +265,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             slots: int | None = None, run=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, and return them task by task.
 
-    What is sampled is a function of (seed, step, first_task + index of the task, sample). Who
-    shares a batch depends on token counts, never on the clock: decoding waits for slow tools.
+    An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
+    sample). Who shares a batch depends on token counts, never on the clock: decoding waits for slow
+    tools.
 
     Args:
         tasks: the arguments of `reset`; "env" names the environment where there are several.
@@ -277,10 +276,12 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
 
-    Episodes whose prompt has max_tokens or more are dropped and counted. A fault of an environment
-    ends its episode with the stop_reason "error", and too many faults raise EnvironmentFault.
+    Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
+    run has no others, that is a UserError. A fault of an environment ends its episode with the
+    stop_reason "error", and too many faults raise EnvironmentFault.
     """
     began = time.monotonic()
+    is_first = run is None or run.watch is None
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
@@ -294,10 +295,10 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
             prompt = episode.trajectory.token_ids
             row_seed = mix(seed, step, first_task + i, sample)
-            row = Row(prompt, group=tuple(prompt), seed=row_seed, limit=episode.room)
+            row = Row(prompt, group=tuple(prompt), seed=row_seed, limit=episode.turn_budget)
             episodes[row] = episode
             watch.check_abandoned()
-        started = {row: episode for row, episode in episodes.items() if episode.can_start}
+        started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
             stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
             slots = min(slots or techniques_of(model).decode_rows, len(started))
@@ -310,16 +311,18 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         trajectories = [t for played in run.ranks.gather(trajectories) for t in played]
         run.rollout_seconds += time.monotonic() - began
         run.watch = watch
-    return without_too_long(trajectories, limits.max_tokens)
+    return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
 def collect_groups(play, tasks, config, step, run):
     """Play the step's groups, and replace those outside the success-rate band by other tasks'.
 
     `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
-    episodes, group after group: fewer if environments fail or MAX_RESAMPLE rounds do not suffice.
+    episodes, group after group: fewer if prompts are too long, environments fail, or MAX_RESAMPLE
+    rounds do not suffice.
     """
-    kept, drawn, dropped = [], 0, 0  # episodes, groups, groups
+    kept = []  # episodes
+    drawn = dropped = 0  # groups
     for _ in range(1 + MAX_RESAMPLE):
         missing = config.tasks_per_step + dropped - drawn
         if not missing:
@@ -331,7 +334,7 @@ def collect_groups(play, tasks, config, step, run):
         for _, group in groupby(episodes, key=lambda t: t.group_id):
             group = list(group)
             rate = sum(t.info["success"] for t in group) / len(group)
-            # Not a number: a broken environment or weights, which `Run.accept_rewards` reports.
+            # A NaN is kept, too: `Run.accept_rewards` reports it and skips the step.
             broken = any(math.isnan(t.reward) for t in group)
             if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
                 kept += group
@@ -381,7 +384,7 @@ def play_turns(engine, episodes: dict, run=None):
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
                 yield next_turn(engine, row, episodes[row])
-        # While nothing decodes the clock stands still: go on with the episodes that are due next.
+        # While nothing decodes the clock stands still: continue with those that are due next.
         now = engine.clock // TOOL_STEPS if engine.busy else min(waiting.values(), default=0)
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
@@ -395,7 +398,7 @@ def next_turn(engine, row, episode):
     if episode.trajectory.stop_reason:
         engine.release(row)
     else:
-        engine.extend(row, episode.next_ids, episode.room)
+        engine.extend(row, episode.next_ids, episode.turn_budget)
     return episode
 
 

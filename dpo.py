@@ -54,11 +54,12 @@ IN_RESULT = ("loss", "accuracy", "margin")  # of the held-out pairs, in result.j
 
 
 # ------------------------------------------------------------------------------------------ losses
-# To add a loss, write a function and put it into `LOSSES`, the choices of --loss. It takes log pi /
-# pi_ref of the chosen and of the rejected episodes, (B,) each: sums over the sampled tokens, or
-# means with --length_norm. It returns the losses of the pairs, (B,). By name it gets `means` (both
-# log-ratios as means over tokens), `nll` (see `pair_loss`) and every flag of Config, such as beta.
-# In the docstrings c and r are beta x the log-ratios, x = c - r, and l(x) = -log sigmoid(x).
+# To add a loss, write a function and put it into `LOSSES`, the choices of --loss. It takes
+# log(pi / pi_ref) of the chosen and of the rejected episodes, (B,) each: sums over the sampled
+# tokens, or means with --length_norm. It returns the losses of the pairs, (B,). By name it gets
+# `means` (both log-ratios as means over tokens), `nll` (-log pi(chosen), such that its mean over
+# pairs is the step's mean over tokens) and every flag of Config, such as beta. In the
+# docstrings c and r are beta x the log-ratios, x = c - r, and l(x) = -log sigmoid(x).
 def sigmoid(chosen, rejected, *, beta, **_):
     """-log sigmoid(beta (chosen - rejected)): DPO, arXiv 2305.18290 eq. 7.
 
@@ -197,8 +198,8 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
         chosen, rejected = means
     chosen_logprob, rejected_logprob = sums.chunk(2)  # (B,) each
     # Divided by the pairs below, this becomes a mean over the tokens of the step.
-    token_nll = -chosen_logprob * counts.pairs / counts.tokens
-    hyper |= {"beta": beta, "means": means, "nll": token_nll}
+    nll = -chosen_logprob * counts.pairs / counts.tokens
+    hyper |= {"beta": beta, "means": means, "nll": nll}
     terms = {}
     for name, weight in losses:
         terms[name] = weight * LOSSES[name](chosen, rejected, **hyper)  # (B,)
@@ -358,14 +359,15 @@ def count(pairs) -> Counts:
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> dict:
     """Return `evaluate` of held-out tasks, and the metrics of held-out pairs as "pairs/NAME"."""
-    metrics = Counter()  # its update() adds
+    counts = count(pairs)
+    totals = Counter()  # its update() adds
     with merged(model, update=True):
         for start in range(0, len(pairs), config.batch_size):
             batch = pairs[start:start + config.batch_size]
-            _, terms = forward(model, batch, ref_sums, count(pairs), config)
-            metrics.update({f"pairs/{name}": value.item() for name, value in terms.items()})
-    success = evaluate(model, tokenizer, config.env, tasks, run=run, **rollout_options(config))
-    return {**metrics, **success}
+            _, metrics = forward(model, batch, ref_sums, counts, config)
+            totals.update({f"pairs/{name}": value.item() for name, value in metrics.items()})
+    played = evaluate(model, tokenizer, config.env, tasks, run=run, **rollout_options(config))
+    return {**totals, **played}
 
 
 def train(config: Config) -> dict:
@@ -383,7 +385,7 @@ def train(config: Config) -> dict:
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
-    if tasks:
+    if tasks:  # no pairs were given: play them
         pairs = make_pairs([play(model, tokenizer, tasks, config, run)], config)
     learned, held_out = split_pairs(pairs, config)
     write_pairs(run, learned, held_out)
@@ -411,7 +413,7 @@ def train(config: Config) -> dict:
             # The adapter is merged as in reference_sums, so that both round alike.
             with merged(model, update=True):
                 # `forward` pads its own rows: the columns of the index are not needed.
-                for rows, _ in run.micro_batches([longer(pair) for pair in batch], step):
+                for rows, _ in run.micro_batches([chosen for chosen, _ in batch], step):
                     loss, metrics = forward(model, batch[rows], ref_sums, counts, config)
                     loss.backward()
                     totals.update({name: value.item() for name, value in metrics.items()})

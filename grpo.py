@@ -2,10 +2,10 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations above it
-are pure functions. Left out: adaptive KL coefficients, value networks, and TRL's loss bnpo, which
-divides by the tokens of a micro-batch.
+are pure functions. Left out: adaptive KL coefficients, value networks, DAPO's overlong penalty, and
+TRL's loss bnpo, which divides by the tokens of a micro-batch.
 
-    python grpo.py                            the tiny model, from nothing: 3 to 4 minutes on a CPU
+    python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
 Shapes: B sequences of T tokens, (b, t) in a micro-batch; N rewards. Column t of a (B, T) tensor
@@ -38,8 +38,8 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     arXiv 2402.03300 section 4.1.2, the std unbiased as in TRL. Equal rewards get exactly 0, and so
     does a group of one.
 
-    rewards: (N,). group_ids: N hashable ids, in any order. scale: "group" or "batch" (arXiv
-    2508.08221) divides by that std, "none" does not divide (Dr. GRPO, arXiv 2503.20783).
+    rewards: (N,). group_ids: N hashable ids, in any order. scale: divide by the std of the
+    "group", of the whole "batch" (arXiv 2508.08221), or by "none" (Dr. GRPO, arXiv 2503.20783).
     leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
     """
     advantages = torch.zeros_like(rewards)
@@ -68,7 +68,7 @@ def episode_credit(turn_rewards, group_ids, **options):
 
 
 def turn_credit(turn_rewards, group_ids, **options):
-    """Compare a turn's return-to-go with that of the same turn in the group's other episodes."""
+    """Compare a turn's return-to-go with the same turn's in the group's other episodes, else 0."""
     returns, peers = [], []
     for group, rewards in zip(group_ids, turn_rewards):
         for turn in range(len(rewards)):
@@ -96,9 +96,9 @@ CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_cr
 
 
 def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options):
-    """Return every sampled token's advantage (B, T): its turn's, by a function of `CREDITS`.
+    """Give every sampled token the advantage of its turn, and all others 0: (B, T).
 
-    turn_rewards: B lists. mask: (B, T) as sampled. Raises ValueError if they differ in turns.
+    turn_rewards: B lists. mask: (B, T), a run of 1s is a turn. Raises ValueError on a mismatch.
     """
     turns = turn_index(mask)  # (B, T) the turn's number 0, 1, ... of each token, -1 where masked
     lengths = [len(rewards) for rewards in turn_rewards]
@@ -129,7 +129,7 @@ class Counts(NamedTuple):
 
 
 def masked(x, mask):
-    """Return x, 0 where masked. Mask before exp: in the backward pass 0 * inf is NaN."""
+    """Return x where the mask is 1, else 0. Do so before exp: backward, 0 * inf is NaN."""
     return torch.where(mask.bool(), x, 0.0)
 
 
@@ -182,7 +182,7 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
 
 # A surrogate takes log_ratio = log policy / old, logprobs, advantages and mask, (B, T) each, and
 # the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them: numbers,
-# or booleans to be counted, (B, T). It sees one micro-batch; `train` has the step's statistics.
+# or booleans to be counted, (B, T). It sees a micro-batch: `train` has the step's statistics.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -208,7 +208,7 @@ def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
 
 
 def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
-    """-sg(min(ratio, clip_max)) A log p: arXiv 2506.13585 eq. 4, clip_max: arXiv 2510.13786."""
+    """-sg(min(ratio, clip_max)) A log p: arXiv 2506.13585 eq. 4, 5, clip_max: arXiv 2510.13786."""
     ratio = log_ratio.exp().detach()
     return -ratio.clamp(max=clip_max) * advantages * logprobs, {"clip_high": ratio > clip_max}
 
@@ -238,7 +238,7 @@ def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask,
 
     logprobs, old_logprobs, advantages, mask: (B, T). kl_penalty: kl_coef x `kl_estimate` (B, T),
     which shares the normalizer. hyper: the clip range, and what else the surrogate takes by name.
-    The metrics are means over tokens; approx_kl is k3 of KL(old || policy).
+    A metric is a sum over the micro-batch's tokens / `counts.tokens`. approx_kl: KL(old || policy).
     """
     log_ratio = masked(logprobs - old_logprobs, mask)
     token_loss, to_log = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
@@ -260,8 +260,8 @@ LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_pena
     "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
     "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
-# Each paper's clip range and scale. Not set: GRPO's KL (--kl_coef 0.04 --kl_estimator k3), DAPO's
-# dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99). Left out: its overlong penalty.
+# Each paper's clip range and scale, by --loss and --credit. Not set: GRPO's KL (--kl_coef 0.04
+# --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
@@ -349,9 +349,10 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 
 
 def rescore(config, model, start_policy, batch, token_ids, mask, run):
-    """Return the tokens' log-probs under the reference and under the trainer, (B, T) each.
+    """Return the log-probs under the reference and under the trainer, (B, T) each.
 
-    The trainer is the policy that sampled, in the updates' forward pass. What is not needed is 0.
+    The trainer is the policy that sampled, as the forward pass of the updates rounds it. Both are 0
+    where no option needs them.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)
@@ -376,15 +377,14 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # beta2 0.95 soon forgets a fresh adapter's tiny gradients. `run.steps` sets the learning rate.
+    # beta2 0.95 soon forgets a fresh adapter's tiny first gradients. `run.steps` sets the rate.
     optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     options = {"run": run, **rollout_options(config)}
     play = partial(rollout, model, tokenizer, config.env, **options)
     test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
 
-    # A signal, or an error before a step's update, saves the last whole step.
-    with run:
+    with run:  # whatever ends it early saves the last whole step
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each task, every token with its log-probability.
             trajectories = collect_groups(play, tasks, config, step, run)
@@ -415,14 +415,14 @@ def train(config: Config) -> dict:
                     trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
-            # 4. Updates. The losses of the micro-batches add up to the loss of the step. An adapter
-            # is merged as in the rollout, so that both round alike, and gets its gradients anyway.
+            # 4. Updates. An adapter is merged as in the rollout, so that both round alike, and
+            # gets its gradients anyway.
             several = config.updates_per_step > 1
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()  # its update() adds
                 with merged(model, update=True):
-                    for rows in run.micro_batches(batch, step, update):  # slices (rows, columns)
+                    for rows in run.micro_batches(batch, step, update):  # (rows, columns) of (B, T)
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
                         loss, metrics = total_loss(
@@ -438,7 +438,7 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, totals["loss"], grad_norm, several_updates=several):
                     optimizer.step()
                 optimizer.zero_grad()
-                # Measured while the policy was the old one: 1 and 0, but for rounding and dropout.
+                # Here the policy still was the old one: 1 and 0, but for rounding and dropout.
                 if update == 0:
                     run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update

@@ -265,10 +265,7 @@ def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
             raise UserError(f"{path}: an episode of group {t.group_id!r} has {len(t.rewards)} "
                             f"rewards, but {turns} turns in its loss_mask; use --weight_per "
                             "episode")
-        reward = (t.reward - config.reward_bias) * config.reward_scaling
-        shift_and_scale([t], config.reward_scaling, config.reward_bias)
-        # A file may state another reward than the sum of its turns'.
-        t.reward = reward
+    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
     if config.baseline == "group" and config.min_reward is None:
         check_groups(path, episodes)
     if not weigh(episodes, config)[1]["kept"]:
@@ -314,7 +311,7 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
 
 
 def minibatches(episodes, turn_weights, config: Config, step: int):
-    """Yield (batch, weights of its turns) for num_epochs passes in random order.
+    """Return [(batch, weights of its turns)] of num_epochs passes in random order.
 
     Every episode of positive weight is in each pass, and batches are as even as possible. With
     --trajectories a step is a single pass.
@@ -322,12 +319,14 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
     weights_of = {id(t): weights for t, weights in zip(episodes, turn_weights) if any(weights)}
     kept = [t for t in episodes if id(t) in weights_of]
     if not kept:
-        return
+        return []
+    out = []
     per_update = config.batch_size * config.gradient_accumulation_steps
     for epoch in range(1 if config.trajectories else config.num_epochs):
         for batch in shuffled_batches(kept, per_update, config.seed, step, epoch):
             batch = cheapest_order(batch, config.batch_size)
-            yield batch, [weights_of[id(t)] for t in batch]
+            out.append((batch, [weights_of[id(t)] for t in batch]))
+    return out
 
 
 def train(config: Config) -> dict:
@@ -365,13 +364,14 @@ def train(config: Config) -> dict:
             # 3. Updates. The losses of the micro-batches add up to the loss of the update.
             totals = Counter()  # its update() adds
             model.train()
-            for batch, weights in minibatches(episodes, turn_weights, config, step):
+            batches = minibatches(episodes, turn_weights, config, step)
+            for update, (batch, weights) in enumerate(batches):
                 token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
                 w = token_weights(weights, loss_mask)  # (B, T)
                 loss_sum = 0.0
                 # The adapter is merged as in the rollout, so that both round alike.
                 with merged(model, update=True):
-                    for rows in run.micro_batches(batch, step, totals["updates"]):
+                    for rows in run.micro_batches(batch, step, update):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, t)
                         loss = reward_weighted_loss(logprobs, w[rows], w.sum())
@@ -385,10 +385,10 @@ def train(config: Config) -> dict:
                 if run.accept_update(batch, loss_sum, grad_norm, several_updates=True):
                     optimizer.step()
                 optimizer.zero_grad()
-                totals.update(updates=1, loss=loss_sum, grad_norm=grad_norm)
+                totals.update(loss=loss_sum, grad_norm=grad_norm)
             model.eval()
-            updates = totals.pop("updates", 0)
-            run.log(updates=updates, **{name: total / updates for name, total in totals.items()})
+            means = {name: total / len(batches) for name, total in totals.items()}
+            run.log(updates=len(batches), **means)
     return run.finish()
 
 

@@ -1,13 +1,14 @@
 """Supervised fine-tuning (SFT): imitate demonstrations.
 
-    demonstrations  episodes of a scripted expert, or what a file holds: chats, completions,
-                    recorded episodes
-    sft_loss        -log pi(token | tokens before it), a mean over the demonstrator's tokens
-    train           AdamW over shuffled epochs; loss and success on held-out data
+    sft_loss  -log pi(token | tokens before it), a mean over the demonstrator's tokens
+    train     AdamW over shuffled epochs; loss and success on held-out data
+
+Demonstrations (envs/imitation.py) are episodes of an environment's scripted expert, or what a file
+holds: chats, completions, written solutions, recorded episodes.
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
-are context. The other algorithms merge the adapter, so that an update rounds like the rollout that
-it learns from; here nobody sampled the tokens, and it stays beside the weights. Left out: packing
+are context. The other algorithms train through merged weights, so that an update rounds as the
+rollout did; here there is no rollout, and the adapter stays beside the weights. Left out: packing
 (episodes of similar length share a batch instead) and label smoothing.
 
     python sft.py        the tiny model learns the equations environment: a minute on a CPU
@@ -16,8 +17,6 @@ it learns from; here nobody sampled the tokens, and it stays beside the weights.
 
 Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
-import math
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,12 +24,11 @@ import torch
 
 import envs
 from agent import collate, evaluate, limits_of
-from envs.demonstrations import (EXPECTED, Encoder, default_env, describe, imitates_rows,
-                                 read_demonstrations, read_trajectories, registered_envs, split)
-from envs.expert import demonstrate
-from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, UserError, auto,
-                        fill, flag, imitation_learning_rate, main, mix, read_rows, replace_file,
-                        to_json)
+from envs.demonstrations import (EXPECTED, default_env, env_of_rows, imitates_rows,
+                                 registered_envs)
+from envs.imitation import demonstrations, held_out_tasks
+from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
+                        imitation_learning_rate, main, replace_file, to_json)
 from llm import (TrainingState, adamw, batches_of_like_length, dry_run, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
@@ -44,9 +42,7 @@ TINY_SFT = {
     "max_turns": 6,
     "max_steps": 340,
     "batch_size": 16,
-    "learning_rate": 3e-3,
 }
-HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
 @dataclass(kw_only=True)
@@ -90,111 +86,19 @@ def sft_loss(logprobs, loss_mask, num_tokens):
     return -(logprobs * loss_mask).sum() / num_tokens
 
 
-# ---------------------------------------------------------------------------------- demonstrations
-def demonstrations(config: Config, tokenizer, vocabulary: int):
-    """Return the episodes to imitate and the held-out ones.
-
-    They are recorded (--trajectories), written to be imitated (--dataset), or played by the
-    environment's scripted expert. Those longer than max_tokens are dropped and counted.
-    """
-    if config.trajectories:
-        learned, held_out = recorded(config, tokenizer, vocabulary)
-    elif imitates_rows(config.dataset, config.env):
-        learned, held_out = written(config, tokenizer)
-    else:
-        learned = played(config, tokenizer, "train", config.max_samples)
-        held_out = played(config, tokenizer, "test", HELD_OUT, envs.tasks_of(learned))
-    learned = drop_long(learned, config.max_tokens)
-    if not learned:
-        source = config.trajectories or config.dataset or config.env
-        condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
-        raise UserError(f"no episodes to imitate: {source} has none {condition}within "
-                        f"{config.max_tokens} tokens")
-    return learned, drop_long(held_out, config.max_tokens)
-
-
-def recorded(config, tokenizer, vocabulary):
-    """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
-    def read(path):
-        episodes = read_trajectories(path, tokenizer, vocabulary)
-        floor = -math.inf if config.min_reward is None else config.min_reward
-        return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor]
-
-    def task(t):
-        return [t.info.get("task"), t.token_ids[:t.loss_mask.index(1)]]
-
-    # With --dataset, both data sets are tasks of the evaluation.
-    apart = None if config.dataset or not config.eval_dataset else read(config.eval_dataset)
-    learned, held_out = split(read(config.trajectories), apart, task, config.seed)
-    print(f"{config.trajectories}: {len(learned)} episodes to learn from, {len(held_out)} held out")
-    return learned[:config.max_samples], held_out[:HELD_OUT]
-
-
-def written(config, tokenizer):
-    """Return the rows of --dataset as episodes, and held-out ones: --eval_dataset or a tenth."""
-    rows = read_demonstrations(config.dataset)
-    apart = read_demonstrations(config.eval_dataset) if config.eval_dataset else None
-    learned, held_out = split(rows, apart, lambda conversation: conversation.row, config.seed)
-    learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
-    describe(learned, tokenizer)
-    encode = Encoder(tokenizer, config.env)
-    return list(map(encode, learned)), list(map(encode, held_out))
-
-
-def played(config, tokenizer, split_name, n, seen=()):
-    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong.
-
-    None is of the tasks in `seen`.
-    """
-    tasks = envs.tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
-    tasks = envs.drop_seen(tasks, seen)
-    if config.dataset:
-        print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
-    tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
-             for i, task in enumerate(tasks)]
-    # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
-    limits = replace(limits_of(config, config.env), max_tokens=sys.maxsize)
-    return demonstrate(tokenizer, config.env, tasks, limits)
-
-
-def drop_long(episodes, max_tokens):
-    """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
-    short = [t for t in episodes if len(t.token_ids) <= max_tokens]
-    if len(short) < len(episodes):
-        print(f"{len(episodes) - len(short)} of {len(episodes)} episodes exceed {max_tokens} "
-              "tokens: dropped")
-    return short
-
-
-def held_out_tasks(config, env, learned) -> list[dict]:
-    """Return the evaluation's tasks, without those of the training data.
-
-    There are none without an environment or with --eval_tasks 0.
-    """
-    if not config.eval_tasks or not env:
-        return []
-    files = (config.dataset, config.eval_dataset) if config.dataset else ()
-    are_imitated = not config.trajectories and imitates_rows(config.dataset, config.env)
-    if are_imitated and not envs.is_task(env, read_rows(config.dataset)[0]):
-        # Files of demonstrations hold no tasks: take the environment's own.
-        files = ()
-    tasks = envs.tasks(env, "test", config.eval_tasks, config.seed, *files)
-    return envs.drop_seen(tasks, envs.tasks_of(learned))
-
-
+# ---------------------------------------------------------------------------------------- held out
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> dict:
     """Return the loss of held-out demonstrations per token, and `evaluate` of held-out tasks."""
-    total, tokens = 0.0, 0
-    for start in range(0, len(held_out), config.batch_size):
-        batch = held_out[start:start + config.batch_size]
-        token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
-        total += sft_loss(token_logprobs(model, token_ids, loss_mask)[0], loss_mask, 1).item()
-        tokens += loss_mask.sum().item()
     metrics = evaluate(model, tokenizer, env, tasks, limits=limits_of(config, env),
                        seed=config.seed, run=run)
-    if tokens:
-        metrics["loss"] = total / tokens
+    num_tokens = sum(sum(t.loss_mask) for t in held_out)
+    for start in range(0, len(held_out), config.batch_size):
+        batch = held_out[start:start + config.batch_size]
+        token_ids, loss_mask, _ = collate(batch, model.device)  # (b, T) each
+        logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
+        loss = sft_loss(logprobs, loss_mask, num_tokens).item()
+        metrics["loss"] = metrics.get("loss", 0.0) + loss
     return metrics
 
 
@@ -203,7 +107,8 @@ def settle(config: Config) -> Config:
     """Return the config with the defaults that depend on the model or the environment."""
     if not config.env and (config.trajectories or not imitates_rows(config.dataset, None)):
         config = replace(config, env=default_env(config.trajectories))
-    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
+    lengths = envs.lengths(config.env or env_of_rows(config.dataset))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, lengths)
 
 
 def train(config: Config) -> dict:
@@ -228,8 +133,8 @@ def train(config: Config) -> dict:
     with run:
         state = TrainingState(model, tokenizer, optimizer)
         total = run.total_steps(steps_per_epoch)
-        is_taught = config.model_path != "tiny"
-        for step in run.steps(total, state, evaluation, evaluate_before=is_taught):
+        is_untrained = config.model_path == "tiny"
+        for step in run.steps(total, state, evaluation, evaluate_before=not is_untrained):
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
             batch = batches_of_like_length(learned, per_step, config.seed, epoch)[place]
@@ -241,7 +146,7 @@ def train(config: Config) -> dict:
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
             model.train()
             loss_sum = 0.0
-            for rows in run.micro_batches(batch, step):  # slices (rows, columns)
+            for rows in run.micro_batches(batch, step):  # (rows, columns) of (B, T)
                 logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, t)
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 loss.backward()

@@ -274,12 +274,15 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
     Two tasks are the same if the arguments are that `reset` cannot do without; where it needs none,
-    if all are. The training tasks may be those of recorded episodes (`info["task"]`).
+    if all are that held-out tasks have. The training tasks may be those of recorded episodes
+    (`info["task"]`).
     """
     needed = {key for name in {task["env"] for task in held_out} for key in _needed(load(name))}
+    # A task that was played has more entries than it was given: the expert's noise.
+    keys = needed or set().union(*held_out) - {"env"}
 
     def content(task):
-        return {key: task[key] for key in task if key in needed or not needed and key != "env"}
+        return {key: task[key] for key in task if key in keys}
 
     return unseen(held_out, training_tasks, content)
 

@@ -230,6 +230,14 @@ def default_env(trajectories: str | None) -> str | None:
     return registered_envs(t.info for t in episodes)
 
 
+def env_of_rows(dataset: str | None) -> str | None:
+    """Return the environment that the kind of a file's first row belongs to, or None."""
+    if not dataset:
+        return None
+    kind = kind_of(first_row(dataset)[0])
+    return KINDS[kind][2] if kind else None
+
+
 def registered_envs(infos) -> str | None:
     """Return the registered environments that episodes name in their `info` ("a,b"), or None.
 

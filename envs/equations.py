@@ -81,8 +81,8 @@ class Equations:
         self.left = parse_side(bracket[2] if bracket else left)
         self.right = parse_side(right)
         a = self.factor * self.left[0] - self.right[0]
-        if not a:
-            raise ValueError(f"{equation!r} has no single solution")
+        if not a or not self.factor:
+            raise ValueError(f"{equation!r} has no single solution, or a bracket times 0")
         self.solution = (self.right[1] - self.factor * self.left[1]) / a
         self.best = self._distance()
         self.reward = 0.0
@@ -173,9 +173,10 @@ class Equations:
         """Multiply both sides by a number. Of a bracket only the factor before it changes."""
         if not number:
             return f"error: both sides times or over 0 is not equivalent. {self._equation()}"
-        left, right = [(number * a, number * b) for a, b in (self.left, self.right)]
+        right = number * self.right[0], number * self.right[1]
         if self.factor != 1:
             return self._change(number * self.factor, self.left, right)
+        left = number * self.left[0], number * self.left[1]
         return self._change(Fraction(1), left, right)
 
     def _change(self, factor, left, right) -> str:
@@ -266,8 +267,8 @@ class Equations:
             return f"{show(a, b)} = {show(c, (a - c) * x + b)}"
         choices = {1: [(1, b, x), (a, 0, x), (Fraction(1, a), 0, k * a)],
                    2: [(a, b, x), (Fraction(1, a), b, k * a)]}[level]
-        a, b, x = choices[rng.integers(len(choices))]
-        return f"{show(a, b)} = {a * x + b}"
+        slope, constant, solution = choices[rng.integers(len(choices))]
+        return f"{show(slope, constant)} = {slope * solution + constant}"
 
 
 class EquationsHard(Equations):

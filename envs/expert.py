@@ -20,7 +20,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
         name = task.get("env", env_name)
         session = Session(watch, name, classes[name], task)
         episode = Episode(session, chats[name], limits, str(i))
-        while episode.can_start:
+        while episode.can_take_turn:
             expert_turn(episode)
         trajectories.append(episode.trajectory)
         watch.check_abandoned()

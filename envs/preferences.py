@@ -15,6 +15,7 @@ import envs
 from envs.demonstrations import Conversation, Encoder, as_messages, without_loss
 from envs.rows import first_row, need, read_as
 from experiment.errors import UserError
+from experiment.episodes import shift_and_scale
 from experiment.files import replace_file, to_json
 from llm.batches import prompt_of
 
@@ -118,8 +119,8 @@ def make_pairs(files, config) -> list[tuple]:
     """
     groups = {}
     for number, episodes in enumerate(files):
+        shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
         for t in episodes:
-            t.reward = (t.reward - config.reward_bias) * config.reward_scaling
             if 1 in t.loss_mask:
                 groups.setdefault((number, t.group_id, tuple(prompt_of(t))), []).append(t)
     if all(len(group) < 2 for group in groups.values()):

@@ -132,9 +132,9 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
             episode = Episode(session, chat, limits, str(number))
             if not ask(episode):
                 return
-            if episode.can_start:
+            if episode.can_take_turn:
                 row = Row(episode.trajectory.token_ids, seed=mix(config.seed, number),
-                          limit=episode.room)
+                          limit=episode.turn_budget)
                 show(play_turns(engine, {row: episode}), episode)
             print(f"[{how_it_ended(episode)}]")
 

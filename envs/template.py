@@ -36,7 +36,7 @@ class HigherLower:
         self.guesses += 1
         if number == self.number:
             self.done = True
-            self.reward += 1.0
+            self.reward = 1.0
             return "right"
         return "higher" if number < self.number else "lower"
 

@@ -115,10 +115,13 @@ def pass_at_k(successes: list[list[bool]]) -> dict:
     return out
 
 
-def without_too_long(trajectories: list, max_tokens: int) -> list:
-    """Drop the episodes that could not start, and print how many were dropped or failed."""
+def without_too_long(trajectories: list, max_tokens: int, or_raise: bool = True) -> list:
+    """Drop the episodes that could not start, and print how many were dropped or failed.
+
+    Raises UserError if none could, unless `or_raise` is False.
+    """
     kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
-    if trajectories and not kept:
+    if or_raise and trajectories and not kept:
         shortest = min(len(t.token_ids) for t in trajectories)
         raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
                         f"tokens, --max_tokens is {max_tokens}")
@@ -144,4 +147,4 @@ def shift_and_scale(trajectories: list, scaling: float, bias: float):
     """
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
-        t.reward = math.fsum(t.rewards)
+        t.reward = (t.reward - bias) * scaling

@@ -8,7 +8,7 @@
             run.log(loss=loss)
     return run.finish()
 
-Only the standard library is imported at the top, so that --help answers at once.
+torch and tqdm are imported where they are used, so that --help answers at once.
 """
 import math
 import os
@@ -151,8 +151,8 @@ class Run:
     def learning_rate(self, step):
         """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
 
-        The warm-up lasts a tenth of the steps, at most WARMUP_STEPS. Both last as long as the run
-        was meant to when it began: resumed with a larger --max_steps, it continues at a tenth.
+        The warm-up lasts a tenth of the steps, at most WARMUP_STEPS. The steps are those planned
+        when the run began: resumed with a larger --max_steps, it continues at a tenth of the peak.
         """
         warmup_steps = max(1, min(WARMUP_STEPS, self.schedule // 10))
         warmup = min(1.0, (step + 1) / warmup_steps)
@@ -179,7 +179,7 @@ class Run:
         self.before = extra.get("before", {})
         if not extra and evaluate_before:
             self.before = evaluate()
-        # Earlier sessions count. Making, teaching and evaluating a model is not training.
+        # Both clocks count earlier sessions. That of training starts after the first evaluation.
         self.began = time.time() - extra.get("seconds", 0.0)
         self.opened -= extra.get("seconds", 0.0)
         if self.algorithm != "sft":
@@ -195,7 +195,10 @@ class Run:
                    disable=not total)
         for step in bar:
             self.line, self.rollout_seconds, began = {}, 0.0, time.time()
-            self._set_learning_rate(step)
+            rate = self.learning_rate(step)
+            for group in state.optimizer.param_groups:
+                group["lr"] = rate
+            self.log(learning_rate=rate)
             yield step
             timing = self._timing(time.time() - began)
             # From here on the weights are those after the step, whose line is not written yet.
@@ -211,11 +214,6 @@ class Run:
         self.looping = False
         self.check()
         self.after = evaluate()
-
-    def _set_learning_rate(self, step):
-        for group in self.training.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
-        self.log(learning_rate=self.learning_rate(step))
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
@@ -306,10 +304,10 @@ class Run:
         Args:
             episodes: the batch.
             loss, grad_norm: of the update.
-            several_updates: the step has more than one. Weights of an adapter are then copied
-                before the first, so that an error between two can save the last whole step.
+            several_updates: the step has more than one. What trains is then copied before the
+                first, if it is small, so that an error between two can save the last whole step.
         """
-        # Ranks that wait in a collective notice signals at different moments.
+        # With several ranks one would leave here while the others update.
         if self.ranks.world == 1:
             self.check()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -350,7 +348,7 @@ class Run:
         if self.updated and not self.ranks.gone:
             # This is checked again at the end of the step.
             return
-        # Otherwise a slow save would be cut short.
+        # `Ranks` kills a process that has runs soon after a rank is gone: let a slow save finish.
         self.ranks.runs = 0
         if self.signals and self.signals.signum:
             raise self.signals.stop()
@@ -422,9 +420,10 @@ class Run:
             extra: further entries of result.json.
         """
         print_table(self.before, self.after, self.total, self.training_seconds)
-        words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
-        command = next_command(next_step, self.config, *words)
-        print(f"written: {self.config.output_dir}\nnext:    {command}")
+        if self.ranks.runs == 1:  # what teaches the tiny model inside another run is not named
+            words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
+            command = next_command(next_step, self.config, *words)
+            print(f"written: {self.config.output_dir}\nnext:    {command}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,

@@ -633,6 +633,18 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(monkeypatch, capsys):
     assert "2 of 6 episodes dropped: the prompt alone reaches --max_tokens 120" in capsys.readouterr().out
 
 
+def test_only_the_first_rollout_of_a_run_may_find_no_prompt_that_fits():
+    """A replacement round may draw one task alone; if its prompt is too long, the run goes on."""
+    limits = Limits(max_new_tokens=20, max_tokens=120)
+    run = SimpleNamespace(watch=None, check=lambda: None, rollout_seconds=0.0, ranks=Ranks(0, 1))
+    long, short = {"word": "b " * 100}, {"word": "a"}
+    with pytest.raises(UserError, match=r"prompt has \d+ tokens, --max_tokens is 120"):
+        rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run)
+    run.watch = None
+    assert len(rollout(MODEL, TOKENIZER, "box", [long, short], limits=limits, run=run)) == 1
+    assert rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == []
+
+
 def test_data_names_registered_environments_only(tmp_path):
     """A task's "env" is data where the caller did not name it: the code of a file is not run."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -20,7 +20,7 @@ import grpo
 import reward_weighted
 import sft
 from agent import Limits, rollout
-from envs import tasks
+from envs import imitation, tasks
 from envs.demonstrations import read_trajectories
 from envs.expert import demonstrate
 from experiment import run
@@ -55,7 +55,7 @@ def place(tmp_path_factory):
         del t.info["task"]["seed"]
     (folder / "episodes.jsonl").write_text("".join(json.dumps(t.to_json()) + "\n" for t in rewarded(episodes)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "HELD_OUT", 8)  # a hundred demonstrations to evaluate take as long as the four steps of these runs
+        patch.setattr(imitation, "HELD_OUT", 8)  # a hundred demonstrations to evaluate take as long as the four steps of these runs
         yield folder
 
 

@@ -1,0 +1,113 @@
+"""What sft.py learns from, and the tasks that it is tested on.
+
+    demonstrations  the episodes to imitate, and held-out ones
+    held_out_tasks  what the model shall do by itself afterwards
+"""
+import math
+import sys
+from dataclasses import replace
+
+import envs
+from agent import limits_of
+from envs.demonstrations import (Encoder, describe, imitates_rows, read_demonstrations,
+                                 read_trajectories, split)
+from envs.expert import demonstrate
+from envs.rows import first_row
+from experiment.errors import UserError
+from experiment.seeds import mix
+from llm.batches import prompt_of
+
+HELD_OUT = 100  # demonstrations, at most, whose loss is measured
+
+
+def demonstrations(config, tokenizer, vocabulary: int):
+    """Return the episodes to imitate and the held-out ones.
+
+    They are recorded (--trajectories), the rows of a file (--dataset), or played by the
+    environment's scripted expert. Those longer than max_tokens are dropped and counted.
+    """
+    if config.trajectories:
+        learned, held_out = read_recorded(config, tokenizer, vocabulary)
+    elif imitates_rows(config.dataset, config.env):
+        learned, held_out = encode_rows(config, tokenizer)
+    else:
+        learned = play_expert(config, tokenizer, "train", config.max_samples)
+        held_out = play_expert(config, tokenizer, "test", HELD_OUT, envs.tasks_of(learned))
+    learned = drop_long(learned, config.max_tokens)
+    if not learned:
+        source = config.trajectories or config.dataset or config.env
+        condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
+        raise UserError(f"no episodes to imitate: {source} has none {condition}within "
+                        f"{config.max_tokens} tokens")
+    return learned, drop_long(held_out, config.max_tokens)
+
+
+def read_recorded(config, tokenizer, vocabulary):
+    """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
+    def read(path):
+        episodes = read_trajectories(path, tokenizer, vocabulary)
+        floor = -math.inf if config.min_reward is None else config.min_reward
+        return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor]
+
+    def task(t):
+        return [t.info.get("task"), prompt_of(t)]
+
+    # With --dataset, both files of data are tasks of the evaluation, not episodes.
+    given = None if config.dataset or not config.eval_dataset else read(config.eval_dataset)
+    learned, held_out = split(read(config.trajectories), given, task, config.seed)
+    learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
+    print(f"{config.trajectories}: {len(learned)} episodes to learn from, {len(held_out)} held out")
+    return learned, held_out
+
+
+def encode_rows(config, tokenizer):
+    """Return the rows of --dataset as episodes, and held-out ones: --eval_dataset or a tenth."""
+    rows = read_demonstrations(config.dataset)
+    given = read_demonstrations(config.eval_dataset) if config.eval_dataset else None
+    learned, held_out = split(rows, given, lambda conversation: conversation.row, config.seed)
+    learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
+    describe(learned, tokenizer)
+    encode = Encoder(tokenizer, config.env)
+    return list(map(encode, learned)), list(map(encode, held_out))
+
+
+def play_expert(config, tokenizer, split_name, n, seen=()):
+    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong.
+
+    No episode is of a task in `seen`.
+    """
+    tasks = envs.tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
+    tasks = envs.drop_seen(tasks, seen)
+    if config.dataset:
+        print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
+    # What a task says itself counts: its seed may be all there is of it.
+    tasks = [{"noise": config.expert_noise, "seed": mix(config.seed, split_name, i), **task}
+             for i, task in enumerate(tasks)]
+    # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
+    limits = replace(limits_of(config, config.env), max_tokens=sys.maxsize)
+    return demonstrate(tokenizer, config.env, tasks, limits)
+
+
+def drop_long(episodes, max_tokens):
+    """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
+    short = [t for t in episodes if len(t.token_ids) <= max_tokens]
+    if len(short) < len(episodes):
+        print(f"{len(episodes) - len(short)} of {len(episodes)} episodes exceed {max_tokens} "
+              "tokens: dropped")
+    return short
+
+
+def held_out_tasks(config, env, learned) -> list[dict]:
+    """Return the evaluation's tasks, without those of the training data.
+
+    There are none without an environment or with --eval_tasks 0.
+    """
+    if not config.eval_tasks or not env:
+        return []
+    files = (config.dataset, config.eval_dataset) if config.dataset else ()
+    are_imitated = not config.trajectories and imitates_rows(config.dataset, config.env)
+    if are_imitated and not envs.is_task(env, first_row(config.dataset)[0]):
+        # Files of demonstrations hold no tasks: take the environment's own.
+        files = ()
+    tasks = envs.tasks(env, "test", config.eval_tasks, config.seed, *files)
+    return envs.drop_seen(tasks, envs.tasks_of(learned))
