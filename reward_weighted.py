@@ -387,8 +387,7 @@ def train(config: Config) -> dict:
                 optimizer.zero_grad()
                 totals.update(loss=loss_sum, grad_norm=grad_norm)
             model.eval()
-            means = {name: total / len(batches) for name, total in totals.items()}
-            run.log(updates=len(batches), **means)
+            run.log(updates=len(batches), **{k: x / len(batches) for k, x in totals.items()})
     return run.finish()
 
 

@@ -1,7 +1,9 @@
 """SFT, reward-weighted, DPO and GRPO from the same start at the same number of episodes: two environments, three seeds.
 
-    python bench/four_lessons.py [OUT]      two runs of one thread at a time; writes bench/results/four_lessons.json,
-                                            .md (the table for the README) and .png; finished runs are not run again
+    python bench/four_lessons.py                        two runs of one thread at a time; finished ones are not repeated
+    python bench/four_lessons.py --only equations       one of the two environments
+
+Writes bench/results/four_lessons.json, .md (the table) and .png.
 
 The start is the tiny model after a short SFT on demonstrations whose actions are mostly wrong. SFT then imitates as
 many demonstrations of that same poor expert as the others play episodes, and, in a line of its own, of a perfect one,
@@ -10,6 +12,7 @@ which the others have not. DPO plays all of its episodes with the start; the oth
 Reward-weighted updates its weights 180 times with 32 episodes, DPO about 120 times with 8 pairs. GRPO as it stands
 updates 90 times with 64 episodes (two updates a step), and in a line of its own 180 times with 32, in smaller steps.
 """
+import argparse
 import datetime
 import json
 import os
@@ -92,7 +95,7 @@ def spread(values) -> str:
 def table(rows: dict) -> str:
     out = ["| environment | lesson | before | after 2,880 episodes: mean (three seeds) | CPU seconds | MB |",
            "|---|---|---|---|---|---|"]
-    for env in START:
+    for env in rows:
         for name in LESSONS:
             runs = rows[env][name]
             before, after, seconds, memory = ([run[key] for run in runs] for key in (
@@ -103,33 +106,41 @@ def table(rows: dict) -> str:
 
 
 def picture(rows: dict, ceiling: float, path: str):
+    """Draw success against episodes, a panel for each environment."""
     import matplotlib
     matplotlib.use("Agg")
     import numpy as np
     from matplotlib import pyplot as plt
-    figure, panels = plt.subplots(1, len(START), figsize=(11, 4), sharey=True)
+    figure, panels = plt.subplots(1, len(rows), figsize=(5.5 * len(rows), 4), sharey=True, squeeze=False)
+    panels = dict(zip(rows, panels[0]))
     grid = np.linspace(0, EPISODES, 200)
-    for panel, env in zip(panels, START):
+    for env, panel in panels.items():
         for name in LESSONS:
             curves = np.array([np.interp(grid, *zip(*run["curve"])) for run in rows[env][name]])  # (seeds, 200)
             line, = panel.plot(grid, curves.mean(0), label=name)
             panel.fill_between(grid, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15)
         panel.set_title(env), panel.set_xlabel("episodes played, or demonstrations shown"), panel.grid(alpha=0.3)
-    panels[1].axhline(ceiling, color="grey", linestyle=":", label="Bayes ceiling")
-    panels[0].set_ylabel("success: mean and range of three seeds"), panels[0].set_ylim(0, 1), panels[1].legend()
+    if "meetings" in panels:
+        panels["meetings"].axhline(ceiling, color="grey", linestyle=":", label="Bayes ceiling")
+    panel.set_ylabel("success: mean and range of three seeds"), panel.set_ylim(0, 1), panel.legend()
     figure.tight_layout(), figure.savefig(path, dpi=120)
 
 
-def main(out):
+def main():
     sys.path.insert(0, ROOT)
     from envs.meetings import Meetings
-    keys = [(env, seed) for env in START for seed in SEEDS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.path.join(ROOT, "runs", "four_lessons"))
+    parser.add_argument("--only", choices=START, help="default: all")
+    args = parser.parse_args()
+    out, names = args.out, [args.only] if args.only else list(START)
+    keys = [(env, seed) for env in names for seed in SEEDS]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda key: start(out, *key), keys))
         runs = [(env, seed, name) for env, seed in keys for name in LESSONS]
         found = dict(zip(runs, pool.map(lambda key: lesson(out, *key), runs)))
-    rows = {env: {name: [found[env, seed, name] for seed in SEEDS] for name in LESSONS} for env in START}
-    result = {"command": "python bench/four_lessons.py", "date": datetime.date.today().isoformat(), "seeds": SEEDS,
+    rows = {env: {name: [found[env, seed, name] for seed in SEEDS] for name in LESSONS} for env in names}
+    result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(), "seeds": SEEDS,
               "episodes": EPISODES, "lessons": LESSONS, "grpo": GRPO, "start": START, "rows": rows,
               "bayes_ceiling": Meetings._ceiling(), "machine": f"{os.cpu_count()} cores, no GPU, two runs at a time"}
     os.makedirs(RESULTS, exist_ok=True)
@@ -142,4 +153,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "runs", "four_lessons"))
+    main()
