@@ -39,13 +39,23 @@ main(grpo.Config, grpo.train, "")
 
 
 def run(program, folder, *words, code=None, **environment):
-    """Run a program into `folder` and return its result.json with the wall seconds."""
+    """Run a program into `folder` and return its result.json with the wall seconds.
+
+    A finished run is not repeated.
+    """
+    row = os.path.join(folder, "row.json")
+    if os.path.exists(row):
+        with open(row) as file:
+            return json.load(file)
     command = [sys.executable, *(["-c", code] if code else [program]), *map(str, words)]
     began = time.time()
     subprocess.run([*command, "--output_dir", folder, "--overwrite"], check=True, cwd=ROOT,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **environment})
     with open(os.path.join(folder, "result.json")) as file:
-        return {**json.load(file), "wall_seconds": round(time.time() - began, 1)}
+        result = {**json.load(file), "wall_seconds": round(time.time() - began, 1)}
+    with open(row, "w") as file:
+        json.dump(result, file)
+    return result
 
 
 def curve(folder, name="success"):
