@@ -266,8 +266,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """Play `group_size` episodes of every task, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
-    sample). Who shares a batch depends on token counts, never on the clock: decoding waits for slow
-    tools.
+    sample). While a tool runs others decode, at most TOOL_STEPS steps, and then wait for it: who
+    shares a batch depends on token counts, never on the clock.
 
     Args:
         tasks: the arguments of `reset`; "env" names the environment where there are several.
@@ -304,7 +304,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             slots = min(slots or techniques_of(model).decode_rows, len(started))
             engine = make_engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                  temperature=temperature, top_k=top_k, top_p=top_p)
-            decode(engine, started, run)
+            play_all(engine, started, run)
         watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
@@ -359,7 +359,7 @@ def load_environments(tokenizer, tasks, env_name, generation_config=None) -> tup
     return classes, chats
 
 
-def decode(engine, episodes, run):
+def play_all(engine, episodes, run):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
     with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
         try:
@@ -373,7 +373,7 @@ def decode(engine, episodes, run):
 
 
 def play_turns(engine, episodes: dict, run=None):
-    """Decode the episodes (row -> Episode). Yield each of them after every one of its turns."""
+    """Play the episodes (row -> Episode). Yield each of them after every one of its turns."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
     while engine.busy or waiting:

@@ -68,7 +68,7 @@ def episode_credit(turn_rewards, group_ids, **options):
 
 
 def turn_credit(turn_rewards, group_ids, **options):
-    """Compare a turn's return-to-go with the same turn's in the group's other episodes, else 0."""
+    """Compare a turn's return-to-go with the mean of its group at this turn; a lone one gets 0."""
     returns, peers = [], []
     for group, rewards in zip(group_ids, turn_rewards):
         for turn in range(len(rewards)):
@@ -129,7 +129,7 @@ class Counts(NamedTuple):
 
 
 def masked(x, mask):
-    """Return x where the mask is 1, else 0. Do so before exp: backward, 0 * inf is NaN."""
+    """Return x where the mask is 1, else 0. Apply it before exp: backward, 0 * inf is NaN."""
     return torch.where(mask.bool(), x, 0.0)
 
 
@@ -162,13 +162,13 @@ def constant_mean(x, mask, counts):
 
 # ----------------------------------------------------------------------------------------- losses
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
-    """Estimate KL(policy || reference) per token (B, T), with x = log policy / reference.
+    """Estimate KL(policy || reference) per token (B, T), with x = log(policy / reference).
 
     k1: x (joschu.net/blog/kl-approx.html). Its mean gradient is 0, so it goes into the reward.
     k2: x^2 / 2. Its gradient is that of KL(policy || reference).
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
-        and explodes where the policy has become unlikely.
-    k3_ratio: k3 x policy / old (arXiv 2512.02556). Unbiased if old is what sampled. The default of
+        and explodes where a token has become unlikely.
+    k3_ratio: k3 * policy / old (arXiv 2512.02556). Unbiased if old is what sampled. The default of
         TRL 1.16, which in gspo and luspo takes the sequence's ratio.
     """
     x = masked(logprobs - ref_logprobs, mask)
@@ -180,7 +180,7 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     return k3 if kind == "k3" else k3 * masked(logprobs - old_logprobs, mask).exp()
 
 
-# A surrogate takes log_ratio = log policy / old, logprobs, advantages and mask, (B, T) each, and
+# A surrogate takes log_ratio = log(policy / old), logprobs, advantages and mask, (B, T) each, and
 # the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them: numbers,
 # or booleans to be counted, (B, T). It sees a micro-batch: `train` has the step's statistics.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
@@ -270,7 +270,7 @@ PAPER_SETTINGS = {
     "rloo": {"scale_rewards": "none"},
 }
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
-# make the policy drift; a KL penalty prevents that. Its gradient norm is 0.03: 0.1 clips outliers.
+# make the policy drift; a KL penalty prevents that. The gradient norm is 0.03: 0.1 clips outliers.
 TINY = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
         "dtype": "float32"}
 DEFAULT_STEPS = 50
@@ -322,7 +322,7 @@ def settle(config):
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError(f"success_rate_lb {config.success_rate_lb} is above "
                         f"success_rate_ub {config.success_rate_ub}")
-    # batch_size decides memory only; --gradient_accumulation_steps, if given, has to agree with it.
+    # batch_size decides memory only (and what dropout draws); accumulation has to agree with it.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
 
@@ -351,8 +351,8 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 def rescore(config, model, start_policy, batch, token_ids, mask, run):
     """Return the log-probs under the reference and under the trainer, (B, T) each.
 
-    The trainer is the policy that sampled, as the forward pass of the updates rounds it. Both are 0
-    where no option needs them.
+    The trainer has the sampler's weights and the updates' forward pass, which rounds otherwise.
+    Both are 0 where no option needs them.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)
@@ -375,6 +375,7 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
+    # Frozen before `run.steps` loads a checkpoint. A fresh adapter is switched off instead: None.
     start_policy = freeze_reference(model) if config.kl_coef else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     # beta2 0.95 soon forgets a fresh adapter's tiny first gradients. `run.steps` sets the rate.
@@ -383,10 +384,9 @@ def train(config: Config) -> dict:
     play = partial(rollout, model, tokenizer, config.env, **options)
     test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
-
     with run:  # whatever ends it early saves the last whole step
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
-            # 1. Rollout: group_size episodes of each task, every token with its log-probability.
+            # 1. Rollout: group_size episodes of each drawn task; sampled tokens have log-probs.
             trajectories = collect_groups(play, tasks, config, step, run)
             if not run.accept_rewards(trajectories):
                 continue
@@ -396,11 +396,11 @@ def train(config: Config) -> dict:
             batch = cheapest_order(trajectories, config.batch_size)
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
-            # 2. Where an option needs them: log-probs under the reference and under the trainer.
+            # Where an option needs them: log-probs under the reference and under the trainer.
             ref_logprobs, trainer_logprobs = rescore(
                 config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
 
-            # 3. Advantages: every token gets the advantage of its episode, or of its turn.
+            # 2. Advantages: a sampled token gets the advantage of its episode, or of its turn.
             rewards = [t.rewards for t in batch]
             if config.kl_coef and config.kl_estimator == "k1":
                 k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
@@ -415,8 +415,7 @@ def train(config: Config) -> dict:
                     trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
             counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
 
-            # 4. Updates. An adapter is merged as in the rollout, so that both round alike, and
-            # gets its gradients anyway.
+            # 3. Loss and backward, in micro-batches, an adapter merged as in the rollout.
             several = config.updates_per_step > 1
             model.train()
             for update in range(config.updates_per_step):
@@ -432,13 +431,14 @@ def train(config: Config) -> dict:
                         totals.update({name: value.item() for name, value in metrics.items()})
                         # Free the autograd graph before the next micro-batch builds its own.
                         del logprobs, entropy, loss, metrics
+                # 4. Step, unless the loss or the gradient is not finite.
                 run.ranks.add_gradients(parameters)
                 totals = run.ranks.total(totals)
                 grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
                 if run.accept_update(batch, totals["loss"], grad_norm, several_updates=several):
                     optimizer.step()
                 optimizer.zero_grad()
-                # Here the policy still was the old one: 1 and 0, but for rounding and dropout.
+                # Computed before the first optimizer step: 1 and 0, but for rounding and dropout.
                 if update == 0:
                     run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update

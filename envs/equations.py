@@ -202,7 +202,7 @@ class Equations:
         return self.right, self.left
 
     def _distance(self) -> int:
-        """Return the actions the expert needs: bracket, x on the right, constant, factor of x."""
+        """Count the actions the expert needs: bracket, x on the right, constant, factor of x."""
         (a, b), (c, _) = self._sides()
         # Dividing both sides by the factor leaves (c / factor)x on the right.
         return (self.factor != 1) + (c != 0) + (b != 0) + (a - c / self.factor != 1)

@@ -214,7 +214,7 @@ class TrainingFlags:
     max_grad_norm: float | None = auto(1.0, "gradients of a larger norm are clipped to it", above=0)
     batch_size: int = flag(
         16, "sequences in one forward pass; an update has gradient_accumulation_steps of them "
-        "(grpo: memory only)", low=1)
+        "(grpo: memory, and what dropout draws)", low=1)
     gradient_accumulation_steps: int | None = flag(
         None, "forward passes of one update; default: what the step needs", low=1)
     num_epochs: int = flag(1, "passes over the data", low=1, aliases=("total_epochs",))
