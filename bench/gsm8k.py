@@ -11,7 +11,7 @@ template, as in bench/real_model.py: tools as text would take a third of every e
 
 GRPO trains on problems of at most --calculations calculations, in groups of --group_size. A group in which all episodes
 or none are right teaches nothing; --success_band replaces such groups, and --dense pays intermediate results too. The
-defaults are those of the last way of four that bench/README.md reports: a low temperature and a small rate.
+defaults are those of the fourth of five ways that bench/README.md reports: a low temperature and a small rate.
 
 Writes bench/results/gsm8k.json and gsm8k_talk_NAME.txt; the last line is JSON.
 """
