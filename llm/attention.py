@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from experiment.errors import UserError
 from llm.checkpointing import recompute
 
-SCORES = 2**25  # bytes of attention scores above which the stock kernel does the training pass
+SCORES = 2**25  # bytes of attention scores that exist at once in the training pass
 UNKNOWN = "softcap", "s_aux", "position_bias"  # what changes scores in ways not known here
 
 
@@ -71,7 +71,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     that no (B, H, T, S) weights are kept. They take a half to an eighth of the time of the stock
     kernel, whose backward pass is slow there when query heads share keys. The stock kernel still
     does what needs no gradient (so that the logits equal the stock model's to the bit), what has
-    a mask or a bias, and what has more than 32 MiB of scores.
+    a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
     """
     T, visible = query.shape[2], key.shape[2]  # visible: keys of a row's last query
     if shared_prefix:
@@ -79,8 +79,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
         P, rows = shared_prefix
         visible = P + (T - P) // rows
     stock = attention_mask is not None or dropout or changes_scores(kwargs)
-    score_bytes = query[..., 0].numel() * visible * query.element_size()
-    products = query.is_cpu and torch.is_grad_enabled() and score_bytes <= SCORES and not stock
+    row_bytes = query[0, ..., 0].numel() * visible * query.element_size()
+    products = query.is_cpu and torch.is_grad_enabled() and row_bytes <= SCORES and not stock
     if products:
         attend = partial(causal_products, scaling)
     else:
@@ -125,10 +125,15 @@ def unpack(x, rows):
 
 
 def causal_products(scaling, query, key, value):
-    """Causal `grouped_attention`, where the T queries are the last of S positions."""
+    """Causal `grouped_attention`, where the T queries are the last of S positions.
+
+    It takes as many rows at once as have SCORES bytes of scores.
+    """
     T, S = query.shape[2], key.shape[2]
     bias = query.new_full((T, S), -torch.inf).triu_(1 + S - T)
-    return grouped_attention(query, key, value, bias, scaling)
+    rows = max(1, SCORES // (query[0, ..., 0].numel() * S * query.element_size()))
+    parts = zip(query.split(rows), key.split(rows), value.split(rows))
+    return torch.cat([grouped_attention(*part, bias, scaling) for part in parts])
 
 
 def stock_attention(module, mask, query, key, value, **kwargs):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from llm import attention
 from llm.attention import causal_attention, row_attention
 
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
@@ -28,6 +29,17 @@ def close(ours, theirs):
 def test_two_products_give_the_stock_kernels_numbers_and_gradients():
     ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7))
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
+
+
+@pytest.mark.parametrize("limit, rows_at_once", [(10**6, [3]), (2400, [2, 1]), (1200, [1, 1, 1]), (1000, [])], ids=["all", "two", "one", "stock kernel"])
+def test_scores_that_are_too_large_are_computed_some_rows_at_a_time(monkeypatch, limit, rows_at_once):
+    """A row has 6 x 7 x 7 scores of 4 bytes here. A row that is too large by itself is the stock kernel's."""
+    seen, products = [], attention.grouped_attention
+    monkeypatch.setattr(attention, "SCORES", limit)
+    monkeypatch.setattr(attention, "grouped_attention", lambda *x: seen.append(len(x[0])) or products(*x))
+    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3))
+    assert seen == 2 * rows_at_once  # forward, and again in the backward pass
+    assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3)))
 
 
 @pytest.mark.parametrize("grad", [True, False])
