@@ -73,8 +73,13 @@ def sft_alone(folder, base, seed, seconds):
     words = [word for name, value in TINY_SFT.items() if name != "max_steps" for word in (f"--{name}", value)]
     rows = {}
     for rate in ("3e-4", "1e-3"):
-        rows[rate] = run("sft.py", f"{folder}_{rate}", "--model_path", base, "--seed", seed, *words,
-                         "--max_steps", steps, "--learning_rate", rate, OMP_NUM_THREADS="1")
+        trained = f"{folder}_{rate}"
+        row = run("sft.py", trained, "--model_path", base, "--seed", seed, *words,
+                  "--max_steps", steps, "--learning_rate", rate, OMP_NUM_THREADS="1")
+        # sft.py lets an episode have six turns. The exam is grpo.py's, with no step of training.
+        exam = run("grpo.py", f"{trained}_exam", "--model_path", trained, "--seed", seed, "--max_steps", 0,
+                   OMP_NUM_THREADS="1")
+        rows[rate] = {**row, "success_after": exam["success_after"], "success_before": None}
     best = max(rows, key=lambda rate: rows[rate]["success_after"])
     return {**rows[best], "learning_rate": best, "both": {r: rows[r]["success_after"] for r in rows}}
 
