@@ -420,7 +420,8 @@ class Run:
             extra: further entries of result.json.
         """
         print_table(self.before, self.after, self.total, self.training_seconds)
-        if self.ranks.runs == 1:  # what teaches the tiny model inside another run is not named
+        # The SFT of the tiny model is a run inside another one, and names no next step.
+        if self.ranks.runs == 1:
             words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
             command = next_command(next_step, self.config, *words)
             print(f"written: {self.config.output_dir}\nnext:    {command}")

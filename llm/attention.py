@@ -73,13 +73,15 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     does what needs no gradient (so that the logits equal the stock model's to the bit), what has
     a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
     """
-    T, visible = query.shape[2], key.shape[2]  # visible: keys of a row's last query
+    H, T = query.shape[1:3]
+    visible = key.shape[2]  # keys of a row's last query
     if shared_prefix:
         attention_mask = None
         P, rows = shared_prefix
-        visible = P + (T - P) // rows
+        W = (T - P) // rows
+        T, visible = max(P, W), P + W
     stock = attention_mask is not None or dropout or changes_scores(kwargs)
-    row_bytes = query[0, ..., 0].numel() * visible * query.element_size()
+    row_bytes = H * T * visible * query.element_size()  # of the scores of one row
     products = query.is_cpu and torch.is_grad_enabled() and row_bytes <= SCORES and not stock
     if products:
         attend = partial(causal_products, scaling)
@@ -129,9 +131,10 @@ def causal_products(scaling, query, key, value):
 
     It takes as many rows at once as have SCORES bytes of scores.
     """
-    T, S = query.shape[2], key.shape[2]
+    H, T = query.shape[1:3]
+    S = key.shape[2]
     bias = query.new_full((T, S), -torch.inf).triu_(1 + S - T)
-    rows = max(1, SCORES // (query[0, ..., 0].numel() * S * query.element_size()))
+    rows = max(1, SCORES // (H * T * S * query.element_size()))
     parts = zip(query.split(rows), key.split(rows), value.split(rows))
     return torch.cat([grouped_attention(*part, bias, scaling) for part in parts])
 
