@@ -122,7 +122,7 @@ def picture(rows: dict, ceiling: float, path: str):
         panel.set_title(env), panel.set_xlabel("episodes played, or demonstrations shown"), panel.grid(alpha=0.3)
     if "meetings" in panels:
         panels["meetings"].axhline(ceiling, color="grey", linestyle=":", label="Bayes ceiling")
-    panel.set_ylabel("success: mean and range of three seeds"), panel.set_ylim(0, 1), panel.legend()
+    panels[next(iter(rows))].set_ylabel("success: mean and range of three seeds"), panel.set_ylim(0, 1), panel.legend()
     figure.tight_layout(), figure.savefig(path, dpi=120)
 
 
