@@ -80,8 +80,7 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
     tasks = envs.drop_seen(tasks, seen)
     if config.dataset:
         print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
-    # What a task says itself counts: its seed may be all there is of it.
-    tasks = [{"noise": config.expert_noise, "seed": mix(config.seed, split_name, i), **task}
+    tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(tasks)]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
     limits = replace(limits_of(config, config.env), max_tokens=sys.maxsize)

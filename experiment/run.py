@@ -420,11 +420,9 @@ class Run:
             extra: further entries of result.json.
         """
         print_table(self.before, self.after, self.total, self.training_seconds)
-        # The SFT of the tiny model is a run inside another one, and names no next step.
-        if self.ranks.runs == 1:
-            words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
-            command = next_command(next_step, self.config, *words)
-            print(f"written: {self.config.output_dir}\nnext:    {command}")
+        words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
+        command = next_command(next_step, self.config, *words)
+        print(f"written: {self.config.output_dir}\nnext:    {command}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,
