@@ -103,7 +103,7 @@ def task_rows(seed, steps) -> list[dict]:
     # TRL appends the first observation to the user message.
     prompt = [{"role": "system", "content": Equations.system_prompt},
               {"role": "user", "content": ""}]
-    return [{"prompt": prompt, "equation": row["equation"], "seed": row["seed"]} for row in rows]
+    return [{"prompt": prompt, "equation": row["equation"], "noise_seed": row["noise_seed"]} for row in rows]
 
 
 def rate(step, steps) -> float:

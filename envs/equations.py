@@ -68,11 +68,11 @@ class Equations:
     limits = {"max_new_tokens": 64, "max_tokens": 1024}
     levels = (1, 2, 2, 2)  # `_tasks` draws one of them for each equation
 
-    def reset(self, equation: str, noise: float = 0.0, seed: int = 0, **_) -> str:
+    def reset(self, equation: str, noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin an episode with an equation such as "3x + 7 = 16" or "2(x + 3) = 10".
 
-        A share `noise` of the scripted expert's operations is wrong; its answer never is. The seed
-        decides which.
+        A share `noise` of the scripted expert's operations is wrong; its answer never is.
+        `noise_seed` decides which.
         """
         left, right = equation.split("=")
         bracket = re.fullmatch(r"\s*(-?\d+)\((.*)\)\s*", left)
@@ -89,7 +89,7 @@ class Equations:
         self.done = False
         self.solved = False
         self._noise = noise
-        self._rng = np.random.default_rng([seed, zlib.crc32(equation.encode())])
+        self._rng = np.random.default_rng([noise_seed, zlib.crc32(equation.encode())])
         return f"Solve for x: {self._equation()}"
 
     # ------------------------------------------------------------------------------- the tools
@@ -248,7 +248,7 @@ class Equations:
             misses += 1
             if equation not in tasks and is_test == (split == "test"):
                 misses = 0
-                tasks[equation] = {"equation": equation, "seed": int(rng.integers(2**31))}
+                tasks[equation] = {"equation": equation, "noise_seed": int(rng.integers(2**31))}
         return list(tasks.values())
 
     @staticmethod

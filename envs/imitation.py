@@ -80,7 +80,7 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
     tasks = envs.drop_seen(tasks, seen)
     if config.dataset:
         print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
-    tasks = [{**task, "noise": config.expert_noise, "seed": mix(config.seed, split_name, i)}
+    tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(tasks)]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
     limits = replace(limits_of(config, config.env), max_tokens=sys.maxsize)

@@ -186,12 +186,12 @@ class Meetings:
     max_turns = 6
     limits = {"max_new_tokens": 64, "max_tokens": 1024}
 
-    def reset(self, meeting: int | str, noise: float = 0.0, seed: int = 0, shaped: bool = False,
-              **_) -> str:
+    def reset(self, meeting: int | str, noise: float = 0.0, noise_seed: int = 0,
+              shaped: bool = False, **_) -> str:
         """Begin with a meeting's number, which is text in a CSV file.
 
         `noise` is how often the expert stops after two scores, and how often it recommends against
-        what it saw.
+        what it saw. `noise_seed` decides when.
         """
         meeting = int(meeting)
         made = simulate(meeting)
@@ -206,7 +206,7 @@ class Meetings:
         if shaped:
             self._reward_parts.update(tools=0.0, calibration=0.0)
         self._shaped = shaped
-        rng = np.random.default_rng([seed, meeting])
+        rng = np.random.default_rng([noise_seed, meeting])
         order = PERSONAS[made["persona"]]
         if rng.random() < noise:
             order = order[:2]

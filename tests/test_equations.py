@@ -202,7 +202,7 @@ def test_zero_is_refused():
 
 
 def test_reset_renews_all_state():
-    used, task = Equations(), {"equation": "3x + 7 = 16", "seed": 4, "noise": 0.5}
+    used, task = Equations(), {"equation": "3x + 7 = 16", "noise_seed": 4, "noise": 0.5}
     used.reset(equation="2(x + 3) = 10")
     used.divide_terms("2")
     used.state_answer("2")
@@ -261,7 +261,7 @@ def test_noise_makes_the_expert_worse():
 
 def test_noise_is_a_function_of_the_seed():
     def names(seed):
-        env = environment("3x + 7 = 16", noise=0.5, seed=seed)
+        env = environment("3x + 7 = 16", noise=0.5, noise_seed=seed)
         return [env._expert()[0]["name"] for _ in range(20)]
     assert names(1) == names(1) != names(2)
 
@@ -278,7 +278,7 @@ def test_ten_thousand_distinct_train_tasks_and_none_of_them_in_test():
 def test_tasks_follow_the_seed(cls):
     a, b, c = cls._tasks("train", 50, 0), cls._tasks("train", 50, 0), cls._tasks("train", 50, 1)
     assert a == b != c and cls._tasks("train", 20, 0) == a[:20] and len({t["equation"] for t in a}) == 50
-    assert all(type(t["seed"]) is int for t in a) and cls._tasks("train", 0, 0) == []
+    assert all(type(t["noise_seed"]) is int for t in a) and cls._tasks("train", 0, 0) == []
 
 
 def test_hard_is_harder_and_easy_is_easy():

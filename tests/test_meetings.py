@@ -146,7 +146,7 @@ def test_belief_is_the_share_of_good_meetings_among_those_that_look_the_same(dra
 
 def test_everything_follows_from_the_number():
     assert simulate(482107) == simulate(482107) and simulate(482107) != simulate(482108)
-    one, two = environment(), environment(noise=0.9, seed=5)
+    one, two = environment(), environment(noise=0.9, noise_seed=5)
     assert [getattr(one, name)() for name in TOOLS] == [getattr(two, name)() for name in TOOLS] and one.outcome == two.outcome
     assert one.profile_match() == one.profile_match()
 
@@ -282,7 +282,7 @@ def test_the_expert_looks_in_its_personas_order_and_answers_what_it_saw():
 
 def test_noise_makes_the_expert_hasty_and_contrary():
     def run(noise):
-        found = [played(task["meeting"], noise=noise, seed=i) for i, task in enumerate(Meetings._tasks("train", 3000, seed=2))]
+        found = [played(task["meeting"], noise=noise, noise_seed=i) for i, task in enumerate(Meetings._tasks("train", 3000, seed=2))]
         contrary = [(a["probability"] >= 0.5) != (a["recommendation"] == "YES") for _, _, a in found]
         return np.mean([env._check() for env, _, _ in found]), np.mean([len(calls) == 2 for _, calls, _ in found]), np.mean(contrary)
     good, hasty, contrary = run(0.0)
@@ -292,7 +292,7 @@ def test_noise_makes_the_expert_hasty_and_contrary():
 
 
 def test_demonstrations_end_with_the_answer(tokenizer):
-    episodes = demonstrate(tokenizer, "meetings", [{**t, "noise": 0.2, "seed": i} for i, t in enumerate(envs.tasks("meetings", "train", 30, 0))])
+    episodes = demonstrate(tokenizer, "meetings", [{**t, "noise": 0.2, "noise_seed": i} for i, t in enumerate(envs.tasks("meetings", "train", 30, 0))])
     chat = Chat(tokenizer, envs.schemas(Meetings))
     for t in episodes:
         last = t.messages[-1]

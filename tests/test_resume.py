@@ -48,11 +48,11 @@ def place(tmp_path_factory):
         if name.endswith("lora.B"):
             torch.nn.init.normal_(p, std=0.05)
     save_model(model, folder / "adapter")
-    noisy = [{**task, "noise": 0.7, "seed": seed} for task in tasks("equations", "train", 6, 0) for seed in range(3)]
+    noisy = [{**task, "noise": 0.7, "noise_seed": seed} for task in tasks("equations", "train", 6, 0) for seed in range(3)]
     episodes = demonstrate(tokenizer, "equations", noisy, Limits(max_turns=2))
     for i, t in enumerate(episodes):
         t.group_id = str(i // 3)
-        del t.info["task"]["seed"]
+        del t.info["task"]["noise_seed"]
     (folder / "episodes.jsonl").write_text("".join(json.dumps(t.to_json()) + "\n" for t in rewarded(episodes)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(imitation, "HELD_OUT", 8)  # a hundred demonstrations to evaluate take as long as the four steps of these runs

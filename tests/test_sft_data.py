@@ -1,4 +1,5 @@
 """What sft.py learns from: every kind of row, the same ids as a rollout, and the loss on what the demonstrator wrote."""
+import hashlib
 import json
 import zlib
 from dataclasses import replace
@@ -495,6 +496,47 @@ def test_an_experts_episode_that_is_too_long_is_dropped_not_cut(capsys):
     learned, _ = sft.demonstrations(config, tokenizer, 10**6)
     assert 0 < len(learned) < 30 and {t.stop_reason for t in learned} == {"done"}
     assert f"{30 - len(learned)} of 30 episodes exceed 95 tokens: dropped" in capsys.readouterr().out
+
+
+SEEDED = """
+class Seeded:
+    def reset(self, seed: int = 0, **_) -> str:
+        self.seed, self.done = seed, False
+        return f"say {seed}"
+    def say(self, number: int) -> str:
+        \"\"\"Say a number.
+
+        Args:
+            number: it
+        \"\"\"
+        self.done = True
+        return "ok"
+    def get_reward(self) -> float:
+        return 1.0
+    def _expert(self):
+        return [{"name": "say", "arguments": {"number": self.seed}}]
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{"seed": i} for i in range(10)]
+"""
+
+
+def test_a_task_that_has_a_seed_of_its_own_keeps_it(tmp_path, capsys):
+    """The expert is given a seed for its noise, but a task may be nothing but its seed: then it stays in its split."""
+    (tmp_path / "seeded.py").write_text(SEEDED)
+    config = sft.settle(sft.Config(env=f"{tmp_path / 'seeded.py'}:Seeded", max_samples=10))
+    learned, held_out = sft.demonstrations(config, make_tiny()[1], 10**6)
+    assert [t.info["task"]["seed"] for t in learned] == list(range(10))
+    # Both splits of this environment are the same: nothing is left to hold out.
+    assert not held_out and "10 of 10 held-out rows are also in the training data: dropped" in capsys.readouterr().out
+
+
+def test_demonstrations_of_the_taught_tiny_model_are_the_ones_of_the_readme():
+    """Whatever changes them changes every start from nothing, and with it every figure of `python grpo.py`."""
+    config = sft.settle(sft.Config(env="equations", max_samples=40, expert_noise=0.6, max_turns=6))
+    learned, _ = sft.demonstrations(config, make_tiny()[1], 10**6)
+    ids = json.dumps([t.token_ids for t in learned]).encode()
+    assert hashlib.md5(ids).hexdigest() == "061d9810764b3d133cbe15a0722f25cd"
 
 
 def test_rows_of_a_kind_have_the_lengths_of_their_environment(tmp_path):
