@@ -4,14 +4,16 @@
     python bench/gsm8k.py                                   all stages, one after the other
     python bench/gsm8k.py --stages sft grpo_0               some of them; the others are read where they are done
 
-Stages: `sft` (the written solutions as tool calls), `grpo_S` (from there, seed S), `test_untrained`, `test_sft`,
-`test_grpo_S` (held-out problems: samples at temperature 1, and greedy), `talk_sft`, `talk_grpo_0` (a chat about ten
-held-out problems). A stage that was stopped continues where it was. SmolLM2-135M gets the tiny model's short chat
-template, as in bench/real_model.py: tools as text would take a third of every episode.
+Stages: `sft` (the written solutions as tool calls), `scan` (which training problems does that model solve greedily?),
+`grpo_S` (from there, seed S), `test_untrained`, `test_sft`, `test_grpo_S` (held-out problems: samples at temperature 1,
+and greedy), `talk_sft`, `talk_grpo_0` (a chat about ten held-out problems). A stage that was stopped continues where it
+was. SmolLM2-135M gets the tiny model's short chat template, as in bench/real_model.py: tools as text would take a third
+of every episode.
 
-GRPO trains on problems of at most --calculations calculations, in groups of --group_size. A group in which all episodes
-or none are right teaches nothing; --success_band replaces such groups, and --dense pays intermediate results too. The
-defaults are those of the fourth of five ways that bench/README.md reports: a low temperature and a small rate.
+A group in which all episodes or none are right teaches nothing, and of all problems this small model solves one in
+sixty at temperature 1. So GRPO trains on those of the first --scan training problems (in an order of its own) that the
+model solves greedily. With --scan 0 it trains on problems of at most --calculations calculations, --success_band
+replaces groups that teach nothing, and --dense pays intermediate results too: ways that did not help (bench/README.md).
 
 Writes bench/results/gsm8k.json and gsm8k_talk_NAME.txt; the last line is JSON.
 """
@@ -19,6 +21,7 @@ import argparse
 import datetime
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -71,12 +74,13 @@ def arguments():
     parser.add_argument("--stages", nargs="*", help="default: all")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of GRPO")
     parser.add_argument("--sft_steps", type=int, default=220, help="of 16 solutions; 421 are one epoch")
+    parser.add_argument("--scan", type=int, default=1600, help="training problems; GRPO trains on the solved ones")
     parser.add_argument("--grpo_steps", type=int, default=40)
-    parser.add_argument("--calculations", type=int, default=2, help="of a GRPO problem, at most")
-    parser.add_argument("--group_size", type=int, default=16)
-    parser.add_argument("--tasks_per_step", type=int, default=4)
-    parser.add_argument("--learning_rate", type=float, default=2e-4, help="of GRPO")
-    parser.add_argument("--temperature", type=float, default=0.5, help="of GRPO's episodes")
+    parser.add_argument("--calculations", type=int, default=2, help="of a GRPO problem, at most, with --scan 0")
+    parser.add_argument("--group_size", type=int, default=8)
+    parser.add_argument("--tasks_per_step", type=int, default=8)
+    parser.add_argument("--learning_rate", type=float, default=3e-4, help="of GRPO")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of GRPO's episodes")
     parser.add_argument("--success_band", action="store_true")
     parser.add_argument("--dense", action="store_true", help="GRPO's reward is that of `Dense`")
     parser.add_argument("--problems", type=int, default=400, help="held out")
@@ -102,15 +106,29 @@ def sft(args):
         "--eval_tasks", 0, *DTYPE, "--output_dir", args.out / "sft")
 
 
+def scan(args):
+    """Play training problems greedily after SFT, and write those that are solved, to be GRPO's."""
+    lines = (args.data / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    random.Random(8).shuffle(lines)
+    problems, episodes = args.out / "scan_problems.jsonl", args.out / "scan.jsonl"
+    problems.write_text("".join(lines[:args.scan]), encoding="utf-8")
+    play(args.out / "sft", problems, args.scan, episodes, "--temperature", 0)
+    tasks = [t.info["task"] for t in read(episodes) if t.info["success"]]
+    (args.out / "solved.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
+
+
 def grpo(args, seed):
-    """Continue the adapter of SFT with GRPO on the easier training problems."""
-    easy = args.out / "easy.jsonl"
-    with open(args.data / "train.jsonl", encoding="utf-8") as file:
-        lines = [line for line in file
-                 if 1 <= len(true_calculations(json.loads(line)["answer"])) <= args.calculations]
-    easy.write_text("".join(lines), encoding="utf-8")
+    """Continue the adapter of SFT with GRPO on the training problems that it solves, or on the easier ones."""
+    tasks = args.out / ("solved.jsonl" if args.scan else "easy.jsonl")
+    if not args.scan:
+        with open(args.data / "train.jsonl", encoding="utf-8") as file:
+            lines = [line for line in file
+                     if 1 <= len(true_calculations(json.loads(line)["answer"])) <= args.calculations]
+        tasks.write_text("".join(lines), encoding="utf-8")
     env = "bench/gsm8k.py:Dense" if args.dense else "gsm8k"
-    run("grpo.py", "--model_path", args.out / "sft", "--env", env, "--dataset", easy, *LENGTHS, *DTYPE,
+    # With --eval_dataset, no row of --dataset is held out.
+    run("grpo.py", "--model_path", args.out / "sft", "--env", env, "--dataset", tasks,
+        "--eval_dataset", args.data / "test.jsonl", *LENGTHS, *DTYPE,
         *(["--success_rate_lb", 0.01, "--success_rate_ub", 0.99] if args.success_band else []),
         "--tasks_per_step", args.tasks_per_step, "--group_size", args.group_size, "--batch_size", 8,
         "--max_steps", args.grpo_steps, "--learning_rate", args.learning_rate, "--temperature", args.temperature,
@@ -121,17 +139,28 @@ def test(args, name):
     """Play the held-out problems, `samples` times at temperature 1 and once greedily; write the episodes."""
     path = args.out / ("model" if name == "untrained" else name)
     for mode, words in {"sampled": ["--group_size", args.samples], "greedy": ["--temperature", 0]}.items():
-        episodes = args.out / f"{name}_{mode}.jsonl"
-        if not is_played(episodes):
-            # As --eval_dataset all rows of the file are held out; as --dataset a tenth would be left out.
-            words = ["agent.py", "--model_path", path, "--env", "gsm8k", "--eval_dataset", args.data / "test.jsonl",
-                     "--split", "test", "--num_tasks", args.problems, *LENGTHS, *DTYPE, "--output", episodes, *words]
-            subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        play(path, args.data / "test.jsonl", args.problems, args.out / f"{name}_{mode}.jsonl", *words)
+
+
+def play(model_path, problems, n, episodes, *words):
+    """Play n problems of a file with agent.py, and write the episodes, unless they are there."""
+    if is_played(episodes):
+        return
+    # As --eval_dataset all rows of the file are held out; as --dataset a tenth would be left out.
+    words = ["agent.py", "--model_path", model_path, "--env", "gsm8k", "--eval_dataset", problems, "--split", "test",
+             "--num_tasks", n, *LENGTHS, *DTYPE, "--output", episodes, *words]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def is_played(episodes):
     """True if a file of episodes is there. agent.py makes it at the start and fills it at the end."""
     return episodes.exists() and episodes.stat().st_size > 0
+
+
+def read(episodes):
+    from agent import Trajectory
+    with open(episodes, encoding="utf-8") as file:
+        return [Trajectory.from_json(json.loads(line)) for line in file]
 
 
 def talk(args, name):
@@ -146,12 +175,11 @@ def talk(args, name):
 # -------------------------------------------------------------------------------------------------------------- figures
 def figures(args, name):
     """Return what the episodes of a tested model show, or None if they are not played yet."""
-    from agent import Trajectory
     from experiment.episodes import pass_at_k, summarise
     files = [args.out / f"{name}_{mode}.jsonl" for mode in ("sampled", "greedy")]
     if not all(map(is_played, files)):
         return None
-    sampled, greedy = ([Trajectory.from_json(json.loads(line)) for line in open(file)] for file in files)
+    sampled, greedy = map(read, files)
     groups = {}
     for t in sampled:
         groups.setdefault(t.group_id, []).append(t.info["success"])
@@ -186,7 +214,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     runs = [f"grpo_{seed}" for seed in args.seeds]
     stages = {"sft": lambda: sft(args), "test_untrained": lambda: test(args, "untrained"),
-              "test_sft": lambda: test(args, "sft")}
+              "test_sft": lambda: test(args, "sft"), "scan": lambda: scan(args) if args.scan else None}
     for name, seed in zip(runs, args.seeds):
         stages[name] = lambda seed=seed: grpo(args, seed)
         stages[f"test_{name}"] = lambda name=name: test(args, name)
