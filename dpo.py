@@ -49,7 +49,9 @@ from llm import (TrainingState, adamw, dry_run, is_tiny, load_model, model_optio
 from lora import merged
 from sft import teach_tiny
 
-TINY = {"learning_rate": 2e-3, "dtype": "float32"}  # what the tiny model needs instead
+# What the tiny model needs in place of the defaults: memory is no concern.
+TINY = {"learning_rate": 2e-3, "batch_size": 8, "gradient_accumulation_steps": 1,
+        "dtype": "float32"}
 IN_RESULT = ("loss", "accuracy", "margin")  # of the held-out pairs, in result.json
 
 
@@ -231,9 +233,9 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                                      "environment; default: its own tasks")
     max_samples: int | None = flag(None, "pairs, drawn at random; default: all", low=1)
     learning_rate: float | None = auto(preference_learning_rate)
-    batch_size: int = flag(
-        8, "pairs in one forward pass; an update has gradient_accumulation_steps of them")
-    gradient_accumulation_steps: int = flag(1, "forward passes of an update", low=1)
+    batch_size: int | None = auto(
+        4, "pairs in one forward pass; an update has gradient_accumulation_steps of them")
+    gradient_accumulation_steps: int | None = auto(2, "forward passes of an update", low=1)
     num_epochs: int = flag(5, "passes over the pairs")
     output_dir: str = "runs/dpo"
 

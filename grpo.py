@@ -272,7 +272,7 @@ PAPER_SETTINGS = {
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
 # make the policy drift; a KL penalty prevents that. The gradient norm is 0.03: 0.1 clips outliers.
 TINY = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1,
-        "dtype": "float32"}
+        "batch_size": 16, "dtype": "float32"}
 DEFAULT_STEPS = 50
 
 

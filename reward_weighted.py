@@ -38,7 +38,9 @@ from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_mo
 from lora import merged
 from sft import teach_tiny
 
-TINY = {"learning_rate": 2e-3, "dtype": "float32"}  # what the tiny model needs instead
+# What the tiny model needs in place of the defaults: memory is no concern.
+TINY = {"learning_rate": 2e-3, "batch_size": 16, "gradient_accumulation_steps": 2,
+        "dtype": "float32"}
 ROUNDS = 10  # default of --max_steps
 
 
@@ -208,7 +210,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
         None, f"rounds; default: {ROUNDS}, or num_epochs passes over recorded episodes", low=1,
         aliases=("num_iterations",))
     num_epochs: int = flag(2, "passes over the episodes of a round, or over the recorded ones")
-    gradient_accumulation_steps: int = flag(2, "forward passes of an update", low=1)
+    gradient_accumulation_steps: int | None = auto(4, "forward passes of an update", low=1)
     learning_rate: float | None = auto(imitation_learning_rate)
     weighting: str = flag("exp", "weight of A = R - baseline: exp(A / beta) or max(A, 0); filter "
                                  "keeps the largest R", choices=("exp", "linear", "filter"))

@@ -32,7 +32,9 @@ from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, a
 from llm import (TrainingState, adamw, batches_of_like_length, dry_run, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
-TINY = {"learning_rate": 3e-3, "dtype": "float32"}  # defaults of the tiny model
+# What the tiny model needs in place of the defaults: memory is no concern.
+TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
+        "dtype": "float32"}
 
 # How the tiny model is taught before another algorithm starts from it: by demonstrations in which
 # most actions are wrong, but numbers are copied correctly. Which action to choose is left to learn.
@@ -50,8 +52,7 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
-    batch_size: int = 32
-    gradient_accumulation_steps: int = flag(1, "forward passes of an update", low=1)
+    gradient_accumulation_steps: int | None = auto(4, "forward passes of an update", low=1)
     num_epochs: int = 4
     output_dir: str = "runs/sft"
 

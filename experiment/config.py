@@ -212,8 +212,8 @@ class TrainingFlags:
     learning_rate: float | None = auto(policy_learning_rate, "AdamW step size at its peak", low=0)
     weight_decay: float = flag(0.0, "weight decay of AdamW", low=0)
     max_grad_norm: float | None = auto(1.0, "gradients of a larger norm are clipped to it", above=0)
-    batch_size: int = flag(
-        16, "sequences in one forward pass; an update has gradient_accumulation_steps of them "
+    batch_size: int | None = auto(
+        8, "sequences in one forward pass; an update has gradient_accumulation_steps of them "
         "(grpo: memory, and what dropout draws)", low=1)
     gradient_accumulation_steps: int | None = flag(
         None, "forward passes of one update; default: what the step needs", low=1)

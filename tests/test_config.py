@@ -184,6 +184,15 @@ def test_fill_takes_the_user_then_the_tables_then_the_stated_default():
         fill(Toy(), {"learning_rat": 1.0})
 
 
+def test_a_real_model_gets_forward_passes_of_eight_sequences(tmp_path):
+    """Memory is what it lacks, and the update stays as large as the tiny model's, except for grpo, whose step decides."""
+    for module, pair, update in ((sft, 1, 32), (reward_weighted, 1, 32), (dpo, 2, 8), (grpo, 1, None)):
+        real, tiny = (module.settle(module.Config(model_path=path)) for path in (str(tmp_path), "tiny"))
+        assert pair * real.batch_size == 8 < pair * tiny.batch_size
+        for config in (real, tiny):
+            assert update is None or config.batch_size * config.gradient_accumulation_steps == update
+
+
 def test_help_lists_flags_by_parent_with_the_defaults_that_are_in_force(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(Toy, ["--help"], "Toy learns 100 % nothing.\n\nMore.")
