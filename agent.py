@@ -234,7 +234,7 @@ class Episode:
         t = self.trajectory
         t.stop_reason = reason
         total, t.reward_parts, t.info["success"] = self.session.score()
-        t.rewards[-1] += total - self.session.reward
+        t.rewards[-1] += total - self.session.paid
         if not all(map(is_finite, (*t.rewards, *t.reward_parts.values()))):
             place = self.session.place("get_reward()")
             why = f"{place} is {total}, parts {t.reward_parts}, turns {t.rewards}: not finite"
@@ -281,7 +281,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     stop_reason "error", and too many faults raise EnvironmentFault.
     """
     began = time.monotonic()
-    is_first = run is None or run.watch is None
+    is_first = run is None or not (run.watch or run.checkpoint)
     classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
@@ -435,6 +435,8 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     if not tasks:
         return {}
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
+    if not trajectories:  # every prompt is too long
+        return {}
     groups = groupby(trajectories, key=lambda t: t.group_id)
     successes = [[t.info["success"] for t in group] for _, group in groups]
     return {**summarise(trajectories), **pass_at_k(successes)}

@@ -131,8 +131,10 @@ def limits(env_names: str) -> dict:
     largest = {}
     for name in names_of(env_names):
         stated = getattr(load(name), "limits", {})
+        if not isinstance(stated, dict):
+            raise UserError(f"environment {name!r}: limits is {stated!r:.60}, it must be a dict")
         for key, value in {**LIMITS, **stated}.items():
-            if key not in LIMITS or not isinstance(value, int | float) or value <= 0:
+            if key not in LIMITS or not isinstance(value, int | float) or not 0 < value <= 1e9:
                 raise UserError(f"environment {name!r}: limits[{key!r}] is {value!r}; it may state "
                                 f"positive numbers as {', '.join(LIMITS)}")
             largest[key] = max(value, largest.get(key, value))
@@ -198,6 +200,11 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) returned "
                         f"{rows!r:.60}, it must be a list of dicts, the arguments of reset()")
+    try:
+        json.dumps(rows)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"environment {name!r}: _tasks: {error}; a task holds what JSON can, such "
+                        "as int(n) for a number n of NumPy") from None
     return [{**task, "env": name} for task in rows]
 
 
@@ -232,7 +239,7 @@ def is_task(name: str, row: dict) -> bool:
     cls = load(name)
     try:
         need(_as_task(cls, row), *_needed(cls))
-    except (ValueError, KeyError, TypeError):
+    except Exception:  # `_row` is not ours
         return False
     return bool(_needed(cls))
 
@@ -241,7 +248,8 @@ def _needed(cls) -> list[str]:
     """Return the arguments without which the environment does not `reset`."""
     parameters = inspect.signature(cls.reset).parameters.values()
     return [p.name for p in parameters
-            if p.name != "self" and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+            if p.name != "self" and p.default is p.empty
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
 def options(text: str | None, env_names: list[str]) -> dict:
@@ -254,6 +262,8 @@ def options(text: str | None, env_names: list[str]) -> dict:
         parameters.update(inspect.signature(load(env_name).reset).parameters)
     # By convention **_ is thrown away, and **kwargs is read.
     takes_any = any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in parameters.values())
+    for name in ("self", "_"):
+        parameters.pop(name, None)
     out = {}
     for item in filter(str.strip, (text or "").split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))

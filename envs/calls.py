@@ -1,5 +1,6 @@
 """The tools of an environment: their names, what they take, and one call of one of them."""
 import asyncio
+import enum
 import inspect
 import json
 import threading
@@ -30,6 +31,10 @@ def schemas(env) -> list[dict]:
     from transformers.utils import get_json_schema
     out = []
     for name, method in tools(env).items():
+        for p in inspect.signature(method).parameters.values():
+            # The model's arguments are given by name.
+            if p.name != "self" and p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                raise UserError(f"tool {name}: cannot be called with {p} by name")
         try:
             out.append(get_json_schema(method))
         # transformers raises DocstringParsingException and TypeHintParsingException.
@@ -42,7 +47,8 @@ def schemas(env) -> list[dict]:
 def _fit(value, hint):
     """Return `value` as the type `hint`, or raise TypeError.
 
-    Only conversions that lose nothing are made: 7 to "7", 7 to 7.0, 7.0 to 7.
+    Only conversions that lose nothing are made: 7 to "7", 7 to 7.0, 7.0 to 7, a list to a tuple,
+    the value of an Enum's member to the member.
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
@@ -62,6 +68,10 @@ def _fit(value, hint):
         return int(value)
     elif kind is str and type(value) in (int, float):
         return str(value)
+    elif kind is tuple and type(value) is list:
+        return tuple(value)
+    elif isinstance(kind, enum.EnumType) and value in [member.value for member in kind]:
+        return kind(value)
     elif isinstance(value, kind) and (kind is bool or type(value) is not bool):
         # True is an int for Python, and no number for us.
         return value
@@ -125,9 +135,7 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
         # The calls of a turn run one after another; none counts after the one that ended it.
         if getattr(env, "done", False):
             raise WrongCall("the episode is over")
-        result = method(**_fit_arguments(name, method, arguments))
-        if inspect.isawaitable(result):
-            result = _await(result)
+        result = awaited(method(**_fit_arguments(name, method, arguments)))
         return whole(str(result)), None
     except WrongCall as error:
         return f"error: {error}", error
@@ -148,14 +156,20 @@ def message_of(error: BaseException) -> str:
         return name
 
 
-def _await(awaitable):
-    """Return what an async tool returns. All of them run in one loop, in a thread of its own."""
+def awaited(result):
+    """Return the result of an async method, and any other value as it is.
+
+    All async methods run in one loop, in a thread of its own: one that blocks holds up the others.
+    """
+    if not inspect.isawaitable(result):
+        return result
+
     async def without_exit():
         try:
-            return await awaitable
-        except SystemExit as error:
+            return await result
+        except (SystemExit, KeyboardInterrupt) as error:
             # It would end the loop.
-            raise RuntimeError(f"SystemExit: {error}") from None
+            raise RuntimeError(message_of(error)) from None
     with LOOP_LOCK:
         loop = _event_loop()
     return asyncio.run_coroutine_threadsafe(without_exit(), loop).result()

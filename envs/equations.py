@@ -17,6 +17,8 @@ from typing import Literal
 
 import numpy as np
 
+from envs.rows import need
+
 TERM = re.compile(r"([+-]?)(\d{1,9}(?:/[1-9]\d{0,8})?)?(x)?(?:/([1-9]\d{0,8}))?", re.ASCII)
 # An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12
@@ -74,6 +76,8 @@ class Equations:
         A share `noise` of the scripted expert's operations is wrong; its answer never is.
         `noise_seed` decides which.
         """
+        if not isinstance(equation, str) or equation.count("=") != 1:
+            raise ValueError(f"{equation!r:.60} is not an equation like 3x + 7 = 16")
         left, right = equation.split("=")
         bracket = re.fullmatch(r"\s*(-?\d+)\((.*)\)\s*", left)
         # The equation is factor * (left) = right. Without a bracket the factor is 1.
@@ -235,6 +239,13 @@ class Equations:
         return [call]
 
     # ------------------------------------------------------------------------------- the tasks
+    @classmethod
+    def _row(cls, row: dict) -> dict:
+        """Return a row of a task file, or raise ValueError if no episode can begin with it."""
+        need(row, "equation")
+        cls().reset(**row)
+        return row
+
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n distinct equations. A tenth of all equations, by hash, is the test split."""

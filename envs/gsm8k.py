@@ -278,9 +278,12 @@ def _cached(split: str) -> str:
         raise UserError(f"gsm8k: {source}: sha256 differs from the official file's; {remedy}, or "
                         f"delete {path} and it is fetched again")
     if source is not path:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all, whichever process comes first.
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except OSError as error:
+            raise UserError(f"gsm8k: {path}: {error.strerror}; {remedy}") from None
     return str(path)

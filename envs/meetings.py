@@ -280,6 +280,15 @@ class Meetings:
         return accuracy(TOOLS)
 
     @staticmethod
+    def _row(row: dict) -> dict:
+        """Return a row of a task file, or raise ValueError if its meeting is no number."""
+        if "meeting" not in row:
+            raise ValueError(f'no "meeting" field; has: {", ".join(row)}')
+        if not str(row["meeting"]).isdecimal():
+            raise ValueError(f'"meeting" must be a whole number, not {row["meeting"]!r:.40}')
+        return row
+
+    @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
         """Return n distinct meetings. A tenth of all, by their hash, is the test split."""
         rng = np.random.default_rng([seed, split == "test"])

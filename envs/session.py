@@ -8,8 +8,9 @@ import time
 from collections import Counter, defaultdict
 from concurrent import futures
 
-from envs.calls import BY_ARGUMENTS, WrongCall, call_tool, message_of
+from envs.calls import BY_ARGUMENTS, WrongCall, awaited, call_tool, message_of
 from experiment.errors import EnvironmentFault
+from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 0.2  # share of the calls of one kind that may meet one and the same fault
@@ -65,6 +66,7 @@ class Session:
 
     Attributes:
         reward: the running total as of the last call, as a plain float.
+        paid: what the turns were paid of it. What it was after `reset` is paid to none.
         done: True once the environment has ended the episode.
         stuck: True once a call was left behind. The environment still sits in it, and is not
             touched again.
@@ -77,10 +79,14 @@ class Session:
         self.name = name
         self.cls = cls
         self.task = {key: value for key, value in task.items() if key != "env"}
-        self.reward = 0.0
+        self.reward = self.reward_at_reset = 0.0
         self.done = False
         self.stuck = False
         self.member = self.kind = "__init__()"
+
+    @property
+    def paid(self) -> float:
+        return self.reward - self.reward_at_reset
 
     def start(self) -> tuple[str, str | None, int]:
         """Make and reset the environment. Return the question, the system prompt and max_turns."""
@@ -116,7 +122,7 @@ class Session:
 
     def score(self) -> tuple[float, dict, bool]:
         """Return the total reward of the episode, its parts, and whether the task was solved."""
-        return (self.reward, {}, False) if self.stuck else self._ask(self._score)
+        return (self.paid, {}, False) if self.stuck else self._ask(self._score)
 
     def expert(self) -> str | list[dict]:
         """Return the next turn of the scripted demonstrator."""
@@ -141,12 +147,16 @@ class Session:
         self._enter("__init__()")
         self.env = self.cls()
         self._enter("reset()")
-        question = text_or_none(self.env.reset(**self.task))
+        question = text_or_none(awaited(self.env.reset(**self.task)))
         self._enter("system_prompt")
         system_prompt = text_or_none(getattr(self.env, "system_prompt", None))
+        if not question and not system_prompt:
+            raise ValueError("reset() returned no question and there is no system_prompt (a "
+                             'column "prompt", as in TRL, is an argument of reset, nothing more)')
         self._enter("max_turns")
         max_turns = int(getattr(self.env, "max_turns", 8))
         self._gain()
+        self.reward_at_reset = self.reward
         return question or "", system_prompt, max_turns
 
     def _play(self):
@@ -167,7 +177,7 @@ class Session:
 
     def _score(self):
         self._enter("get_reward()")
-        total = float(self.env.get_reward())
+        total = float(awaited(self.env.get_reward()))
         self._enter("_reward_parts")
         parts = getattr(self.env, "_reward_parts", {})
         parts = {name: float(value) for name, value in parts.items()}
@@ -177,7 +187,8 @@ class Session:
 
     def _expert(self):
         self._enter("_expert()")
-        return self.env._expert()
+        turn = self.env._expert()
+        return turn if isinstance(turn, str) else [check_call(call) for call in turn]
 
     def _read_done(self):
         self._enter("done")
@@ -221,14 +232,14 @@ class Session:
         """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""
         error = None if self.stuck else self.outcome.exception()
         if self.stuck:
-            kind = text = f"did not return within {self.watch.timeout:g} s"
+            fault = text = f"did not return within {self.watch.timeout:g} s"
         elif error is not None:
-            kind = f"raised {type(error).__name__}"
+            fault = f"raised {type(error).__name__}"
             text = f"raised {message_of(error)}"
         else:
             return
         message = f"{self.place(self.member)} {text}"
-        self.watch.count(self.member, f"{self.member} {kind}", message)
+        self.watch.count(self.kind, f"{self.member} {fault}", message)
         raise EnvironmentFault(message)
 
     def _ask(self, function, *arguments):

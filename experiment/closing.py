@@ -29,9 +29,16 @@ def next_command(program, config, *words):
     return shlex.join(words)
 
 
-def first_notes(metrics, config):
-    """Return notes on the untrained policy's held-out episodes: cut by limits, or without tools."""
+def first_notes(metrics, config, model):
+    """Return notes on what the model was not made for: so many tokens, short turns, or tools.
+
+    `metrics` are those of the untrained policy's held-out episodes, {} if there are none.
+    """
     notes = []
+    positions = getattr(model.config, "max_position_embeddings", None) or config.max_tokens
+    if config.max_tokens > positions:
+        notes.append(f"note: --max_tokens {config.max_tokens} is more than the {positions} tokens "
+                     "that the model was made for (max_position_embeddings)")
     if metrics.get("truncated", 0) > 0.2:
         notes.append(
             f"note: {metrics['truncated']:.0%} of the held-out episodes are cut by a token limit: "

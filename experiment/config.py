@@ -5,6 +5,7 @@ values. Only the standard library is imported at the top, so that --help answers
 """
 import dataclasses
 import difflib
+import inspect
 import operator
 import re
 import textwrap
@@ -100,7 +101,7 @@ def options(config_class):
     properties = {}
     for c in reversed(config_class.__mro__):
         new = {}
-        for name in vars(c).get("__annotations__", ()):
+        for name in inspect.get_annotations(c):
             field = c.__dataclass_fields__[name]
             inherited = properties.get(name) or {"group": getattr(c, "heading", "")}
             stated = {**inherited, "default": field.default, "auto": False, **field.metadata}

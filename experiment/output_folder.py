@@ -122,11 +122,15 @@ class OutputFolder:
         if contents and not algorithm_of(self.path):
             raise UserError(f"{self.path}: holds {contents[0]}, which no run has written, and "
                             "--overwrite removes runs only; give another --output_dir")
+        folder = self.path.resolve()
         for name, value in values.items():
-            given = name != "output_dir" and isinstance(value, str) and os.path.exists(value)
-            if given and contents and Path(value).resolve().is_relative_to(self.path.resolve()):
-                raise UserError(f"--{name} {value} lies in the folder to overwrite; "
-                                "give another --output_dir")
+            if name == "output_dir" or not contents or not isinstance(value, str):
+                continue
+            # --trajectories may be several files.
+            for path in map(str.strip, value.split(",")):
+                if os.path.exists(path) and Path(path).resolve().is_relative_to(folder):
+                    raise UserError(f"--{name} {path} lies in the folder to overwrite; "
+                                    "give another --output_dir")
         for path in checkpoints(self.path):
             remove(path)
         if (self.path / "base" / "made.json").exists():
@@ -265,6 +269,6 @@ class OutputFolder:
 
 def _sequences(values):
     """Return the sequences of an update where these two flags decide it. In grpo they do not."""
-    if "tasks_per_step" in values:
+    if "updates_per_step" in values:
         return None
     return values["batch_size"] * (values["gradient_accumulation_steps"] or 1)

@@ -86,6 +86,8 @@ def guard_streams():
             # The lowest free number is taken, which is this one.
             os.open(os.devnull, os.O_RDWR)
     sys.stdin = sys.stdin or open(os.devnull)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")
         if hasattr(stream, "reconfigure"):

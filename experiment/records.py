@@ -39,7 +39,7 @@ class Record:
         if self.episode_file.is_file():
             # A run writes the step first, so that not every line must be parsed.
             for number, text in lines_of(self.episode_file):
-                step = re.match(r'\{"step": (\d+),', text)
+                step = re.match(r'\{"step": (\d{1,12}),', text)
                 self.lines_of_step.setdefault(int(step[1]) if step else -1, []).append(number)
 
     def _read_folder(self):

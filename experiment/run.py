@@ -183,7 +183,7 @@ class Run:
         self.began = time.time() - extra.get("seconds", 0.0)
         self.opened -= extra.get("seconds", 0.0)
         if self.algorithm != "sft":
-            for note in first_notes(self.before, self.config):
+            for note in first_notes(self.before, self.config, state.model):
                 print(note)
         self.looping, self.marks = True, self.files.log_sizes()
         self.saved_at = time.monotonic()
@@ -204,6 +204,7 @@ class Run:
             # From here on the weights are those after the step, whose line is not written yet.
             self.step, self.updated, self.undo = step + 1, False, None
             self.unlogged, self.marks = self.line, self.files.log_sizes()
+            self.score = None
             self._close_step(evaluate, timing)
             shown = [name for name, value in self.line.items() if value is not None
                      and (name in ("success", "loss") or name.startswith("loss/"))]

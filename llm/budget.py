@@ -208,7 +208,7 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
         peaks["host"] = 0 if on_gpu else count.host
         optimizer.zero_grad()
         if work.decode_rows:
-            peaks["rollout"] = _peak(count, _rollout, model, work, 2 if on_gpu else 1)
+            peaks["rollout"] = _peak(count, _rollout, model, work, kind, 2 if on_gpu else 1)
     return peaks
 
 
@@ -254,14 +254,16 @@ def _update(model, optimizer, work: Workload):
         optimizer.step()
 
 
-def _rollout(model, work: Workload, steps: int):
+def _rollout(model, work: Workload, kind: str, steps: int):
     """Decode the prompt's first token and then, `steps` times, the last one of the episode.
 
     What lies between these tokens only fills the cache. On a GPU the second step is a CUDA graph.
     """
     prompt = [1] * (work.tokens - work.max_new_tokens)
     with lora.merged(model):
-        engine = make_engine(model.eval(), slots=work.decode_rows, tokens=work.tokens)
+        engine = make_engine(model.eval(), slots=work.decode_rows, tokens=work.tokens,
+                             static=kind == "cuda")
+        engine.cache.sdpa = kind == "cuda"  # where the meta device stands for a GPU
         engine.add([Row(prompt, group=i // work.group_size, limit=2**30)
                     for i in range(work.decode_rows)])
         engine.step()

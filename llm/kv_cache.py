@@ -49,13 +49,17 @@ class RowCache:
         there, or at the last position, which is kept free of tokens. If the rows have the first
         slots in order, they are read without a copy.
         """
-        self.reserve(1 + max(start + count for start, count in zip(starts, counts)))
+        needed = 1 + max(start + count for start, count in zip(starts, counts))
+        self.reserve(needed)
         index = torch.tensor(slots, device=self.device)
         first_slots = slots == list(range(len(slots)))
         self.read = slice(0, len(slots)) if first_slots else index
         start = torch.tensor(starts, device=self.device)[:, None]
         position = start + torch.arange(max(counts), device=self.device)
-        self._write(index, position.clamp(max=self.capacity - 1), self.capacity)
+        # On a CPU a bfloat16 product would copy a slice of the positions.
+        span = 32 * math.ceil(needed / 32) if self.sdpa else self.capacity
+        self.read = self.read, slice(None), slice(0, span)
+        self._write(index, position.clamp(max=self.capacity - 1), span)
 
     def prepare_step(self, position, span: int):
         """Make the next pass write one token for each of the first R rows, at `position` (R,).
@@ -95,7 +99,6 @@ class RowCache:
                 shape = self.slots, new.shape[1], self.capacity, new.shape[3]
                 tensors[layer] = empty_pages(new, shape)
             tensors[layer][self.write] = new.transpose(1, 2)  # (R, C, H_kv, D)
-        # All positions, not only those in use: a CPU's bfloat16 product would copy a slice.
         return self.keys[layer][self.read], self.values[layer][self.read]
 
     def bias(self, window, copies: int, dtype):

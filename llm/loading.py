@@ -109,6 +109,9 @@ def _prepared_device(name: str | None, train: bool):
     """Return the device, after the switches that it needs before its first product."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
+        if device.index is not None:
+            # The streams that copies and graphs ask for are those of the current device.
+            torch.cuda.set_device(device)
         # Where cuDNN's attention is chosen, it compiles again for every new shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if train and device.type == "cpu":

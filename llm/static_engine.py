@@ -8,6 +8,7 @@ for a tool. What that draws is dropped. What it writes lies behind the row's las
 cache, where no query looks before the row itself writes there.
 """
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -130,9 +131,11 @@ class StaticEngine(Engine):
                 self.static_steps(rows, span)
         except RuntimeError as error:
             print(f"note: decoding without CUDA graphs: {first_line(error)}", file=sys.stderr)
-            # torch.cuda.graph leaves both behind when the end of the capture raises.
+            # torch.cuda.graph leaves both behind when the end of the capture raises. Where another
+            # line did, the pool is closed; before torch 2.8 the function had another name.
             torch.cuda.set_stream(stream)
-            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
             self.graphable = False
             facts(self.model).refuses_graphs = True
             return None

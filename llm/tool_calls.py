@@ -9,6 +9,7 @@ import ast
 import json
 import re
 import warnings
+from itertools import islice
 
 from experiment.data import check_value
 
@@ -118,10 +119,16 @@ def _end_of_thought(text):
     before, tag, _ = text.partition("</think>")
     if not tag:
         return 0
-    opened = text.lstrip().startswith("<think>")
-    # The generation prompt may have opened the thought. But a </think> inside a call closes none.
-    inside_a_call = before.lstrip().startswith(("{", "[")) or _OPENER.search(before)
-    return len(before + tag) if opened or not inside_a_call else 0
+    if not text.lstrip().startswith("<think>"):
+        # The generation prompt may have opened the thought. But a </think> inside a call, as the
+        # value of an argument, closes none.
+        if before.lstrip().startswith(("{", "[")):
+            return 0
+        for opener in islice(_OPENER.finditer(before), MAX_CALLS):
+            calls, _, end = _attempt(text, opener)
+            if calls and end > len(before):
+                return 0
+    return len(before + tag)
 
 
 def _attempt(text, opener):

@@ -586,7 +586,7 @@ def test_few_faults_do_not_stop_the_run(monkeypatch, capsys):
 
 def test_a_broken_environment_stops_a_run_of_small_steps_too(monkeypatch):
     """Four faults in four calls are no proof, eight in eight are; a rollout of 20 calls is judged by itself."""
-    run = SimpleNamespace(watch=None, check=lambda: None, rollout_seconds=0.0, ranks=Ranks(0, 1))
+    run = SimpleNamespace(watch=None, checkpoint=None, check=lambda: None, rollout_seconds=0.0, ranks=Ranks(0, 1))
     monkeypatch.setattr(Box, "get_reward", lambda self: raising() if len(self.log) else 1.0)
     good, bad = [["fine"]] * 20, [[[call("pay", amount=1)], "fine"]] * 4
     for turns in (good, bad):
@@ -636,13 +636,16 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(monkeypatch, capsys):
 def test_only_the_first_rollout_of_a_run_may_find_no_prompt_that_fits():
     """A replacement round may draw one task alone; if its prompt is too long, the run goes on."""
     limits = Limits(max_new_tokens=20, max_tokens=120)
-    run = SimpleNamespace(watch=None, check=lambda: None, rollout_seconds=0.0, ranks=Ranks(0, 1))
+    run = SimpleNamespace(watch=None, checkpoint=None, check=lambda: None, rollout_seconds=0.0, ranks=Ranks(0, 1))
     long, short = {"word": "b " * 100}, {"word": "a"}
     with pytest.raises(UserError, match=r"prompt has \d+ tokens, --max_tokens is 120"):
         rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run)
     run.watch = None
     assert len(rollout(MODEL, TOKENIZER, "box", [long, short], limits=limits, run=run)) == 1
     assert rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == []
+    run.watch, run.checkpoint = None, "step_000003"  # resumed: the first rollout of this process, not of the run
+    assert rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == []
+    assert evaluate(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == {}
 
 
 def test_data_names_registered_environments_only(tmp_path):
@@ -651,6 +654,40 @@ def test_data_names_registered_environments_only(tmp_path):
     with pytest.raises(UserError, match="named by data"):
         rollout(MODEL, TOKENIZER, "box", [{}, {"env": f"{tmp_path / 'evil.py'}:Evil"}], limits=LONG)
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_rewards_of_the_turns_add_up_to_get_reward_whatever_the_total_was_after_reset(monkeypatch):
+    """A running total that starts at 1 was paid to no turn: the last one gets it if get_reward() counts it."""
+    reset = Box.reset
+
+    def start(self, **task):
+        question = reset(self, **task)
+        self.reward = 1.0
+        return question
+    monkeypatch.setattr(Box, "reset", start)
+    monkeypatch.setattr(Box, "get_reward", lambda self: self.reward)
+    t = play(monkeypatch, [call("pay", amount=2.0)], [call("pay", amount=4.0)], "fine")
+    assert (t.rewards, t.reward) == ([2.0, 4.0, 1.0], 7.0)
+
+
+def test_trls_async_reset_and_get_reward_are_awaited(monkeypatch):
+    async def reset(self, **_):
+        self.reward, self.done, self.log, self._reward_parts = 0.0, False, [], {}
+        return "say something"
+
+    async def get_reward(self):
+        return 3.0
+    monkeypatch.setattr(Box, "reset", reset)
+    monkeypatch.setattr(Box, "get_reward", get_reward)
+    t = play(monkeypatch, "fine")
+    assert (t.messages[-2]["content"], t.reward, t.stop_reason) == ("say something", 3.0, "done")
+
+
+def test_an_episode_without_a_question_is_a_fault_and_not_an_empty_message(monkeypatch):
+    """A TRL data set brings its question in a column "prompt", which reset() may forget to return."""
+    monkeypatch.setattr(Box, "reset", lambda self, **_: None)
+    t = play(monkeypatch, "fine", tasks=[{"prompt": "How many?"}])
+    assert t.stop_reason == "error" and "reset() returned no question and there is no system_prompt" in t.info["error"]
 
 
 @pytest.mark.parametrize("total", [None, "many", 1j])

@@ -413,3 +413,16 @@ def test_smollm2():
         assert ids == theirs[0, len(prompts[0]):].tolist()
     played, _ = play(model, [(prompts[0], 0, [tokenizer.encode("\nAnd of Spain?")]), (prompts[0], 0, []), (prompts[1], 1, [])], slots=2, limit=8)
     assert recomputed(model, played).max() < 1e-3
+
+
+def test_the_fused_kernel_reads_no_more_of_a_prompt_than_there_is():
+    """A static engine's cache has room for a whole episode from the first step on."""
+    spans = {}
+    for sdpa in (False, True):
+        cache = RowCache(1, 2, torch.device("cpu"))
+        cache.sdpa = sdpa
+        cache.reserve(1000)
+        cache.prepare([0, 1], [0, 3], [40, 2])
+        keys, values = cache.update(*torch.randn(2, 2, 1, 40, 4), 0)
+        spans[sdpa] = keys.shape[2], values.shape[2], cache.span, int(cache.position.max())
+    assert spans == {False: (1024, 1024, 1024, 42), True: (64, 64, 64, 42)}

@@ -1,11 +1,13 @@
 """envs/__init__.py: finding environments, tools, fitted calls, strict task files, splits; and a small environment in ours and in TRL's trainer."""
 import asyncio
+import enum
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
+import numpy as np
 import pytest
 
 import envs
@@ -344,6 +346,64 @@ def test_calls_that_are_answered_with_an_error(name, arguments, says):
     assert error and text.startswith("error: ") and says in text and "secret" not in text
 
 
+def test_lists_become_tuples_and_values_become_members_of_an_enum():
+    """transformers describes both hints to the model, which can only write JSON."""
+    class Color(enum.Enum):
+        RED, TWO = "red", 2
+
+    class Environment:
+        def paint(self, color: Color, place: tuple[int, int] = (0, 0)) -> str:
+            """Paint.
+
+            Args:
+                color: which
+                place: where
+            """
+            return f"{color.name} {place}"
+    assert envs.schemas(Environment)[0]["function"]["parameters"]["properties"]["color"]["enum"] == ["red", 2]
+    assert envs.call(Environment(), "paint", {"color": "red", "place": [1, 2]}) == ("RED (1, 2)", False)
+    assert envs.call(Environment(), "paint", {"color": 2}) == ("TWO (0, 0)", False)
+    assert envs.call(Environment(), "paint", {"color": "blue"}) == ('error: paint: color must be Color, not "blue"', True)
+
+
+@pytest.mark.parametrize("tool, says", [
+    (lambda self, *words: "", "*words"), (lambda self, **words: "", "**words"), (lambda self, x, /: "", "x")])
+def test_a_tool_whose_arguments_have_no_names_is_refused(tool, says):
+    with pytest.raises(UserError, match=f"tool say: cannot be called with {re.escape(says)} by name"):
+        envs.schemas(type("Environment", (), {"say": tool}))
+
+
+@pytest.mark.parametrize("attributes, says", [
+    ({"limits": None}, "limits is None, it must be a dict"), ({"limits": {"tool_timeout": float("inf")}}, r"limits\['tool_timeout'\] is inf"),
+    ({"_tasks": staticmethod(lambda split, n, seed: [{"n": np.int64(3)}])}, "_tasks: Object of type int64 is not JSON serializable; .*int")])
+def test_attributes_of_an_environment_that_cannot_be_used(monkeypatch, attributes, says):
+    monkeypatch.setattr(envs, "load", lambda name: type("Odd", (), {"reset": lambda self: "go", **attributes}))
+    with pytest.raises(UserError, match=f"environment 'odd': {says}"):
+        envs.tasks("odd", "train", 3, 0) if "_tasks" in attributes else envs.limits("odd")
+
+
+def test_args_and_kwargs_of_reset_are_no_arguments_that_a_task_needs(monkeypatch):
+    """Otherwise all tasks of a class whose reset is wrapped were the same, and none was left to hold out."""
+    class Wrapped:
+        def reset(self, *args, **kwargs):
+            return "go"
+    monkeypatch.setattr(envs, "load", lambda name: Wrapped)
+    held_out = [{"n": i, "env": "wrapped"} for i in range(4)]
+    assert envs.drop_seen(held_out, [{"n": 2, "env": "wrapped"}]) == [held_out[i] for i in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("name, row, says", [
+    ("equations", {"equation": 5}, "5 is not an equation like"), ("equations", {"equation": "hello"}, "'hello' is not an equation"),
+    ("equations_hard", {"equation": "x = y"}, "'y' is not a term"), ("equations", {"equation": "x = x"}, "has no single solution"),
+    ("meetings", {"meeting": 1.5}, '"meeting" must be a whole number, not 1.5'), ("meetings", {"meeting": "abc"}, "not 'abc'")])
+def test_rows_of_a_task_file_are_checked_before_the_run(tmp_path, name, row, says):
+    good = {"equation": "x + 1 = 2", "meeting": 123456}
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in (good, {**good, **row})))
+    with pytest.raises(UserError, match=re.escape(f"{path}:2: ") + ".*" + re.escape(says)):
+        envs.tasks(name, "train", 10, 0, str(path))
+
+
 def test_call_never_raises():
     class Bad(Exception):
         def __str__(self):
@@ -396,8 +456,10 @@ def test_an_async_tool_that_exits_does_not_stop_the_loop_of_the_others():
 
         async def loop(self):
             return id(asyncio.get_running_loop())
-    answers = [envs.call(Environment(), name, {}) for name in ("quits", "lives")]
-    assert answers == [("error: RuntimeError: SystemExit: 3", True), ("alive", False)]
+        async def interrupts(self):
+            raise KeyboardInterrupt
+    answers = [envs.call(Environment(), name, {}) for name in ("quits", "interrupts", "lives")]
+    assert answers == [("error: RuntimeError: SystemExit: 3", True), ("error: RuntimeError: KeyboardInterrupt: ", True), ("alive", False)]
     assert envs.call(Environment(), "loop", {}) == envs.call(Environment(), "loop", {})
 
     async def notebook():  # which runs a loop itself

@@ -29,7 +29,7 @@ from experiment.run import Run
 from experiment.command_line import parse
 from experiment.errors import Stop, UserError
 from experiment.files import to_json
-from experiment.output_folder import OutputFolder
+from experiment.output_folder import OutputFolder, _sequences
 from llm.loading import load_model, save_model
 from llm.tiny import make_tiny
 
@@ -255,6 +255,16 @@ def test_changed_data_are_refused(place, tmp_path, monkeypatch):
     again.resume = "newest"
     with pytest.raises(UserError, match=r"t\.jsonl: is not the file this run began with"):
         sft.train(again)
+
+
+@pytest.mark.parametrize("module", [sft, reward_weighted, dpo, grpo])
+def test_a_smaller_batch_without_more_accumulation_is_another_update(module):
+    """In grpo the step decides; in the others a resumed run must not make other updates."""
+    began = vars(module.settle(module.Config()))
+    began = {**began, "batch_size": 16, "gradient_accumulation_steps": 4}
+    smaller, same = {**began, "batch_size": 2}, {**began, "batch_size": 8, "gradient_accumulation_steps": 8}
+    assert _sequences(began) == _sequences(same)
+    assert (_sequences(began) == _sequences(smaller)) == (module is grpo)
 
 
 def test_flags_that_leave_the_equations_alone_may_differ_with_a_note(place, stopped, tmp_path, capsys):

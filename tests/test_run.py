@@ -187,7 +187,10 @@ def test_overwrite_never_removes_what_the_run_starts_from(tmp_path):
     for start in (tmp_path, tmp_path / "base"):
         with pytest.raises(UserError, match="--model_path .* lies in the folder to overwrite"):
             started(tmp_path, overwrite=True, model_path=str(start))
-    assert (tmp_path / "base").exists() and (tmp_path / "config.yaml").exists()
+    (tmp_path / "trajectories.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="--model_path .*trajectories.jsonl lies in the folder to overwrite"):
+        started(tmp_path, overwrite=True, model_path=f"elsewhere.jsonl, {tmp_path / 'trajectories.jsonl'}")
+    assert (tmp_path / "base").exists() and (tmp_path / "config.yaml").exists() and (tmp_path / "trajectories.jsonl").exists()
 
 
 def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
@@ -402,7 +405,11 @@ def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
 
     from experiment.closing import first_notes
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="gsm8k", dataset="t.jsonl")
-    cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config)
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512))
+    cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config, model)
     assert "88%" in cut and "--max_new_tokens 64" in cut and "--max_tokens 512" in cut
     assert sft_first.endswith("SFT first: python sft.py --model_path m --env gsm8k --dataset t.jsonl")
-    assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config) == [] == first_notes({}, config)
+    assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config, model) == [] == first_notes({}, config, model)
+    assert first_notes({}, config, SimpleNamespace(config=SimpleNamespace())) == []
+    model.config.max_position_embeddings = 511
+    assert first_notes({}, config, model) == ["note: --max_tokens 512 is more than the 511 tokens that the model was made for (max_position_embeddings)"]
