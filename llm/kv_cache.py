@@ -31,8 +31,6 @@ class RowCache:
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
 
-    is_compileable = False
-
     def __init__(self, layers: int, slots: int, device):
         self.keys = [None] * layers
         self.values = [None] * layers
@@ -133,6 +131,3 @@ class RowCache:
     def get_seq_length(self, *_):
         # Positions are passed explicitly. Nobody may derive them from the cache.
         return 0
-
-    def get_mask_sizes(self, query_length, *_):
-        return self.span, 0

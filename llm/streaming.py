@@ -52,17 +52,14 @@ class Stream:
         self.fetch(i)
         if self.copies:
             torch.cuda.current_stream().wait_stream(self.copies)
-        top = self.layer_count - 1
-        if i == top and torch.is_inference_mode_enabled():
-            # While decoding, the next sweep begins at the bottom.
-            ahead = 0
-        elif i < self.last or i == self.last == top:
-            # The backward pass goes down.
-            ahead = i - 1
+        if torch.is_inference_mode_enabled():
+            # The sweep after the last layer begins at the bottom.
+            ahead = (i + 1) % self.layer_count
         else:
-            ahead = i + 1
+            # The backward pass goes down.
+            ahead = i + (i > self.last) - (i < self.last)
         self.last = i
-        if 0 <= ahead <= top and ahead % 2 != i % 2:
+        if 0 <= ahead < self.layer_count and ahead % 2 != i % 2:
             self.fetch(ahead)
 
     def fetch(self, i: int):
