@@ -3,7 +3,8 @@
 An environment is a class as TRL's `environment_factory` takes it: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. All else is optional and invisible to TRL:
+the total of the episode. They may be async. Each call comes from another thread, never the main one
+(a connection of sqlite3 needs check_same_thread=False). All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
