@@ -251,7 +251,7 @@ def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
 
 
 def test_batch_mates_and_padding_change_nothing(tiny, recorded):
-    model, config, pairs = tiny[0], dpo.Config(loss="sigmoid,ipo,sft", loss_weights="1,0.1,0.5"), recorded[1][:4]
+    model, config, pairs = tiny[0], dpo.settle(dpo.Config(loss="sigmoid,ipo,sft", loss_weights="1,0.1,0.5")), recorded[1][:4]
     pairs = sorted(pairs, key=lambda pair: len(pair[1].token_ids))
     ref = {t: value + i / 7 for i, (t, value) in enumerate(dpo.reference_sums(model, pairs, config, join()).items())}
     assert len({len(t.token_ids) for pair in pairs for t in pair}) > 2  # they do need padding

@@ -396,7 +396,7 @@ def test_flags_that_grpo_has_too_take_the_same():
 def test_a_weight_that_is_zero_in_float32_leaves_its_episode_out():
     """In float64 it is 1e-54 of the largest. An update of such episodes alone would divide by 0."""
     episodes = [Trajectory(rewards=[r], reward=r, group_id="g") for r in (0.0, 0.5)]
-    config = rw.Config(beta=0.004, weight_per="episode", max_weight=None)
+    config = rw.settle(rw.Config(beta=0.004, weight_per="episode", max_weight=None))
     weights, _ = rw.weigh(episodes, config)
     assert weights == [[0.0], [1.0]]
     batches = list(rw.minibatches(episodes, weights, config, 0))
