@@ -73,7 +73,7 @@ def arguments():
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gsm8k")
     parser.add_argument("--stages", nargs="*", help="default: all")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of GRPO")
-    parser.add_argument("--sft_steps", type=int, default=220, help="of 16 solutions; 421 are one epoch")
+    parser.add_argument("--sft_steps", type=int, default=220, help="of 16 solutions; 432 are one epoch")
     parser.add_argument("--scan", type=int, default=1600, help="training problems; GRPO trains on the solved ones")
     parser.add_argument("--grpo_steps", type=int, default=40)
     parser.add_argument("--calculations", type=int, default=2, help="of a GRPO problem, at most, with --scan 0")
@@ -158,6 +158,7 @@ def is_played(episodes):
 
 
 def read(episodes):
+    """Return the episodes of a file."""
     from agent import Trajectory
     with open(episodes, encoding="utf-8") as file:
         return [Trajectory.from_json(json.loads(line)) for line in file]

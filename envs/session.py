@@ -66,7 +66,7 @@ class Session:
 
     Attributes:
         reward: the running total as of the last call, as a plain float.
-        paid: what the turns were paid of it. What it was after `reset` is paid to none.
+        paid: the part of it that turns were paid, which is all but what it was after `reset`.
         done: True once the environment has ended the episode.
         stuck: True once a call was left behind. The environment still sits in it, and is not
             touched again.

@@ -50,13 +50,13 @@ class RowCache:
         needed = 1 + max(start + count for start, count in zip(starts, counts))
         self.reserve(needed)
         index = torch.tensor(slots, device=self.device)
-        first_slots = slots == list(range(len(slots)))
-        self.read = slice(0, len(slots)) if first_slots else index
         start = torch.tensor(starts, device=self.device)[:, None]
         position = start + torch.arange(max(counts), device=self.device)
         # On a CPU a bfloat16 product would copy a slice of the positions.
         span = 32 * math.ceil(needed / 32) if self.sdpa else self.capacity
-        self.read = self.read, slice(None), slice(0, span)
+        in_order = slots == list(range(len(slots)))
+        rows = slice(0, len(slots)) if in_order else index
+        self.read = rows, slice(None), slice(0, span)
         self._write(index, position.clamp(max=self.capacity - 1), span)
 
     def prepare_step(self, position, span: int):
