@@ -18,7 +18,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from agent import collate, collect_groups, evaluate, rollout, rollout_options
@@ -26,7 +25,7 @@ from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, Tr
                         UserError, auto, check_accumulation, fill, flag, group_shares, main,
                         shift_and_scale, summarise)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
-                 score, token_logprobs, turn_index)
+                 per_token, score, token_logprobs, turn_index)
 from lora import freeze_reference, kept_by_merging, merged, reference
 from sft import teach_tiny
 
@@ -100,14 +99,9 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options)
 
     turn_rewards: B lists. mask: (B, T), a run of 1s is a turn. Raises ValueError on a mismatch.
     """
-    turns = turn_index(mask)  # (B, T) the turn's number 0, 1, ... of each token, -1 where masked
     lengths = [len(rewards) for rewards in turn_rewards]
-    n_turns = (turns.max(1).values + 1).tolist()
-    if lengths != n_turns:
-        raise ValueError(f"the episodes have {lengths} turn rewards, but {n_turns} turns")
     per_turn = CREDITS[credit](turn_rewards, group_ids, **options).split(lengths)  # B of (turns,)
-    per_turn = pad_sequence(per_turn, batch_first=True).to(turns.device)  # (B, most turns)
-    return torch.where(turns >= 0, per_turn.gather(1, turns.clamp(min=0)), 0.0)
+    return per_token(per_turn, mask)
 
 
 def subtract_kl(turn_rewards, kl, mask, kl_coef):
@@ -232,33 +226,15 @@ def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0)
     return -phi * advantages * logprobs, {"phi": phi}
 
 
-def policy_loss(surrogate, normalizer, logprobs, old_logprobs, advantages, mask, counts,
-                kl_penalty=0.0, **hyper):
-    """Return the loss and the metrics of a micro-batch, which add up to the step's.
-
-    logprobs, old_logprobs, advantages, mask: (B, T). kl_penalty: kl_coef x `kl_estimate` (B, T),
-    which shares the normalizer. hyper: the clip range, and what else the surrogate takes by name.
-    A metric is a sum over the micro-batch's tokens / `counts.tokens`. approx_kl: KL(old || policy).
-    """
-    log_ratio = masked(logprobs - old_logprobs, mask)
-    token_loss, to_log = surrogate(log_ratio, masked(logprobs, mask), advantages, mask, **hyper)
-    to_log |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
-               "log_ratio_abs": log_ratio.abs()}
-    metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, counts)
-               for name, x in to_log.items()}
-    return normalizer(token_loss + kl_penalty, mask, counts), metrics
-
-
-# A surrogate's other settings are bound here: partial(policy_loss, partial(cispo, clip_max=4), ...)
-LOSSES = {  # function(logprobs, old_logprobs, advantages, mask, counts, kl_penalty, **hyper)
-    "grpo": partial(policy_loss, clipped, sequence_mean),  # arXiv 2402.03300 eq. 3
-    "dapo": partial(policy_loss, clipped, token_mean),  # arXiv 2503.14476 eq. 8
-    "dr_grpo": partial(policy_loss, clipped, constant_mean),  # arXiv 2503.20783 section 3.2
-    "cispo": partial(policy_loss, cispo, token_mean),  # arXiv 2506.13585 eq. 4
-    "sapo": partial(policy_loss, sapo, sequence_mean),  # arXiv 2511.20347 eq. 5
-    "gspo": partial(policy_loss, sequence_clipped, sequence_mean),  # arXiv 2507.18071 eq. 5
-    "luspo": partial(policy_loss, sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
-    "vespo": partial(policy_loss, vespo, token_mean),  # arXiv 2602.10693 eq. 20
+LOSSES = {  # surrogate, normalizer; partial(cispo, clip_max=4) binds what else a surrogate takes
+    "grpo": (clipped, sequence_mean),  # arXiv 2402.03300 eq. 3
+    "dapo": (clipped, token_mean),  # arXiv 2503.14476 eq. 8
+    "dr_grpo": (clipped, constant_mean),  # arXiv 2503.20783 section 3.2
+    "cispo": (cispo, token_mean),  # arXiv 2506.13585 eq. 4
+    "sapo": (sapo, sequence_mean),  # arXiv 2511.20347 eq. 5
+    "gspo": (sequence_clipped, sequence_mean),  # arXiv 2507.18071 eq. 5
+    "luspo": (sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
+    "vespo": (vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
 # Each paper's clip range and scale, by --loss and --credit. Not set: GRPO's KL (--kl_coef 0.04
 # --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
@@ -331,21 +307,28 @@ def settle(config):
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
-    The entropy is a mean over tokens for every loss. k1 is in the rewards and adds nothing here.
-    All tensors are (B, T). Returns the loss and the metrics, which add up to the step's.
+    The KL shares the normalizer, and the entropy is a mean over tokens for every loss. k1 is in the
+    rewards and adds nothing here. All tensors are (B, T). Returns the loss and the metrics, which
+    add up to the step's: sums over the tokens / `counts.tokens`. approx_kl is KL(old || policy).
     """
+    surrogate, normalizer = LOSSES[config.loss]
+    log_ratio = masked(logprobs - old_logprobs, mask)
+    token_loss, to_log = surrogate(
+        log_ratio, masked(logprobs, mask), advantages, mask,
+        clip_eps_low=config.clip_eps_low, clip_eps_high=config.clip_eps_high)
     kl = torch.zeros_like(logprobs)
     if config.kl_coef:
         kl = kl_estimate(logprobs, ref_logprobs, mask, config.kl_estimator, old_logprobs)
-    kl_penalty = 0.0 if config.kl_estimator == "k1" else config.kl_coef * kl
-    loss, metrics = LOSSES[config.loss](
-        logprobs, old_logprobs, advantages, mask, counts, kl_penalty,
-        clip_eps_low=config.clip_eps_low, clip_eps_high=config.clip_eps_high)
-    mean_entropy = token_mean(entropy, mask, counts)
-    loss = loss - config.entropy_coef * mean_entropy
-    metrics |= {"loss": loss, "entropy": mean_entropy, "kl": token_mean(kl, mask, counts),
-                "advantage_abs": token_mean(advantages.abs(), mask, counts)}
-    return loss, metrics
+    if config.kl_estimator != "k1":
+        token_loss = token_loss + config.kl_coef * kl
+    loss = normalizer(token_loss, mask, counts)
+    loss = loss - config.entropy_coef * token_mean(entropy, mask, counts)
+    to_log |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
+               "log_ratio_abs": log_ratio.abs(), "entropy": entropy, "kl": kl,
+               "advantage_abs": advantages.abs()}
+    metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, counts)
+               for name, x in to_log.items()}
+    return loss, {**metrics, "loss": loss}
 
 
 def rescore(config, model, start_policy, batch, token_ids, mask, run):

@@ -34,7 +34,7 @@ from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, Tr
                         UserError, auto, fill, flag, imitation_learning_rate, main,
                         shift_and_scale, summarise, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
-                 shuffled_batches, token_logprobs, turn_index)
+                 per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
 from sft import teach_tiny
 
@@ -170,16 +170,10 @@ def token_weights(weights, loss_mask):
 
     weights: B lists, one number for each turn, or one for the whole episode.
     """
-    turns = turn_index(loss_mask)  # (B, T)
-    out = torch.zeros(loss_mask.shape, device=loss_mask.device)
-    for row, numbers in enumerate(weights):
-        n = int(turns[row].max()) + 1
-        if len(numbers) not in (1, n):
-            raise ValueError(f"episode {row}: {len(numbers)} weights, but {n} turns in the mask")
-        sampled = turns[row] >= 0  # (T,)
-        by_turn = torch.tensor(numbers, device=loss_mask.device).expand(n)  # (turns,)
-        out[row, sampled] = by_turn[turns[row, sampled]].to(out)
-    return out
+    n_turns = (turn_index(loss_mask).max(1).values + 1).tolist()
+    per_turn = [torch.tensor(numbers * n if len(numbers) == 1 else numbers)
+                for numbers, n in zip(weights, n_turns)]  # B of (turns,)
+    return per_token(per_turn, loss_mask)
 
 
 def reward_weighted_loss(logprobs, weights, weight_sum):

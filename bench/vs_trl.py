@@ -158,7 +158,7 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     import torch
 
     from agent import Trajectory, collate
-    from grpo import LOSSES, Counts, group_advantages
+    from grpo import Config, Counts, group_advantages, total_loss
     from bench.completions import generate
     from llm.batches import cheapest_order
     from llm.logprobs import token_logprobs
@@ -182,16 +182,17 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     rewards = torch.tensor([t.reward for t in batch], device=model.device)  # (B,)
     advantages = group_advantages(rewards, [t.group_id for t in batch])[:, None] * mask  # (B, T)
     counts = Counts(len(batch), int(mask.sum()), token_ids.shape[1])
+    config = Config(clip_eps_low=0.2, clip_eps_high=0.2, kl_coef=0.0)
     model.train()
     with merged(model):
         for i in range(0, len(batch), args.batch_size):
             part = slice(i, i + args.batch_size)
             width = max(len(t.token_ids) for t in batch[part])
             ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
-            logprobs = token_logprobs(model, ids, m)[0]
-            loss = LOSSES["grpo"](logprobs, old, adv, m, counts, clip_eps_low=0.2, clip_eps_high=0.2)[0]
+            logprobs, entropy = token_logprobs(model, ids, m)  # (b, t) each
+            loss, _ = total_loss(config, counts, logprobs, entropy, old, None, adv, m)
             loss.backward()
-            del logprobs, loss
+            del logprobs, entropy, loss
     if optimizer:
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
         optimizer.step()

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 
 def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
@@ -69,3 +70,17 @@ def turn_index(mask):
     mask = mask.long()
     starts = (mask - F.pad(mask, (1, -1))).clamp(min=0)
     return torch.where(mask.bool(), starts.cumsum(1) - 1, -1)  # (B, T)
+
+
+def per_token(per_turn, mask):
+    """Give every sampled token the number of its turn, and all others 0: (B, T).
+
+    per_turn: B tensors (turns,). mask: (B, T). Raises ValueError if the turns do not match.
+    """
+    turns = turn_index(mask)  # (B, T)
+    lengths = [len(numbers) for numbers in per_turn]
+    n_turns = (turns.max(1).values + 1).tolist()
+    if lengths != n_turns:
+        raise ValueError(f"the episodes have numbers for {lengths} turns, but {n_turns} turns")
+    padded = pad_sequence(per_turn, batch_first=True).to(turns.device)  # (B, most turns)
+    return torch.where(turns >= 0, padded.gather(1, turns.clamp(min=0)), 0.0)

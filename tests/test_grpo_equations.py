@@ -3,7 +3,9 @@
 import math
 import random
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from grpo import (
     truncated_importance_weights,
     kl_estimate,
     token_advantages,
-    token_mean,
+    total_loss,
 )
 from llm.batches import turn_index
 
@@ -73,13 +75,16 @@ def batch(seed, rows=6, spread=0.3, per_token=False):
 
 
 def ours(name, b, kl_coef=0.0, entropy_coef=0.0, counts=None, kind="k3", **hyper):
-    """The lines of `total_loss`: surrogate, KL, entropy. Returns loss, gradient wrt logprobs, metrics."""
+    """`total_loss`, the surrogate's own settings bound. Returns loss, gradient wrt logprobs, metrics."""
     counts = counts or counts_of(b["mask"])
-    kl = kl_coef * kl_estimate(b["logprobs"], b["ref"], b["mask"], kind, b["old"]) if kl_coef else 0.0
     hyper = HYPER | hyper
-    known = {key: hyper[key] for key in [*CLIP, *TAKES.get(name, ["delta"])]}
-    loss, metrics = LOSSES[name](b["logprobs"], b["old"], b["advantages"], b["mask"], counts, kl, **known)
-    loss = loss - entropy_coef * token_mean(b["entropy"], b["mask"], counts)
+    surrogate, normalizer = LOSSES[name]
+    surrogate = partial(surrogate, **{key: hyper[key] for key in TAKES.get(name, ["delta"])})
+    config = SimpleNamespace(loss=name, kl_coef=kl_coef, kl_estimator=kind, entropy_coef=entropy_coef,
+                             **{key: hyper[key] for key in CLIP})
+    with mock.patch.dict(LOSSES, {name: (surrogate, normalizer)}):
+        loss, metrics = total_loss(config, counts, b["logprobs"], b["entropy"], b["old"], b["ref"], b["advantages"], b["mask"])
+    metrics["loss"] = loss.detach()
     return loss.detach(), torch.autograd.grad(loss, b["logprobs"])[0], metrics
 
 
@@ -496,9 +501,8 @@ def test_float32_extremes_stay_finite():
 
 def test_names_and_hyper_parameters():
     b = hand_batch()
-    args = b["logprobs"], b["old"], b["advantages"], b["mask"], Counts(2, 3, 5)
     with pytest.raises(TypeError, match="clip_eps_high"):  # a missing one is an error, not a hidden default
-        LOSSES["grpo"](*args, clip_eps_low=0.2)
+        grpo.clipped(b["logprobs"] - b["old"], b["logprobs"], b["advantages"], b["mask"], clip_eps_low=0.2)
     settings = {"dapo": {"clip_eps_high": 0.28}, "dr_grpo": {"scale_rewards": "none"}}
     clips = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
     longer = {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3}  # arXiv 2602.05261 section 5.1
@@ -568,7 +572,7 @@ def test_episode_credit_by_hand():
     """Two groups: rewards 0 + 1 against 2 (mean 1.5), 1.5 against 0.5; all tokens of an episode get the same."""
     a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], MASKS, [7, 7, 8, 8], scale="none")
     assert torch.allclose(a, torch.tensor([-0.5, 0.5, 0.5, -0.5])[:, None] * MASKS)
-    with pytest.raises(ValueError, match=r"\[1, 1\] turn rewards, but \[2, 1\] turns"):
+    with pytest.raises(ValueError, match=r"\[1, 1\] turns, but \[2, 1\] turns"):
         token_advantages([[1.0], [2.0]], MASKS[:2], [7, 7])
 
 

@@ -115,7 +115,7 @@ def test_effective_sample_size():
 def test_token_weights_put_each_turns_weight_on_its_own_tokens():
     mask = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0], [0, 1, 0, 1, 0, 1]])
     assert rw.token_weights([[2.0, 3.0], [4.0], [5.0]], mask).tolist() == [[0, 2, 2, 0, 3, 0], [0, 0, 4, 0, 0, 0], [0, 5, 0, 5, 0, 5]]
-    with pytest.raises(ValueError, match="2 weights, but 3 turns"):
+    with pytest.raises(ValueError, match=r"numbers for \[2\] turns, but \[3\] turns"):
         rw.token_weights([[1.0, 2.0]], mask[2:])
 
 
