@@ -19,9 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import envs
+from envs import Limits, limits_of
 from envs.calls import shorten
-from envs.session import Session, Watch
-from experiment import (EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem, summarise,
+from envs.session import Session, Watch, load_environments
+from experiment import (EnvironmentFault, is_finite, mix, pass_at_k, problem, summarise,
                         without_faults, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
@@ -74,23 +75,6 @@ class Trajectory:
 
 
 # -------------------------------------------------------------------------------- one episode
-@dataclass(frozen=True)
-class Limits:
-    """Budgets of an episode, which ends with the name of the one it meets as its stop_reason.
-
-    After tool_timeout a tool call returns an error text; any other call into the environment ends
-    the episode with "error". The first three are flags. An environment's `limits` may state all but
-    max_turns; what it leaves out is as in `envs.LIMITS`.
-    """
-
-    max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
-    max_new_tokens: int = envs.LIMITS["max_new_tokens"]  # sampled tokens of one turn
-    max_tokens: int = envs.LIMITS["max_tokens"]  # the whole episode, prompt included
-    max_tool_calls: int = envs.LIMITS["max_tool_calls"]
-    max_tool_tokens: int = envs.LIMITS["max_tool_tokens"]  # of all tool results of the episode
-    tool_timeout: float = envs.LIMITS["tool_timeout"]  # seconds of one call into the environment
-
-
 def ends_on_fault(method):
     """Wrap a method of Episode: a fault of the environment ends this episode and no other."""
     @wraps(method)
@@ -262,7 +246,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            slots: int | None = None, run=None) -> list[Trajectory]:
+            run=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -272,7 +256,6 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     Args:
         tasks: the arguments of `reset`; "env" names the environment where there are several.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
-        slots: episodes decoded at once; None: what the memory setting of the model says.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
 
@@ -282,7 +265,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """
     began = time.monotonic()
     is_first = run is None or not (run.watch or run.checkpoint)
-    classes, chats = load_environments(tokenizer, tasks, env_name, model.generation_config)
+    classes, chats = load_environments(tokenizer, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
@@ -301,7 +284,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
             stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
-            slots = min(slots or techniques_of(model).decode_rows, len(started))
+            slots = min(techniques_of(model).decode_rows, len(started))  # decode at once
             engine = make_engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                  temperature=temperature, top_k=top_k, top_p=top_p)
             play_all(engine, started, run)
@@ -342,21 +325,6 @@ def collect_groups(play, tasks, config, step, run):
                 dropped += 1
     run.log(groups_dropped=dropped)
     return kept
-
-
-def load_environments(tokenizer, tasks, env_name, generation_config=None) -> tuple[dict, dict]:
-    """Return the class and the Chat of every environment that the tasks name."""
-    given = envs.names_of(env_name)
-    classes = {}
-    for name in dict.fromkeys(task.get("env", env_name) for task in tasks):
-        # Data never chooses which code runs: what the caller did not name must be registered.
-        classes[name] = envs.load(name) if name in given else envs.load_registered(name)
-    try:
-        chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
-                 for name, cls in classes.items()}
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return classes, chats
 
 
 def play_all(engine, episodes, run):
@@ -400,13 +368,6 @@ def next_turn(engine, row, episode):
     else:
         engine.extend(row, episode.next_ids, episode.turn_budget)
     return episode
-
-
-def limits_of(config, env: str | None) -> Limits:
-    """Return the limits that a Config names, and for the rest those that its environment states."""
-    limits = envs.limits(env) if env else {}
-    limits |= {"max_new_tokens": config.max_new_tokens, "max_tokens": config.max_tokens}
-    return Limits(config.max_turns, **limits)
 
 
 def rollout_options(config) -> dict:

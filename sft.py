@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 import envs
-from agent import collate, evaluate, limits_of
+from agent import collate, evaluate
 from envs.demonstrations import (EXPECTED, default_env, env_of_rows, imitates_rows,
                                  registered_envs)
 from envs.imitation import demonstrations, held_out_tasks
@@ -92,7 +92,7 @@ def sft_loss(logprobs, loss_mask, num_tokens):
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> dict:
     """Return the loss of held-out demonstrations per token, and `evaluate` of held-out tasks."""
-    metrics = evaluate(model, tokenizer, env, tasks, limits=limits_of(config, env),
+    metrics = evaluate(model, tokenizer, env, tasks, limits=envs.limits_of(config, env),
                        seed=config.seed, run=run)
     num_tokens = sum(sum(t.loss_mask) for t in held_out)
     for start in range(0, len(held_out), config.batch_size):

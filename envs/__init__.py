@@ -10,8 +10,8 @@ the total of the episode. They may be async. Each call comes from another thread
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
     limits                      attribute of the class: recommended lengths, such as
-                                {"max_new_tokens": 512, "max_tokens": 2048}, or any other of
-                                LIMITS
+                                {"max_new_tokens": 512, "max_tokens": 2048}, or others of
+                                `Limits`
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError
     _reply(text)                the model answered without a tool: a user message to continue
@@ -30,6 +30,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -48,9 +49,26 @@ ENVS = {
     "gsm8k": "envs.gsm8k:GSM8K",
     "meetings": "envs.meetings:Meetings",
 }
-# Where an environment states no `limits`.
-LIMITS = {"max_new_tokens": 256, "max_tokens": 2048, "max_tool_calls": 32, "max_tool_tokens": 512,
-          "tool_timeout": 10.0}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Budgets of an episode, which ends with the name of the one it meets as its stop_reason.
+
+    After tool_timeout a tool call returns an error text; any other call into the environment ends
+    the episode with "error". The first three are flags. An environment's `limits` may state all but
+    max_turns; what it leaves out is as here.
+    """
+
+    max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
+    max_new_tokens: int = 256  # sampled tokens of one turn
+    max_tokens: int = 2048  # the whole episode, prompt included
+    max_tool_calls: int = 32
+    max_tool_tokens: int = 512  # of all tool results of the episode
+    tool_timeout: float = 10.0  # seconds of one call into the environment
+
+
+LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -95,14 +113,6 @@ def sources(env_names: str | None) -> list[str]:
     return [inspect.getsourcefile(load(name)) for name in names]
 
 
-def load_registered(name: str) -> type:
-    """Return the class of an environment that data names. Data never chooses which code runs."""
-    if name not in ENVS:
-        raise UserError(f"environment {name!r} is named by data and is none of {', '.join(ENVS)}; "
-                        "give it with --env")
-    return load(name)
-
-
 def _import_file(path: str):
     """Import a file once per process. It may import its neighbours."""
     key = f"environment:{os.path.abspath(path)}"
@@ -140,6 +150,13 @@ def limits(env_names: str) -> dict:
                                 f"positive numbers as {', '.join(LIMITS)}")
             largest[key] = max(value, largest.get(key, value))
     return largest
+
+
+def limits_of(config, env: str | None) -> Limits:
+    """Return the limits that a Config names, and for the rest those that its environment states."""
+    stated = limits(env) if env else {}
+    stated |= {"max_new_tokens": config.max_new_tokens, "max_tokens": config.max_tokens}
+    return Limits(config.max_turns, **stated)
 
 
 def lengths(env_names: str | None) -> dict:

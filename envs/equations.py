@@ -8,7 +8,7 @@ learn to do nothing.
     level 1    x + b = c,  ax = c,  x/a = c           level 2    ax + b = c,  x/a + b = c
     level 3    ax + b = cx + d,  a(x + b) = c    (the environment equations_hard)
 
-One side of an equation is a pair (a, b) of fractions. It stands for ax + b.
+One side of an equation is a pair (a, b) of fractions. It stands for ax + b (envs/terms.py).
 """
 import re
 import zlib
@@ -18,48 +18,13 @@ from typing import Literal
 import numpy as np
 
 from envs.rows import need
+from envs.terms import parse_number, parse_side, parse_term, show
 
-TERM = re.compile(r"([+-]?)(\d{1,9}(?:/[1-9]\d{0,8})?)?(x)?(?:/([1-9]\d{0,8}))?", re.ASCII)
 # An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12
 STEP_REWARD, ANSWER_REWARD = 2.0, 5.0
 INVERSE = {"add_terms": "subtract_terms", "subtract_terms": "add_terms",
            "multiply_terms": "divide_terms", "divide_terms": "multiply_terms"}
-
-
-def parse_term(text: str) -> tuple[Fraction, Fraction]:
-    """Return (a, b) of a single term: "7" is (0, 7), "x/4" is (1/4, 0). Else raise ValueError."""
-    match = TERM.fullmatch(text.replace(" ", ""))
-    if not match or not (match[2] or match[3]) or (match[4] and not match[3]):
-        raise ValueError(f"{text[:40]!r} is not a term like 7 or 3x")
-    value = Fraction(f"{match[1]}{match[2] or 1}") / Fraction(match[4] or 1)
-    return (value, Fraction(0)) if match[3] else (Fraction(0), value)
-
-
-def parse_number(text: str) -> Fraction:
-    """Return the value of a term without x, or raise ValueError."""
-    a, b = parse_term(text)
-    if a:
-        raise ValueError(f"{text[:40]!r} is not a number")
-    return b
-
-
-def parse_side(text: str) -> tuple[Fraction, Fraction]:
-    """Return (a, b) of a sum of terms such as "3x + 7", or raise ValueError."""
-    terms = [parse_term(term) for term in re.split(r"(?<=.)(?=[+-])", text.replace(" ", ""))]
-    return sum(a for a, _ in terms), sum(b for _, b in terms)
-
-
-def show(a, b) -> str:
-    """Return the side ax + b as text: "3x + 7", "x/4", "-x", "0"."""
-    if not a:
-        return str(b)
-    x = {1: "x", -1: "-x"}.get(a.numerator, f"{a.numerator}x")
-    if a.denominator > 1:
-        x += f"/{a.denominator}"
-    if not b:
-        return x
-    return f"{x} + {b}" if b > 0 else f"{x} - {-b}"
 
 
 class Equations:

@@ -2,8 +2,9 @@
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Limits, Trajectory, load_environments
-from envs.session import Session, Watch
+from agent import Episode, Trajectory
+from envs import Limits
+from envs.session import Session, Watch, load_environments
 from experiment.episodes import without_faults, without_too_long
 from experiment.errors import EnvironmentFault
 
@@ -12,7 +13,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
                 limits: Limits = Limits()) -> list[Trajectory]:
     """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
     envs.need_expert(env_name)
-    classes, chats = load_environments(tokenizer, tasks, env_name)
+    classes, chats = load_environments(tokenizer, env_name)
     warn_of_letters(tokenizer, classes)
     trajectories = []
     watch = Watch(limits.tool_timeout)

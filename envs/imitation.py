@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import envs
-from agent import limits_of
 from envs.demonstrations import (Encoder, describe, imitates_rows, read_demonstrations,
                                  read_trajectories, split)
 from envs.expert import demonstrate
@@ -83,7 +82,7 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
     tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(tasks)]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
-    limits = replace(limits_of(config, config.env), max_tokens=sys.maxsize)
+    limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
     return demonstrate(tokenizer, config.env, tasks, limits)
 
 

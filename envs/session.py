@@ -8,8 +8,10 @@ import time
 from collections import Counter, defaultdict
 from concurrent import futures
 
+import envs
 from envs.calls import BY_ARGUMENTS, WrongCall, awaited, call_tool, message_of
-from experiment.errors import EnvironmentFault
+from experiment.errors import EnvironmentFault, UserError
+from llm.chat import Chat
 from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
@@ -57,6 +59,20 @@ class Watch:
                     f"{fault} in {len(messages)} of {calls} calls: it is broken, and the model "
                     "cannot help it; what is the model's fault a tool returns as text, or raises "
                     f"as ValueError; the first: {messages[0]}")
+
+
+def load_environments(tokenizer, env_names: str, generation_config=None) -> tuple[dict, dict]:
+    """Return the class and the Chat of every environment, by its name.
+
+    They are those that the caller names: data never chooses which code runs.
+    """
+    classes = {name: envs.load(name) for name in envs.names_of(env_names)}
+    try:
+        chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
+                 for name, cls in classes.items()}
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return classes, chats
 
 
 class Session:

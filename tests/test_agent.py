@@ -37,6 +37,7 @@ from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Engine, Row
 from llm.logprobs import token_logprobs
+from llm.memory import PLAIN
 from llm.tiny import make_tiny
 from lora import adapters, add_lora, merged
 
@@ -251,7 +252,8 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
             torch.nn.init.normal_(linear.lora.B, std=0.05, generator=torch.Generator().manual_seed(i))
     limits = Limits(max_new_tokens=60, max_tokens=600, max_turns=4)
     Script(monkeypatch, [LOUD[:i % 4] for i in range(16)], "equations")
-    found = rollout(model, TOKENIZER, "equations", EQUATIONS, 4, limits=limits, temperature=temperature, slots=slots, seed=3, step=7, first_task=100)
+    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=slots))
+    found = rollout(model, TOKENIZER, "equations", EQUATIONS, 4, limits=limits, temperature=temperature, seed=3, step=7, first_task=100)
     for t in found:
         check_invariants(t, limits)
     assert max(len(t.rewards) for t in found) >= 3 and len({tuple(t.token_ids) for t in found}) > 10
@@ -265,8 +267,9 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
 
 def test_sampled_episodes_of_several_environments(monkeypatch):
     limits = Limits(max_new_tokens=40, max_tokens=500, max_turns=3)
-    tasks = [{"env": "box", "word": "a"}, {"env": "equations", "equation": "2x = 8"}, {"env": "asking", "word": "b"}, {"word": "c"}]
-    found = rollout(MODEL, TOKENIZER, "box", tasks, 6, limits=limits, slots=5)
+    tasks = [{"env": "box", "word": "a"}, {"env": "equations", "equation": "2x = 8"}, {"env": "asking", "word": "b"}, {"env": "box", "word": "c"}]
+    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=5))
+    found = rollout(MODEL, TOKENIZER, "box,equations,asking", tasks, 6, limits=limits)
     for t in found:
         check_invariants(t, limits)
     check_logprobs(MODEL, found)
@@ -275,7 +278,7 @@ def test_sampled_episodes_of_several_environments(monkeypatch):
 
 def test_an_environment_that_draws_its_prompt_is_not_given_another_episodes_cache():
     """The prompt is forwarded once for those who share it: not for those who only share the task."""
-    found = rollout(MODEL, TOKENIZER, "lots", [{}, {}], 4, limits=Limits(max_new_tokens=20), slots=8)
+    found = rollout(MODEL, TOKENIZER, "lots", [{}, {}], 4, limits=Limits(max_new_tokens=20))
     assert len({t.messages[0]["content"] for t in found}) > 4
     check_logprobs(MODEL, found)
 
@@ -648,11 +651,12 @@ def test_only_the_first_rollout_of_a_run_may_find_no_prompt_that_fits():
     assert evaluate(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == {}
 
 
-def test_data_names_registered_environments_only(tmp_path):
-    """A task's "env" is data where the caller did not name it: the code of a file is not run."""
+def test_data_never_chooses_which_code_runs(tmp_path):
+    """A task's "env" is data: what the caller did not name is not loaded, be it registered or a file."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(UserError, match="named by data"):
-        rollout(MODEL, TOKENIZER, "box", [{}, {"env": f"{tmp_path / 'evil.py'}:Evil"}], limits=LONG)
+    for name in ("equations", f"{tmp_path / 'evil.py'}:Evil"):
+        with pytest.raises(KeyError, match=name.rpartition("/")[2]):
+            rollout(MODEL, TOKENIZER, "box", [{}, {"env": name}], limits=LONG)
     assert not (tmp_path / "ran").exists()
 
 
@@ -868,8 +872,9 @@ def test_slots_and_the_tools_latency_change_no_token(monkeypatch, slots):
                 return pay(self, amount)
             slow.__doc__, slow.__annotations__ = pay.__doc__, pay.__annotations__
             patch.setattr(Box, "pay", slow)
+            patch.setattr(agent, "techniques_of", lambda model: PLAIN._replace(decode_rows=slots))
             Script(patch, [[[call("pay", amount=i)]] * (1 + i % 3) for i in range(10)])
-            return rollout(MODEL, TOKENIZER, "box", [{"word": w} for w in ("a", "b")], 5, limits=Limits(max_new_tokens=60, max_tokens=600), slots=slots)
+            return rollout(MODEL, TOKENIZER, "box", [{"word": w} for w in ("a", "b")], 5, limits=Limits(max_new_tokens=60, max_tokens=600))
     first = played(slots, 0)
     assert [t.token_ids for t in first] == [t.token_ids for t in played(64, 1)] and same(first, played(slots, 2))
 

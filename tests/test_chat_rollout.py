@@ -13,6 +13,7 @@ from agent import collate, rollout
 from envs.expert import demonstrate
 from llm.engine import Row
 from llm.logprobs import token_logprobs
+from llm.memory import PLAIN
 from llm.tiny import make_tiny
 from lora import adapters, add_lora, merged
 
@@ -39,8 +40,9 @@ def test_rollout_gives_the_ids_of_the_demonstration_and_the_trainers_logprobs(ca
     assert all(t.info["success"] and t.info["parsed_turns"] == len(t.rewards) >= 2 for t in wanted)
     scripts = iter([[i for i, m in zip(t.token_ids, t.loss_mask) if m] for t in wanted for _ in range(2)])
     monkeypatch.setattr(agent, "Row", lambda *args, **options: Row(*args, forced=next(scripts), **options))
+    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=4))  # fewer slots than episodes
     with merged(model):
-        played = rollout(model, tokenizer, "equations", tasks, 2, limits=limits, slots=4)  # fewer slots than episodes
+        played = rollout(model, tokenizer, "equations", tasks, 2, limits=limits)
     for got, want in zip(played, [t for t in wanted for _ in range(2)], strict=True):
         assert got.token_ids == want.token_ids and got.loss_mask == want.loss_mask and got.rewards == want.rewards
         assert got.stop_reason == "done" and got.info["success"]

@@ -198,14 +198,6 @@ def test_a_file_that_raises_is_told_with_its_line(tmp_path):
         envs.load(f"{tmp_path / 'my.py'}:Environment")
 
 
-def test_data_names_registered_environments_only(tmp_path):
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    for name in (f"{tmp_path / 'evil.py'}:Evil", "os:path", "nothing"):
-        with pytest.raises(UserError, match="named by data"):
-            envs.load_registered(name)
-    assert envs.load_registered("equations") is envs.load("equations") and not (tmp_path / "ran").exists()
-
-
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):
     assert envs.limits("gsm8k") == {**envs.LIMITS, "max_new_tokens": 512, "max_tokens": 2048}
     assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.lengths("equations")["max_new_tokens"] == 64

@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from llm.engine import Row
 from llm.kv_cache import RowCache
+from llm.memory import PLAIN
 from llm.static_engine import StaticEngine, make_engine
 from llm.tiny import make_tiny
 
@@ -195,8 +196,9 @@ def test_rollout_with_tools_is_the_same_static(monkeypatch, graphs):
         def row(*args, **kwargs):
             return Row(*args, **kwargs, forced=calls * 2)
         monkeypatch.setattr("agent.Row", row)
+        monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=5))
         monkeypatch.setattr("agent.make_engine", lambda *args, **kwargs: make_engine(*args, **kwargs, static=static))
-        return rollout(model.eval(), tokenizer, "equations", tasks, 3, limits=Limits(4, 24, 700), slots=5, seed=3)
+        return rollout(model.eval(), tokenizer, "equations", tasks, 3, limits=Limits(4, 24, 700), seed=3)
     ours, plain = episodes(True), episodes(False)
     assert graphs and sum(t.info["tool_calls"] for t in ours) >= 9
     for a, b in zip(ours, plain):
