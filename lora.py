@@ -45,7 +45,6 @@ class Adapter(nn.Module):
         B: (out, r), zero at the start.
         active: False makes the Linear the plain one.
         base: the frozen weight while the Linear holds the merged one, else None.
-        packed: a decoder's copy of the merged weight in another layout (`keep_packed`), or None.
         cast: while decoding unmerged, A and B in the model's dtype from their first use on, [] up
             to then; else None.
         peft_entries: what adapter_config.json says of this kind besides the settings.
@@ -61,7 +60,7 @@ class Adapter(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.active = True
-        self.base = self.packed = self.cast = None
+        self.base = self.cast = None
 
     def tensors(self) -> dict:
         """Return the parameters under the names that PEFT saves them by."""
@@ -109,15 +108,13 @@ class Adapter(nn.Module):
 
     def unmerge(self, linear):
         linear.weight.data = self.base
-        self.base = self.packed = None
+        self.base = None
 
 
 def adapted_forward(linear, x):
     """Return the output (..., out) of an adapted Linear for x (..., in)."""
     adapter = linear.lora
-    # A decoder holds the merged weight in its own layout (`keep_packed`), so merge it again.
-    if adapter.packed is not None and not linear.weight.numel():
-        adapter.merge(linear)
+    whole_weight(linear)
     output = type(linear).forward(linear, x)
     if adapter.base is None:
         return adapter(linear, x, output) if adapter.active else output
@@ -373,20 +370,18 @@ def merge_adapter(model):
     model.lora_settings = None
 
 
-def packed(linears):
-    """Return what `keep_packed` kept for these Linears, or None."""
-    return linears[0].lora.packed if is_adapted(linears[0]) else None
-
-
-def keep_packed(linears, weight):
-    """Keep a decoder's copy of merged weights until they are unmerged, and free the weights.
-
-    A forward pass of the stock modules merges again what it needs. Unmerged Linears are left alone.
-    """
-    if all(is_adapted(linear) and linear.lora.base is not None for linear in linears):
-        for linear in linears:
-            linear.lora.packed = weight
+def free_merged(linears):
+    """Free the merged weights of these Linears: a decoder has them in its own layout."""
+    for linear in linears:
+        if is_adapted(linear) and linear.lora.base is not None:
             linear.weight.data = linear.weight.data.new_empty(0)
+
+
+def whole_weight(linear):
+    """Return the weight of a Linear, merged again if `free_merged` has freed it."""
+    if not linear.weight.numel():
+        linear.lora.merge(linear)
+    return linear.weight
 
 
 # ----------------------------------------------------------------------------- the reference policy

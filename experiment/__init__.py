@@ -19,6 +19,7 @@ from experiment.config import (
 )
 from experiment.data import read_rows
 from experiment.episodes import (
+    group_shares,
     is_finite,
     pass_at_k,
     problem,
@@ -29,7 +30,6 @@ from experiment.episodes import (
 )
 from experiment.errors import EnvironmentFault, UserError
 from experiment.files import replace_file, to_json
-from experiment.groups import group_shares
 from experiment.process import give_back_memory
 from experiment.program import main
 from experiment.run import Run

@@ -19,7 +19,7 @@ from experiment.process import give_back_memory
 import llm.pointwise as pointwise
 from llm.attention import row_attention
 from llm.checkpointing import tiled
-from lora import adapted_forward, keep_packed, packed, whole_policy
+from lora import adapted_forward, free_merged, whole_policy, whole_weight
 
 # Forwards in place of a module's own that compute the same numbers by other means.
 KNOWN_FORWARDS = tiled, pointwise.mlp, pointwise.norm, adapted_forward
@@ -131,15 +131,11 @@ class JointLinear:
         self.packs = packs
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        # An Engine before may have packed the same merged weights.
-        self.weight = packed(linears)
-        if self.weight is not None:
-            return
-        weights = [linear.weight for linear in linears]
+        weights = [whole_weight(linear) for linear in linears]
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
         if packs:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-            keep_packed(linears, self.weight)
+            free_merged(linears)
             return
         for weight, rows in zip(weights, self.weight.split([len(weight) for weight in weights])):
             weight.data = rows

@@ -22,8 +22,7 @@ CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
 GPU_PIECE = 2**21
 
 
-def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
-                   chunk_elements: int = CHUNK):
+def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
     """Return log pi(token t | tokens before t) and the policy's entropy there, in nats.
 
     Column t belongs to token t and is predicted from column t - 1; column 0 is 0.0. The head runs
@@ -35,7 +34,6 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
         token_ids: (B, T), right-padded
         loss_mask: (B, T), 1 where a log-probability is wanted
         temperature: the logits are divided by it
-        chunk_elements: logits that exist at once
 
     Returns logprobs (B, T) and entropy (B, T), float32, differentiable, 0.0 where the mask is 0.
     """
@@ -46,11 +44,11 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     targets = token_ids[:, 1:][predicted]  # (n,)
     head = model.get_output_embeddings()
     if isinstance(head, Int8Head):
-        logprobs, entropy = block_logprobs(model, hidden, targets, temperature, chunk_elements)
+        logprobs, entropy = block_logprobs(model, hidden, targets, temperature)
     else:
         weights = [weight for weight in head.parameters() if weight.requires_grad]
         logprobs, entropy = _HeadLogprobs.apply(
-            model, hidden, targets, temperature, chunk_elements, *weights)  # (n,), (n,)
+            model, hidden, targets, temperature, *weights)  # (n,), (n,)
     if hidden.dtype == torch.float16 and hidden.requires_grad:
         scale_gradient(logprobs)
         scale_gradient(entropy)
@@ -160,11 +158,11 @@ class _HeadLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, model, hidden, targets, temperature, chunk_elements, *weights):
+    def forward(ctx, model, hidden, targets, temperature, *weights):
         ctx.model = model
         ctx.temperature = temperature
         ctx.weights = weights
-        ctx.rows = max(1, chunk_elements // len(model.get_output_embeddings().weight))
+        ctx.rows = max(1, CHUNK // len(model.get_output_embeddings().weight))
         keep = ctx.needs_input_grad[1] and not weights
         slope = torch.empty_like(hidden) if keep else None  # (N, D)
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -187,7 +185,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, targets, entropy, slope = ctx.saved_tensors
         if slope is not None and (grad_entropy == 0).all():
             grad_hidden = (slope * grad_logprobs[:, None]).to(hidden.dtype)
-            return None, grad_hidden, None, None, None
+            return None, grad_hidden, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weights = [torch.zeros_like(weight) for weight in ctx.weights]
         for chunk in blocks(len(hidden), max(1, ctx.rows // 2)):
@@ -202,7 +200,7 @@ class _HeadLogprobs(torch.autograd.Function):
             del logits, grad
             for total, addend in zip(grad_weights, chunk_weights):
                 total += addend
-        return None, grad_hidden, None, None, None, *grad_weights
+        return None, grad_hidden, None, None, *grad_weights
 
 
 def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
@@ -237,7 +235,7 @@ def _logits_gradient(logits, targets, temperature, entropy, grad_logprobs, grad_
     return _over(grad, temperature).to(logits.dtype)
 
 
-def block_logprobs(model, hidden, targets, temperature, chunk_elements):
+def block_logprobs(model, hidden, targets, temperature):
     """Return the same in blocks of the vocabulary, for a head that is too large to dequantize.
 
     A block with the weights p_b = exp(lse_b - lse) has its share in the softmax, so that
@@ -250,7 +248,7 @@ def block_logprobs(model, hidden, targets, temperature, chunk_elements):
         hidden: (n, D)
         targets: (n,)
     """
-    block_rows = min(BLOCK_ROWS, max(128, chunk_elements // 4 // max(1, len(hidden))))
+    block_rows = min(BLOCK_ROWS, max(128, CHUNK // 4 // max(1, len(hidden))))
     # The blocks' gradients are added in float32.
     exact = hidden.float()
     columns = []

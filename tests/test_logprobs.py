@@ -16,8 +16,9 @@ INT8 = Techniques(int8_head=True)
 
 
 @pytest.mark.parametrize("scaling", [{}, {"logit_scale": 0.3}, {"final_logit_softcapping": 5.0}], ids=str)
-@pytest.mark.parametrize("chunk_elements", [2**22, 200])
-def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk_elements, monkeypatch):
+@pytest.mark.parametrize("chunk", [2**22, 200])
+def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK", chunk)
     monkeypatch.setattr(logprobs, "BLOCK_ROWS", 300)
     model = load(tiny, INT8)
     for name, value in scaling.items():
@@ -29,7 +30,7 @@ def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk_el
     expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     weights = torch.linspace(-1, 2, 37)
     expected_grad, = torch.autograd.grad((expected[0] * weights + expected[1] * weights.flip(0)).sum(), hidden)
-    ours = logprobs.block_logprobs(model, hidden, targets, 0.7, chunk_elements)
+    ours = logprobs.block_logprobs(model, hidden, targets, 0.7)
     grad, = torch.autograd.grad((ours[0] * weights + ours[1] * weights.flip(0)).sum(), hidden)
     assert all((a - b).abs().max() < 3e-5 for a, b in zip(expected, ours))
     assert (grad - expected_grad).norm() < 1e-4 * expected_grad.norm()
@@ -53,12 +54,13 @@ def test_the_peak_of_the_log_probabilities_does_not_depend_on_the_vocabulary(mem
     assert peaks[1] < 1.05 * peaks[0], peaks
 
 
-def test_no_block_of_logits_is_kept(tiny):
+def test_no_block_of_logits_is_kept(tiny, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK", 2**14)
     model = load(tiny, INT8)
     hidden = torch.randn(50, 128, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        logprobs.block_logprobs(model, hidden, torch.zeros(50).long(), 1.0, 2**14)
+        logprobs.block_logprobs(model, hidden, torch.zeros(50).long(), 1.0)
     assert len(kept) > 5 and max(kept) == 50 * 128
 
 

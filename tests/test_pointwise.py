@@ -143,11 +143,11 @@ def test_merged_weights_are_packed_and_dropped_then_the_base_returns():
     with merged(model):
         first = complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
         assert all(linear.weight.numel() == 0 for linear in adapters(model).values())
-        assert complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6) == first  # a second Engine: the same packs
+        assert complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6) == first  # a second Engine
         stock_forward = model(input_ids=torch.tensor([[1, 2, 3]])).logits  # merges what it needs again
     with merged(model):
         assert torch.equal(model(input_ids=torch.tensor([[1, 2, 3]])).logits, stock_forward)
-    assert all(torch.equal(before[n], linear.weight) and linear.lora.packed is None for n, linear in adapters(model).items())
+    assert all(torch.equal(before[n], linear.weight) for n, linear in adapters(model).items())
     for linear in adapters(model).values():
         linear.lora.B.data.neg_()
     with merged(model):  # other weights, other packs

@@ -15,12 +15,13 @@ from llm.logprobs import token_logprobs
 # --------------------------------------------------------------------------------------------------- log-probabilities
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
-def test_values_and_gradients_equal_full_logits(tiny, lora_r, temperature):
+def test_values_and_gradients_equal_full_logits(tiny, lora_r, temperature, monkeypatch):
+    monkeypatch.setattr("llm.logprobs.CHUNK", 5000)
     model, mask = randomise(load(tiny, lora_r=lora_r)), random_mask(IDS)
     u, v = torch.randn(2, *IDS.shape, generator=torch.Generator().manual_seed(2))
     exact = full(model, IDS, mask, temperature)
     expected = gradients(model, (u * exact[0]).sum() + (v * exact[1]).sum())
-    ours = token_logprobs(model, IDS, mask, temperature, chunk_elements=5000)
+    ours = token_logprobs(model, IDS, mask, temperature)
     for a, b in zip(ours, exact):
         assert a.dtype == torch.float32 and (a - b).abs().max() < 1e-5
     found = gradients(model, (u * ours[0]).sum() + (v * ours[1]).sum())
@@ -50,11 +51,12 @@ def test_an_untied_head_gets_its_gradient():
     same_gradients(gradients(model, token_logprobs(model, IDS, mask)[0].sum()), expected)
 
 
-def test_chunk_size_changes_nothing(tiny):
+def test_chunk_size_changes_nothing(tiny, monkeypatch):
     model, mask = load(tiny), random_mask(IDS)
     results = []
     for chunk in (1, 778 * 3 + 5, 2**24):
-        ours = token_logprobs(model, IDS, mask, 1.3, chunk)
+        monkeypatch.setattr("llm.logprobs.CHUNK", chunk)
+        ours = token_logprobs(model, IDS, mask, 1.3)
         results.append((*ours, gradients(model, (ours[0] * 2 + ours[1]).sum())))
     for logprobs, entropy, grads in results[1:]:
         assert (logprobs - results[0][0]).abs().max() < 1e-6 and (entropy - results[0][1]).abs().max() < 1e-5
@@ -234,12 +236,13 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
-def test_no_tensor_of_all_logits_is_ever_made(tiny, lora_r):
+def test_no_tensor_of_all_logits_is_ever_made(tiny, lora_r, monkeypatch):
     model = load(tiny, lora_r=lora_r)
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (8, 100), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("llm.logprobs.CHUNK", 20 * vocab)
     with Largest(vocab) as seen:
-        logprobs, entropy = token_logprobs(model, ids, torch.ones_like(ids), chunk_elements=20 * vocab)
+        logprobs, entropy = token_logprobs(model, ids, torch.ones_like(ids))
         (logprobs + entropy).sum().backward()
     assert vocab <= seen.logits <= 20 * vocab and seen.any < ids.numel() * vocab
     with Largest(vocab) as seen:  # the instrument itself sees the plain way
