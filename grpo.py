@@ -396,7 +396,7 @@ def train(config: Config) -> dict:
                 old_logprobs = trainer_logprobs
                 advantages = advantages * truncated_importance_weights(
                     trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
-            counts = Counts(len(batch), max(int(mask.sum()), 1), config.max_tokens)
+            counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
             # 3. Loss and backward, in micro-batches, an adapter merged as in the rollout.
             several = config.updates_per_step > 1

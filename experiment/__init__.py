@@ -17,7 +17,6 @@ from experiment.config import (
     nearest,
     preference_learning_rate,
 )
-from experiment.data import read_rows
 from experiment.episodes import (
     group_shares,
     is_finite,

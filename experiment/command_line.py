@@ -32,7 +32,7 @@ SYNONYMS = {
     "eval_dataset": "eval_file validation_file val_files",
     "eval_every": "eval_steps test_freq",
     "gradient_accumulation_steps": "grad_accum accumulation_steps",
-    "group_size": "n_samples rollout_n generations num_generations",
+    "group_size": "n_samples rollout_n generations",
     "kl_coef": "kl kl_beta init_kl_coef kl_loss_coef beta",
     "learning_rate": "lr",
     "load_in_4bit": "load_in_8bit qlora use_4bit",

@@ -233,7 +233,7 @@ class RunFlags:
         None, "continue the run in output_dir from its newest checkpoint, or the one before",
         choices=("newest", "previous"), const="newest")
     seed: int = flag(0, "seed of everything random", low=0)
-    save_every: int | None = auto(
+    save_every: int = flag(
         0, "steps between checkpoints; 0: after 10 minutes of training each, and at the end", low=0)
     eval_tasks: int = flag(
         200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)

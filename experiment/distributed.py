@@ -41,11 +41,6 @@ def _joined():
     return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def gone_rank():
-    """Return the name of a rank that is gone, or None. This never waits for other ranks."""
-    return _joined().gone if _joined.cache_info().currsize else None
-
-
 def _close():
     # At the end of the process the threads of gloo would now and then abort it.
     import torch.distributed as dist
@@ -158,13 +153,7 @@ class Ranks:
         return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
 
     def micro_batches(self, n: int, batch_size: int) -> list[slice]:
-        """Return this rank's micro-batches of n sequences.
-
-        They are smaller than batch_size where a rank would otherwise have none.
-        """
-        if -(-n // batch_size) < min(n, self.world):
-            share = self.share(n)
-            return [slice(share.start, share.stop)] if share else []
+        """Return this rank's micro-batches of n sequences. A rank may have none."""
         starts = range(0, n, batch_size)[self.rank::self.world]
         return [slice(start, start + batch_size) for start in starts]
 

@@ -4,7 +4,6 @@ import signal
 import threading
 import time
 
-from experiment.distributed import gone_rank
 from experiment.errors import Stop
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,7 +48,7 @@ class Signals:
         """Return the Stop that ends the process."""
         # torchrun ends all ranks as soon as one is gone, and it is that one that has to be named.
         time.sleep(0.2 if "RANK" in os.environ else 0)
-        gone = gone_rank()
+        gone = self.run.ranks.gone if self.run else None
         words = f"{gone} is gone; " if gone else ""
         words += f"stopped by {signal.Signals(self.signum).name}"
         if self.run:
