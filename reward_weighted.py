@@ -284,13 +284,6 @@ def check_groups(path, episodes):
                             "Give one run's, or --baseline batch")
 
 
-def choose_tasks(config: Config) -> tuple[list[dict], list[dict]]:
-    """Return the tasks to play and the held-out tasks; [] where there are none to play."""
-    if not config.env:
-        return [], []
-    return envs.train_and_held_out(config, 0 if config.trajectories else config.max_samples)
-
-
 def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     """Play the group_size episodes of each of the round's tasks; [] if a reward is not finite.
 
@@ -329,7 +322,8 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
 def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
-    tasks, held_out = choose_tasks(config)
+    n = 0 if config.trajectories else config.max_samples
+    tasks, held_out = envs.train_and_held_out(config, n)
     if config.dry_run:
         episodes = config.tasks_per_step * config.group_size if tasks else 0
         return dry_run(config, episodes, len(held_out))

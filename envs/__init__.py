@@ -322,7 +322,12 @@ def tasks_of(episodes) -> list[dict]:
 
 
 def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
-    """Return n training tasks and the held-out tasks of a config; no task is in both."""
+    """Return n training tasks and the held-out tasks of a config; no task is in both.
+
+    There are none without an environment.
+    """
+    if not config.env:
+        return [], []
     files = config.dataset, config.eval_dataset, config.env_options
     train = tasks(config.env, "train", n, config.seed, *files) if n else []
     if not config.eval_tasks:

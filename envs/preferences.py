@@ -41,8 +41,6 @@ def compares_rows(config) -> bool:
 def choose_tasks(config) -> tuple[list[dict], list[dict]]:
     """Return the tasks to play pairs of and the held-out tasks; [] where there are none to play."""
     compares = compares_rows(config)
-    if not config.env:
-        return [], []
     if compares:
         config = replace(config, dataset=None)
     n = 0 if compares or config.trajectories else config.num_tasks
