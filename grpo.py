@@ -312,13 +312,13 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     add up to the step's: sums over the tokens / `counts.tokens`. approx_kl is KL(old || policy).
     """
     surrogate, normalizer = LOSSES[config.loss]
+    kl = torch.zeros_like(logprobs)
+    if config.kl_coef:
+        kl = kl_estimate(logprobs, ref_logprobs, mask, config.kl_estimator, old_logprobs)
     log_ratio = masked(logprobs - old_logprobs, mask)
     token_loss, to_log = surrogate(
         log_ratio, masked(logprobs, mask), advantages, mask,
         clip_eps_low=config.clip_eps_low, clip_eps_high=config.clip_eps_high)
-    kl = torch.zeros_like(logprobs)
-    if config.kl_coef:
-        kl = kl_estimate(logprobs, ref_logprobs, mask, config.kl_estimator, old_logprobs)
     if config.kl_estimator != "k1":
         token_loss = token_loss + config.kl_coef * kl
     loss = normalizer(token_loss, mask, counts)
