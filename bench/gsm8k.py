@@ -10,8 +10,8 @@ and greedy), `talk_sft`, `talk_grpo_0` (a chat about ten held-out problems). A s
 was. SmolLM2-135M gets the tiny model's short chat template, as in bench/real_model.py: tools as text would take a third
 of every episode.
 
-A group in which all episodes or none are right teaches nothing, and of all problems this small model solves one in
-sixty at temperature 1. So GRPO trains on those of the first --scan training problems (in an order of its own) that the
+A group in which all episodes or none are right teaches nothing, and one sample in fifty of this small model is right at
+temperature 1. So GRPO trains on those of the first --scan training problems (in an order of its own) that the
 model solves greedily. With --scan 0 it trains on problems of at most --calculations calculations, --success_band
 replaces groups that teach nothing, and --dense pays intermediate results too: ways that did not help (bench/README.md).
 
