@@ -254,7 +254,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     shares a batch depends on token counts, never on the clock.
 
     Args:
-        tasks: the arguments of `reset`; "env" names the environment where there are several.
+        tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
@@ -284,7 +284,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
             stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
-            slots = min(techniques_of(model).decode_rows, len(started))  # decode at once
+            slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
             engine = make_engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                  temperature=temperature, top_k=top_k, top_p=top_p)
             play_all(engine, started, run)

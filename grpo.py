@@ -309,7 +309,8 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 
     The KL shares the normalizer, and the entropy is a mean over tokens for every loss. k1 is in the
     rewards and adds nothing here. All tensors are (B, T). Returns the loss and the metrics, which
-    add up to the step's: sums over the tokens / `counts.tokens`. approx_kl is KL(old || policy).
+    add up to the step's. All but the loss are sums over tokens / `counts.tokens`. approx_kl is
+    KL(old || policy).
     """
     surrogate, normalizer = LOSSES[config.loss]
     kl = torch.zeros_like(logprobs)
@@ -328,7 +329,7 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
                "advantage_abs": advantages.abs()}
     metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, counts)
                for name, x in to_log.items()}
-    return loss, {**metrics, "loss": loss}
+    return loss, {**metrics, "loss": loss.detach()}
 
 
 def rescore(config, model, start_policy, batch, token_ids, mask, run):

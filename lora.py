@@ -114,7 +114,7 @@ class Adapter(nn.Module):
 def adapted_forward(linear, x):
     """Return the output (..., out) of an adapted Linear for x (..., in)."""
     adapter = linear.lora
-    whole_weight(linear)
+    whole_weight(linear)  # a decoder may have freed it
     output = type(linear).forward(linear, x)
     if adapter.base is None:
         return adapter(linear, x, output) if adapter.active else output

@@ -322,8 +322,7 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
 def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
-    n = 0 if config.trajectories else config.max_samples
-    tasks, held_out = envs.train_and_held_out(config, n)
+    tasks, held_out = envs.train_and_held_out(config, config.max_samples)
     if config.dry_run:
         episodes = config.tasks_per_step * config.group_size if tasks else 0
         return dry_run(config, episodes, len(held_out))

@@ -190,9 +190,9 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
             width = max(len(t.token_ids) for t in batch[part])
             ids, m, old, adv = (x[part, :width] for x in (token_ids, mask, old_logprobs, advantages))  # (b, t) each
             logprobs, entropy = token_logprobs(model, ids, m)  # (b, t) each
-            loss, _ = total_loss(config, counts, logprobs, entropy, old, None, adv, m)
+            loss, metrics = total_loss(config, counts, logprobs, entropy, old, None, adv, m)
             loss.backward()
-            del logprobs, entropy, loss
+            del logprobs, entropy, loss, metrics
     if optimizer:
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
         optimizer.step()

@@ -11,7 +11,7 @@ the total of the episode. They may be async. Each call comes from another thread
     reward                      running total written by tools; its change is the turn's reward
     limits                      attribute of the class: recommended lengths, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}, or others of
-                                `Limits`
+                                LIMITS
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError
     _reply(text)                the model answered without a tool: a user message to continue
@@ -57,7 +57,7 @@ class Limits:
 
     After tool_timeout a tool call returns an error text; any other call into the environment ends
     the episode with "error". The first three are flags. An environment's `limits` may state all but
-    max_turns; what it leaves out is as here.
+    max_turns. What it leaves out has the default below.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8
@@ -324,12 +324,13 @@ def tasks_of(episodes) -> list[dict]:
 def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     """Return n training tasks and the held-out tasks of a config; no task is in both.
 
-    There are none without an environment.
+    There are none without an environment, and none to train on where episodes are recorded.
     """
     if not config.env:
         return [], []
     files = config.dataset, config.eval_dataset, config.env_options
-    train = tasks(config.env, "train", n, config.seed, *files) if n else []
+    is_played = n and not getattr(config, "trajectories", None)
+    train = tasks(config.env, "train", n, config.seed, *files) if is_played else []
     if not config.eval_tasks:
         return train, []
     held_out = tasks(config.env, "test", config.eval_tasks, config.seed, *files)

@@ -43,8 +43,7 @@ def choose_tasks(config) -> tuple[list[dict], list[dict]]:
     compares = compares_rows(config)
     if compares:
         config = replace(config, dataset=None)
-    n = 0 if compares or config.trajectories else config.num_tasks
-    return envs.train_and_held_out(config, n)
+    return envs.train_and_held_out(config, 0 if compares else config.num_tasks)
 
 
 def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:

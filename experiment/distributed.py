@@ -153,7 +153,13 @@ class Ranks:
         return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
 
     def micro_batches(self, n: int, batch_size: int) -> list[slice]:
-        """Return this rank's micro-batches of n sequences. A rank may have none."""
+        """Return this rank's micro-batches of n sequences.
+
+        They are smaller than batch_size where a rank would otherwise have none.
+        """
+        if -(-n // batch_size) < min(n, self.world):
+            share = self.share(n)
+            return [slice(share.start, share.stop)] if share else []
         starts = range(0, n, batch_size)[self.rank::self.world]
         return [slice(start, start + batch_size) for start in starts]
 

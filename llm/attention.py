@@ -8,7 +8,7 @@ from experiment.errors import UserError
 from experiment.process import give_back_memory
 from llm.checkpointing import recompute
 
-TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system once in so many layers
+TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
 SCORES = 2**25  # bytes of attention scores that exist at once in the training pass
 UNKNOWN = "softcap", "s_aux", "position_bias"  # what changes scores in ways not known here
 
@@ -84,7 +84,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
         T, visible = max(P, W), P + W
     stock = attention_mask is not None or dropout or changes_scores(kwargs)
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
-    products = query.is_cpu and torch.is_grad_enabled() and row_bytes <= SCORES and not stock
+    trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
+    products = trains_on_cpu and row_bytes <= SCORES and not stock
     if products:
         attend = partial(causal_products, scaling)
     else:
@@ -94,10 +95,11 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
         attend = partial(packed_attention, attend, P, rows)
     if products:
         attend = partial(recompute, attend)
-        # What layers free between tensors that they keep is a hole in glibc's heap: a tenth of
-        # SmolLM2's peak. To look for holes takes 2 ms, too long for every layer.
-        if module.layer_idx % TRIM_LAYERS == 0:
-            give_back_memory()
+    # What layers free between tensors that they keep is a hole in glibc's heap: a tenth of
+    # SmolLM2's peak. To look for holes takes 2 ms, too long for every layer.
+    layer = getattr(module, "layer_idx", None)
+    if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == 0:
+        give_back_memory()
     return attend(query, key, value), None  # (B, T, H, D)
 
 

@@ -73,14 +73,14 @@ def turn_index(mask):
 
 
 def per_token(per_turn, mask):
-    """Give every sampled token the number of its turn, and all others 0: (B, T).
+    """Give every sampled token its turn's value, and all others 0: (B, T).
 
     per_turn: B tensors (turns,). mask: (B, T). Raises ValueError if the turns do not match.
     """
     turns = turn_index(mask)  # (B, T)
-    lengths = [len(numbers) for numbers in per_turn]
+    lengths = [len(values) for values in per_turn]
     n_turns = (turns.max(1).values + 1).tolist()
     if lengths != n_turns:
-        raise ValueError(f"the episodes have numbers for {lengths} turns, but {n_turns} turns")
+        raise ValueError(f"values for {lengths} turns, but the mask has {n_turns}")
     padded = pad_sequence(per_turn, batch_first=True).to(turns.device)  # (B, most turns)
     return torch.where(turns >= 0, padded.gather(1, turns.clamp(min=0)), 0.0)

@@ -112,6 +112,7 @@ def test_shares_are_whole_disjoint_and_even(n, processes):
         parts = [r.micro_batches(n, batch_size) for r in made]
         assert sorted(i for own in parts for part in own for i in range(n)[part]) == list(range(n))
         assert all(len(range(n)[part]) <= batch_size for own in parts for part in own)
+        assert n < processes or all(parts), "a rank without work"
 
 
 # ------------------------------------------------------------------------------------------------------- who is gone

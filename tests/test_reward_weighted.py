@@ -115,7 +115,7 @@ def test_effective_sample_size():
 def test_token_weights_put_each_turns_weight_on_its_own_tokens():
     mask = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0], [0, 1, 0, 1, 0, 1]])
     assert rw.token_weights([[2.0, 3.0], [4.0], [5.0]], mask).tolist() == [[0, 2, 2, 0, 3, 0], [0, 0, 4, 0, 0, 0], [0, 5, 0, 5, 0, 5]]
-    with pytest.raises(ValueError, match=r"numbers for \[2\] turns, but \[3\] turns"):
+    with pytest.raises(ValueError, match=r"values for \[2\] turns, but the mask has \[3\]"):
         rw.token_weights([[1.0, 2.0]], mask[2:])
 
 
@@ -404,12 +404,9 @@ def test_a_weight_that_is_zero_in_float32_leaves_its_episode_out():
 
 
 def test_recorded_episodes_need_no_tasks_to_play(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(rw.envs, "train_and_held_out", lambda config, n: drawn.append(n) or ([], []))
-    monkeypatch.setattr(rw, "dry_run", lambda *_: {})
-    for path in ("t.jsonl", None):
-        rw.train(rw.Config(trajectories=path, env="equations", dry_run=True))
-    assert drawn[0] == 0 < drawn[1]
+    monkeypatch.setattr(rw, "dry_run", lambda config, episodes, held_out: (episodes, held_out))
+    for path, wanted in (("t.jsonl", (0, 5)), (None, (256, 5))):
+        assert rw.train(rw.Config(trajectories=path, env="equations", eval_tasks=5, dry_run=True)) == wanted
 
 
 def test_the_next_command_plays_no_texts():
