@@ -22,7 +22,7 @@ import envs
 from envs import Limits, limits_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
-from experiment import (EnvironmentFault, is_finite, mix, pass_at_k, problem, summarise,
+from experiment import (EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem, summarise,
                         without_faults, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
@@ -273,6 +273,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     with merged(model):
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
+            if name not in classes:
+                raise UserError(f"a task names environment {name!r}, which is none of {env_name}")
             session = Session(watch, name, classes[name], tasks[i])
             episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.

@@ -1,4 +1,4 @@
-"""Environments as episodes use them. Every call into one: in a thread, with a time-out, counted.
+"""Environments as episodes use them: each call is made in a thread, with a time-out, and counted.
 
 The code of an environment is not ours. It may raise, exit, or never return. Whatever it does ends
 at most its own episode, until it happens so often that the environment must be broken.
