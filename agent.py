@@ -268,6 +268,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
+    model.eval()
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
     with merged(model):
@@ -319,7 +320,7 @@ def collect_groups(play, tasks, config, step, run):
         for _, group in groupby(episodes, key=lambda t: t.group_id):
             group = list(group)
             rate = sum(t.info["success"] for t in group) / len(group)
-            # A NaN is kept, too: `Run.accept_rewards` reports it and skips the step.
+            # A NaN is kept, too: `Run.accept_episodes` reports it and skips the step.
             broken = any(math.isnan(t.reward) for t in group)
             if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
                 kept += group
@@ -372,10 +373,10 @@ def next_turn(engine, row, episode):
     return episode
 
 
-def rollout_options(config) -> dict:
-    """Return the arguments of `rollout` that a Config names."""
+def rollout_options(config, run=None) -> dict:
+    """Return the arguments of `rollout` that a Config names, and the run."""
     return {"limits": limits_of(config, config.env), "temperature": config.temperature,
-            "seed": config.seed}
+            "seed": config.seed, "run": run}
 
 
 # --------------------------------------------------------------------- episodes in numbers

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 import envs
@@ -309,8 +310,8 @@ def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     """Return group_size episodes of every task. A resumed run reads those that it has played."""
     if run.checkpoint:
         return read_trajectories(str(run.folder / "trajectories.jsonl"))
-    played = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size, run=run,
-                                    **rollout_options(config)))
+    played = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size,
+                                    **rollout_options(config, run)))
     episodes = [t for t in played if math.isfinite(t.reward)]
     unusable = [t.info["not_finite"] for t in played if not math.isfinite(t.reward)]
     if unusable:
@@ -364,12 +365,13 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
     """Return `evaluate` of held-out tasks, and the metrics of held-out pairs as "pairs/NAME"."""
     counts = count(pairs)
     totals = Counter()  # its update() adds
+    model.eval()
     with merged(model, update=True):
         for start in range(0, len(pairs), config.batch_size):
             batch = pairs[start:start + config.batch_size]
             _, metrics = forward(model, batch, ref_sums, counts, config)
             totals.update({f"pairs/{name}": value.item() for name, value in metrics.items()})
-    played = evaluate(model, tokenizer, config.env, tasks, run=run, **rollout_options(config))
+    played = evaluate(model, tokenizer, config.env, tasks, **rollout_options(config, run))
     return {**totals, **played}
 
 
@@ -394,8 +396,7 @@ def train(config: Config) -> dict:
     write_pairs(run, learned, held_out)
     test_tasks = envs.drop_seen(test_tasks, envs.tasks_of(chain(*learned, *held_out)))
     ref_sums = reference_sums(model, learned + held_out, config, run.ranks)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
+    optimizer = adamw(model, config.weight_decay, beta2=0.999)
     state = TrainingState(model, tokenizer, optimizer)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(learned) / per_step)
@@ -420,15 +421,13 @@ def train(config: Config) -> dict:
                     loss, metrics = forward(model, batch[rows], ref_sums, counts, config)
                     loss.backward()
                     totals.update({name: value.item() for name, value in metrics.items()})
-                    # Free the autograd graph before the next micro-batch builds its own.
-                    del loss, metrics
-            run.ranks.add_gradients(parameters)
+                    del loss, metrics  # free the graph: the next one needs room
+            run.ranks.add_gradients(model)
             totals = run.ranks.total(totals)
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
             if run.accept_update(chain(*batch), totals["loss"], grad_norm):
                 optimizer.step()
             optimizer.zero_grad()
-            model.eval()
             tokens = sum(len(t.token_ids) for t in chain(*batch))
             run.log(**totals, grad_norm=grad_norm, tokens=tokens)
     after = {f"held_out_{name}": run.after.get(f"pairs/{name}") for name in IN_RESULT}

@@ -18,12 +18,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, collect_groups, evaluate, rollout, rollout_options
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, check_accumulation, fill, flag, group_shares, main,
-                        shift_and_scale, summarise)
+                        UserError, auto, check_accumulation, fill, flag, group_shares, main)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs, turn_index)
 from lora import freeze_reference, kept_by_merging, merged, reference
@@ -296,8 +296,7 @@ def settle(config):
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
     if config.success_rate_lb > config.success_rate_ub:
-        raise UserError(f"success_rate_lb {config.success_rate_lb} is above "
-                        f"success_rate_ub {config.success_rate_ub}")
+        raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
     # batch_size decides memory only (and what dropout draws); accumulation has to agree with it.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
@@ -336,7 +335,7 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
     """Return the log-probs under the reference and under the trainer, (B, T) each.
 
     The trainer has the sampler's weights and the updates' forward pass, which rounds otherwise.
-    Both are 0 where no option needs them.
+    Both are 0 where no option of the config needs them.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)
@@ -347,6 +346,27 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
         with merged(model, update=True):
             trainer_logprobs = score_now()
     return ref_logprobs, trainer_logprobs
+
+
+def rewards_less_k1(config, batch, trainer_logprobs, ref_logprobs, mask):
+    """Return the turn rewards (B lists), less kl_coef x KL where the estimator is k1."""
+    rewards = [t.rewards for t in batch]
+    if config.kl_coef and config.kl_estimator == "k1":
+        k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
+        rewards = subtract_kl(rewards, k1, mask, config.kl_coef)
+    return rewards
+
+
+def correct_importance(config, advantages, sampled_logprobs, trainer_logprobs, mask):
+    """Return the advantages and the old log-probs, (B, T) each: those are the sampler's.
+
+    With --importance_correction they are the trainer's, and advantages times trainer / sampler.
+    """
+    if not config.importance_correction:
+        return advantages, sampled_logprobs
+    weights = truncated_importance_weights(
+        trainer_logprobs, sampled_logprobs, mask, config.importance_correction)  # (B, T)
+    return advantages * weights, trainer_logprobs
 
 
 def train(config: Config) -> dict:
@@ -361,46 +381,31 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     # Frozen before `run.steps` loads a checkpoint. A fresh adapter is switched off instead: None.
     start_policy = freeze_reference(model) if config.kl_coef else None
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    # beta2 0.95 soon forgets a fresh adapter's tiny first gradients. `run.steps` sets the rate.
-    optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    options = {"run": run, **rollout_options(config)}
-    play = partial(rollout, model, tokenizer, config.env, **options)
-    test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
+    optimizer = adamw(model, config.weight_decay)
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
+    test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
     with run:  # whatever ends it early saves the last whole step
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each drawn task; sampled tokens have log-probs.
             trajectories = collect_groups(play, tasks, config, step, run)
-            if not run.accept_rewards(trajectories):
+            if not run.accept_episodes(trajectories):
                 continue
-            shift_and_scale(trajectories, config.reward_scaling, config.reward_bias)
-            run.log(**summarise(trajectories), merge_kept=kept_by_merging(model))
-            run.log_episodes(trajectories)
             batch = cheapest_order(trajectories, config.batch_size)
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
-
-            # Where an option needs them: log-probs under the reference and under the trainer.
             ref_logprobs, trainer_logprobs = rescore(
                 config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
 
             # 2. Advantages: a sampled token gets the advantage of its episode, or of its turn.
-            rewards = [t.rewards for t in batch]
-            if config.kl_coef and config.kl_estimator == "k1":
-                k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
-                rewards = subtract_kl(rewards, k1, mask, config.kl_coef)
+            rewards = rewards_less_k1(config, batch, trainer_logprobs, ref_logprobs, mask)
             advantages = token_advantages(rewards, mask, [t.group_id for t in batch],
                                           config.credit, scale=config.scale_rewards)  # (B, T)
-            run.log(**group_shares(batch, advantages))
-            old_logprobs = sampled_logprobs  # what the ratio of the loss compares with
-            if config.importance_correction:
-                old_logprobs = trainer_logprobs
-                advantages = advantages * truncated_importance_weights(
-                    trainer_logprobs, sampled_logprobs, mask, config.importance_correction)
+            run.log(**group_shares(batch, advantages), merge_kept=kept_by_merging(model))
+            advantages, old_logprobs = correct_importance(
+                config, advantages, sampled_logprobs, trainer_logprobs, mask)  # (B, T) each
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
-            # 3. Loss and backward, in micro-batches, an adapter merged as in the rollout.
-            several = config.updates_per_step > 1
+            # 3. Update, in micro-batches, with the adapter merged as in the rollout.
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()  # its update() adds
@@ -413,20 +418,16 @@ def train(config: Config) -> dict:
                             ref_logprobs[rows], advantages[rows], mask[rows])
                         loss.backward()
                         totals.update({name: value.item() for name, value in metrics.items()})
-                        # Free the autograd graph before the next micro-batch builds its own.
-                        del logprobs, entropy, loss, metrics
-                # 4. Step, unless the loss or the gradient is not finite.
-                run.ranks.add_gradients(parameters)
+                        del logprobs, entropy, loss  # free the graph: the next one needs room
+                run.ranks.add_gradients(model)
                 totals = run.ranks.total(totals)
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
-                if run.accept_update(batch, totals["loss"], grad_norm, several_updates=several):
+                grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+                if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step):
                     optimizer.step()
                 optimizer.zero_grad()
-                # Computed before the first optimizer step: 1 and 0, but for rounding and dropout.
-                if update == 0:
-                    run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
-            model.eval()
+                if update == 0:  # no optimizer step yet: 1 and 0, but for rounding and dropout
+                    run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
     return run.finish()
 
 

@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from envs.demonstrations import default_env, read_trajectories
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main,
-                        shift_and_scale, summarise, without_faults)
+                        shift_and_scale, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
@@ -292,12 +293,7 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     n = config.tasks_per_step
     round_tasks = envs.draw_tasks(tasks, config.seed, step, n, first=0, n=n)
     episodes = without_faults(play(round_tasks, config.group_size, step=step))
-    if not run.accept_rewards(episodes):
-        return []
-    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
-    run.log(**summarise(episodes))
-    run.log_episodes(episodes)
-    return episodes
+    return episodes if run.accept_episodes(episodes) else []
 
 
 def minibatches(episodes, turn_weights, config: Config, step: int):
@@ -335,11 +331,9 @@ def train(config: Config) -> dict:
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(model, lr=0.0, weight_decay=config.weight_decay)
-    options = {"run": run, **rollout_options(config)}
-    play = partial(rollout, model, tokenizer, config.env, **options)
-    test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
+    optimizer = adamw(model, config.weight_decay, beta2=0.999)
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
+    test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     with run:
         for step in run.steps(config.max_steps, TrainingState(model, tokenizer, optimizer), test):
             # 1. Episodes: group_size of each task, played by the policy as it is; or the file's.
@@ -367,16 +361,14 @@ def train(config: Config) -> dict:
                         loss = reward_weighted_loss(logprobs, w[rows], w.sum())
                         loss.backward()
                         loss_sum += loss.item()
-                        # Free the autograd graph before the next micro-batch builds its own.
-                        del logprobs, loss
-                run.ranks.add_gradients(parameters)
+                        del logprobs, loss  # free the graph: the next one needs room
+                run.ranks.add_gradients(model)
                 loss_sum = sum(run.ranks.gather(loss_sum))
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
-                if run.accept_update(batch, loss_sum, grad_norm, several_updates=True):
+                grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+                if run.accept_update(batch, loss_sum, grad_norm, len(batches)):
                     optimizer.step()
                 optimizer.zero_grad()
                 totals.update(loss=loss_sum, grad_norm=grad_norm)
-            model.eval()
             run.log(updates=len(batches), **{k: x / len(batches) for k, x in totals.items()})
     return run.finish()
 

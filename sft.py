@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate
@@ -95,6 +96,7 @@ def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> di
     metrics = evaluate(model, tokenizer, env, tasks, limits=envs.limits_of(config, env),
                        seed=config.seed, run=run)
     num_tokens = sum(sum(t.loss_mask) for t in held_out)
+    model.eval()
     for start in range(0, len(held_out), config.batch_size):
         batch = held_out[start:start + config.batch_size]
         token_ids, loss_mask, _ = collate(batch, model.device)  # (b, T) each
@@ -127,8 +129,7 @@ def train(config: Config) -> dict:
     learned, held_out = demonstrations(config, tokenizer, vocabulary)
     env = config.env or registered_envs(t.info for t in learned)
     tasks = held_out_tasks(config, env, learned)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(model, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = adamw(model, config.weight_decay)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
     evaluation = partial(evaluate_held_out, model, tokenizer, held_out, env, tasks, config, run)
@@ -153,15 +154,13 @@ def train(config: Config) -> dict:
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 loss.backward()
                 loss_sum += loss.item()
-                # Free the autograd graph before the next micro-batch builds its own.
-                del logprobs, loss
-            run.ranks.add_gradients(parameters)
+                del logprobs, loss  # free the graph: the next one needs room
+            run.ranks.add_gradients(model)
             loss_sum = sum(run.ranks.gather(loss_sum))
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
             if run.accept_update(batch, loss_sum, grad_norm):
                 optimizer.step()
             optimizer.zero_grad()
-            model.eval()
             run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
     next_step = "grpo.py" if config.env else "agent.py"
     return run.finish(next_step, held_out_loss=run.after.get("loss"))

@@ -205,7 +205,7 @@ class Ranks:
             self._together(dist.all_reduce, tensor)
         return tensor
 
-    def add_gradients(self, weights):
+    def add_gradients(self, model):
         """Make p.grad the sum of all ranks' gradients, in one flat all-reduce.
 
         A rank without a share adds zeros.
@@ -214,6 +214,7 @@ class Ranks:
             return
         import torch
         from torch.nn.utils import parameters_to_vector, vector_to_parameters
+        weights = [p for p in model.parameters() if p.requires_grad]
         for p in weights:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -23,6 +23,7 @@ from experiment.checkpoint import (checkpoints, copy_of_state, load_optimizer, o
 from experiment.closing import first_notes, next_command, print_table
 from experiment.config import convert, options
 from experiment.distributed import join
+from experiment.episodes import shift_and_scale, summarise
 from experiment.errors import Stop, UserError
 from experiment.files import check_space, disk_space, finite, sync, to_json
 from experiment.ingredients import ingredients
@@ -285,17 +286,20 @@ class Run:
             self.files.append(name, rows)
 
     # --------------------------------------------------------------------------- steps that are bad
-    def accept_rewards(self, episodes):
-        """True if there are episodes and all their rewards are finite, else skip the step."""
+    def accept_episodes(self, episodes):
+        """Shift, scale and log a step's episodes; False if none is left, or a reward not finite."""
         if not episodes:
             print(f"step {self.step}: there is no episode to learn from: skipped")
             return False
         for t in episodes:
             if not math.isfinite(t.reward):
                 return self._skip(episodes, t.info.get("not_finite", f"reward {t.reward}"))
+        shift_and_scale(episodes, self.config.reward_scaling, self.config.reward_bias)
+        self.log(**summarise(episodes))
+        self.log_episodes(episodes)
         return True
 
-    def accept_update(self, episodes, loss, grad_norm, several_updates=False):
+    def accept_update(self, episodes, loss, grad_norm, updates=1):
         """Return True if loss and gradient norm are finite, else the update is to be skipped.
 
         An update that is not finite would spoil the weights for good. Its batch goes into
@@ -305,15 +309,15 @@ class Run:
         Args:
             episodes: the batch.
             loss, grad_norm: of the update.
-            several_updates: the step has more than one. What trains is then copied before the
-                first, if it is small, so that an error between two can save the last whole step.
+            updates: of the step. Before the first of several what trains is copied, if it is small,
+                so that an error between two can save the last whole step.
         """
         # With several ranks one would leave here while the others update.
         if self.ranks.world == 1:
             self.check()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self._skip(episodes, f"loss {loss}, gradient norm {grad_norm}")
-        if several_updates and not self.updated and self.saved != self.step:
+        if updates > 1 and not self.updated and self.saved != self.step:
             self.undo = copy_of_state(self.training.optimizer)
         self.bad, self.updated = 0, True
         return True

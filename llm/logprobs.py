@@ -61,6 +61,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
 def score(model, token_ids, mask, temperature: float, run, batch):
     """Return a step's log-probabilities (B, T), in the run's micro-batches, by all its ranks.
 
+    It leaves the model without dropout, in `eval` mode.
+
     Args:
         model: the policy
         token_ids: (B, T), right-padded
@@ -70,6 +72,7 @@ def score(model, token_ids, mask, temperature: float, run, batch):
         batch: the step's episodes
     """
     logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
+    model.eval()
     for rows in run.micro_batches(batch, "score"):
         logprobs[rows], _ = token_logprobs(model, token_ids[rows], mask[rows], temperature)
     return run.ranks.add(logprobs)

@@ -10,7 +10,7 @@ from llm.training_state import adamw
 
 
 def test_adamw_on_the_host_is_adamw_and_its_state_is_saved(tiny, tmp_path):
-    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    options = {"lr": 1e-2, "beta2": 0.95, "weight_decay": 0.1}
     on_host = Techniques(adamw_on_host=True)
     models = [load(tiny, memory) for memory in ("plain", on_host, on_host)]
     plain, ours, resumed = (adamw(model, **options) for model in models)
