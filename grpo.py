@@ -104,15 +104,6 @@ def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options)
     return per_token(per_turn, mask)
 
 
-def subtract_kl(turn_rewards, kl, mask, kl_coef):
-    """Return the rewards (B lists) less kl_coef x the sum of kl (B, T) over each turn's tokens."""
-    out = []
-    for rewards, costs, turns in zip(turn_rewards, kl, turn_index(mask)):
-        out.append([reward - kl_coef * costs[turns == turn].sum().item()
-                    for turn, reward in enumerate(rewards)])
-    return out
-
-
 # ------------------------------------------------------------------------------------ normalizers
 class Counts(NamedTuple):
     """Divisors of the whole step: the losses of its micro-batches and ranks add up to its loss."""
@@ -348,25 +339,28 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
     return ref_logprobs, trainer_logprobs
 
 
-def rewards_less_k1(config, batch, trainer_logprobs, ref_logprobs, mask):
-    """Return the turn rewards (B lists), less kl_coef x KL where the estimator is k1."""
-    rewards = [t.rewards for t in batch]
-    if config.kl_coef and config.kl_estimator == "k1":
-        k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
-        rewards = subtract_kl(rewards, k1, mask, config.kl_coef)
-    return rewards
+def subtract_k1(config, turn_rewards, trainer_logprobs, ref_logprobs, mask):
+    """Return the rewards (B lists); with k1, less kl_coef x its sum over each turn's tokens."""
+    if not config.kl_coef or config.kl_estimator != "k1":
+        return turn_rewards
+    k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
+    out = []
+    for rewards, costs, turns in zip(turn_rewards, k1, turn_index(mask)):
+        out.append([reward - config.kl_coef * costs[turns == turn].sum().item()
+                    for turn, reward in enumerate(rewards)])
+    return out
 
 
-def correct_importance(config, advantages, sampled_logprobs, trainer_logprobs, mask):
-    """Return the advantages and the old log-probs, (B, T) each: those are the sampler's.
+def correct_importance(config, sampled_logprobs, trainer_logprobs, advantages, mask):
+    """Return the old log-probs, which are the sampler's, and the advantages, (B, T) each.
 
-    With --importance_correction they are the trainer's, and advantages times trainer / sampler.
+    With --importance_correction old is the trainer, and its weights multiply the advantages.
     """
     if not config.importance_correction:
-        return advantages, sampled_logprobs
+        return sampled_logprobs, advantages
     weights = truncated_importance_weights(
         trainer_logprobs, sampled_logprobs, mask, config.importance_correction)  # (B, T)
-    return advantages * weights, trainer_logprobs
+    return trainer_logprobs, advantages * weights
 
 
 def train(config: Config) -> dict:
@@ -379,8 +373,7 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
-    # Frozen before `run.steps` loads a checkpoint. A fresh adapter is switched off instead: None.
-    start_policy = freeze_reference(model) if config.kl_coef else None
+    start_policy = freeze_reference(model) if config.kl_coef else None  # before run.steps resumes
     optimizer = adamw(model, config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
@@ -397,12 +390,13 @@ def train(config: Config) -> dict:
                 config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
 
             # 2. Advantages: a sampled token gets the advantage of its episode, or of its turn.
-            rewards = rewards_less_k1(config, batch, trainer_logprobs, ref_logprobs, mask)
+            rewards = subtract_k1(config, [t.rewards for t in batch],
+                                  trainer_logprobs, ref_logprobs, mask)
             advantages = token_advantages(rewards, mask, [t.group_id for t in batch],
                                           config.credit, scale=config.scale_rewards)  # (B, T)
             run.log(**group_shares(batch, advantages), merge_kept=kept_by_merging(model))
-            advantages, old_logprobs = correct_importance(
-                config, advantages, sampled_logprobs, trainer_logprobs, mask)  # (B, T) each
+            old_logprobs, advantages = correct_importance(
+                config, sampled_logprobs, trainer_logprobs, advantages, mask)  # (B, T) each
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
             # 3. Update, in micro-batches, with the adapter merged as in the rollout.

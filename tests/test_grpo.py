@@ -141,7 +141,7 @@ def test_it_learns(base, tmp_path):
 @pytest.mark.parametrize("options, words", [
     ({"success_rate_lb": 0.8, "success_rate_ub": 0.2}, "is above"),
     ({"importance_correction": 2.0, "loss": "vespo"}, "vespo")])
-def test_clashes_are_refused_with_both_numbers(tmp_path, options, words):
+def test_clashes_are_refused(tmp_path, options, words):
     config = grpo.Config(model_path="x", output_dir=str(tmp_path / "o"), tasks_per_step=4, group_size=4)
     with pytest.raises(UserError, match=re.escape(words)):
         grpo.train(dataclasses.replace(config, **options))

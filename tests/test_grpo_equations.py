@@ -18,6 +18,7 @@ from grpo import (
     group_advantages,
     truncated_importance_weights,
     kl_estimate,
+    subtract_k1,
     token_advantages,
     total_loss,
 )
@@ -151,6 +152,17 @@ def test_by_hand_clips_kl_entropy():
     b = hand_batch()
     for kind, value in (("k1", math.log(1.5 * 0.5)), ("k2", (math.log(1.5) ** 2 + math.log(0.5) ** 2) / 2)):
         assert float(kl_estimate(b["logprobs"].detach(), b["ref"], b["mask"], kind)[0].sum()) == pytest.approx(value)
+
+
+def test_k1_is_subtracted_from_the_reward_of_the_turn_whose_tokens_it_is_of():
+    """Two turns of two tokens and one: k1 = log(trainer / ref) = 1 + 2 and -3, at a coefficient of 0.1."""
+    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]])
+    trainer = torch.tensor([[9.0, 1.0, 2.0, 9.0, -3.0], [9.0, 0.5, 9.0, 9.0, 9.0]])  # what is masked does not count
+    config = SimpleNamespace(kl_coef=0.1, kl_estimator="k1")
+    rewards = subtract_k1(config, [[0.0, 1.0], [2.0]], trainer, torch.zeros(2, 5), mask)
+    assert [[round(r, 12) for r in turns] for turns in rewards] == [[-0.3, 1.3], [1.95]]
+    for other in ({"kl_coef": 0.0, "kl_estimator": "k1"}, {"kl_coef": 0.1, "kl_estimator": "k3"}):
+        assert subtract_k1(SimpleNamespace(**other), [[1.0]], trainer, None, mask) == [[1.0]]
 
 
 def test_kl_gradients_on_policy():
