@@ -10,6 +10,9 @@ TRL's loss bnpo, which divides by the tokens of a micro-batch.
 
 Shapes: B sequences of T tokens, (b, t) in a micro-batch; N rewards. Column t of a (B, T) tensor
 belongs to token t. A mask is 1 exactly where the policy sampled the token. sg is stop_gradient.
+Log-probs, of the same tokens: sampled by the decoder, trainer by the same weights in the update's
+forward pass, ref by the policy that the run started from, old is the ratio's denominator (sampled,
+or trainer with --importance_correction), and those without a prefix are of the policy in training.
 """
 import math
 from collections import Counter
@@ -60,14 +63,14 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
 # --credit. It takes the turn rewards (B lists) and B group ids, and returns the advantages of all
 # turns in one tensor, episode after episode. Its options are those of `group_advantages`.
 def episode_credit(turn_rewards, group_ids, **options):
-    """Give all turns their episode's advantage: what papers call GRPO (section 4.1.2)."""
+    """Give all turns their episode's advantage: outcome supervision (2402.03300 section 4.1.2)."""
     totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
-    turns = torch.tensor([len(rewards) for rewards in turn_rewards])  # (B,)
-    return group_advantages(totals, group_ids, **options).repeat_interleave(turns)
+    lengths = torch.tensor([len(rewards) for rewards in turn_rewards])  # (B,)
+    return group_advantages(totals, group_ids, **options).repeat_interleave(lengths)
 
 
 def turn_credit(turn_rewards, group_ids, **options):
-    """Compare a turn's return-to-go with the mean of its group at this turn; a lone one gets 0."""
+    """Compare a turn's return-to-go with its group's mean at this turn, 0 if no other got there."""
     returns, peers = [], []
     for group, rewards in zip(group_ids, turn_rewards):
         for turn in range(len(rewards)):
@@ -77,11 +80,11 @@ def turn_credit(turn_rewards, group_ids, **options):
 
 
 def process_credit(turn_rewards, group_ids, **options):
-    """Normalize all turn rewards of a group, and sum a turn's and all later ones (section 4.1.3).
+    """Sum a turn's and all later rewards, normalized over the group: process supervision (4.1.3).
 
     Beware where the reward comes at the end: every turn before it then counts -mean / std, so that
     each further turn costs, however correct it is. In eight correct episodes of three turns the
-    first call gets 0, the second 0.69 and the answer 1.38: the policy learns to answer at once.
+    first call gets 0, the second 0.69 and the answer 1.38: an answer in the first turn gains most.
     """
     lengths = [len(rewards) for rewards in turn_rewards]
     flat = torch.tensor([float(reward) for rewards in turn_rewards for reward in rewards])
@@ -153,8 +156,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     k2: x^2 / 2. Its gradient is that of KL(policy || reference).
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
         and explodes where a token has become unlikely.
-    k3_ratio: k3 * policy / old (arXiv 2512.02556). Unbiased if old is what sampled. The default of
-        TRL 1.16, which in gspo and luspo takes the sequence's ratio.
+    k3_ratio: k3 * policy / old (arXiv 2512.02556). Value and gradient are unbiased if old is what
+        sampled. The default of TRL 1.16, which in gspo and luspo takes the sequence's ratio.
     """
     x = masked(logprobs - ref_logprobs, mask)
     if kind == "k1":
@@ -165,9 +168,9 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     return k3 if kind == "k3" else k3 * masked(logprobs - old_logprobs, mask).exp()
 
 
-# A surrogate takes log_ratio = log(policy / old), logprobs, advantages and mask, (B, T) each, and
-# the clip range. It returns the tokens' losses (B, T) and a dict of what to log of them: numbers,
-# or booleans to be counted, (B, T). It sees a micro-batch: `train` has the step's statistics.
+# A surrogate takes log_ratio = log(policy / old), logprobs and advantages, which are 0 where the
+# mask is, the mask, (B, T) each, and the clip range. It returns the tokens' losses (B, T) and what
+# to log of them, numbers or booleans (B, T). It sees a micro-batch; `train` has the whole step.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -298,9 +301,8 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
     The KL shares the normalizer, and the entropy is a mean over tokens for every loss. k1 is in the
-    rewards and adds nothing here. All tensors are (B, T). Returns the loss and the metrics, which
-    add up to the step's. All but the loss are sums over tokens / `counts.tokens`. approx_kl is
-    KL(old || policy).
+    rewards and only logged here. All tensors are (b, t). Returns the loss and its share of what the
+    step logs: the loss, and means over tokens. approx_kl is KL(old || policy).
     """
     surrogate, normalizer = LOSSES[config.loss]
     kl = torch.zeros_like(logprobs)
@@ -322,11 +324,11 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     return loss, {**metrics, "loss": loss.detach()}
 
 
-def rescore(config, model, start_policy, batch, token_ids, mask, run):
-    """Return the log-probs under the reference and under the trainer, (B, T) each.
+def recompute_logprobs(config, model, start_policy, batch, token_ids, mask, run):
+    """Return the log-probs of the trainer and of the reference, (B, T) each.
 
-    The trainer has the sampler's weights and the updates' forward pass, which rounds otherwise.
-    Both are 0 where no option of the config needs them.
+    The trainer has the sampler's weights and the update's forward pass, which rounds differently.
+    What no option needs is left 0, and not read. start_policy is what `freeze_reference` returned.
     """
     ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
     score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)
@@ -336,25 +338,29 @@ def rescore(config, model, start_policy, batch, token_ids, mask, run):
     if config.importance_correction or (config.kl_coef and config.kl_estimator == "k1"):
         with merged(model, update=True):
             trainer_logprobs = score_now()
-    return ref_logprobs, trainer_logprobs
+    return trainer_logprobs, ref_logprobs
 
 
 def subtract_k1(config, turn_rewards, trainer_logprobs, ref_logprobs, mask):
-    """Return the rewards (B lists); with k1, less kl_coef x its sum over each turn's tokens."""
+    """Return turn_rewards (B lists), with --kl_estimator k1 less kl_coef x k1 of the turn's tokens.
+
+    Where the group's std divides them, in a group of equal rewards kl_coef all but cancels.
+    """
     if not config.kl_coef or config.kl_estimator != "k1":
         return turn_rewards
     k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
     out = []
-    for rewards, costs, turns in zip(turn_rewards, k1, turn_index(mask)):
-        out.append([reward - config.kl_coef * costs[turns == turn].sum().item()
+    for rewards, token_k1, turn_of in zip(turn_rewards, k1, turn_index(mask)):
+        out.append([reward - config.kl_coef * token_k1[turn_of == turn].sum().item()
                     for turn, reward in enumerate(rewards)])
     return out
 
 
-def correct_importance(config, sampled_logprobs, trainer_logprobs, advantages, mask):
-    """Return the old log-probs, which are the sampler's, and the advantages, (B, T) each.
+def correct_importance(config, trainer_logprobs, sampled_logprobs, advantages, mask):
+    """Return the old log-probs and the advantages, (B, T) each.
 
-    With --importance_correction old is the trainer, and its weights multiply the advantages.
+    Old is sampled. With --importance_correction it is trainer, and each advantage is multiplied by
+    its truncated importance weight.
     """
     if not config.importance_correction:
         return sampled_logprobs, advantages
@@ -373,20 +379,20 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
-    start_policy = freeze_reference(model) if config.kl_coef else None  # before run.steps resumes
-    optimizer = adamw(model, config.weight_decay)
+    start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
+    optimizer = adamw(model, config.weight_decay)  # `run.steps` sets the learning rate
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
     with run:  # whatever ends it early saves the last whole step
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
-            # 1. Rollout: group_size episodes of each drawn task; sampled tokens have log-probs.
+            # 1. Rollout: group_size episodes of each drawn task. Log-probs that options need.
             trajectories = collect_groups(play, tasks, config, step, run)
-            if not run.accept_episodes(trajectories):
+            if not run.accept_episodes(trajectories):  # also scales the rewards, and logs
                 continue
-            batch = cheapest_order(trajectories, config.batch_size)
+            batch = cheapest_order(trajectories, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
-            ref_logprobs, trainer_logprobs = rescore(
+            trainer_logprobs, ref_logprobs = recompute_logprobs(
                 config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
 
             # 2. Advantages: a sampled token gets the advantage of its episode, or of its turn.
@@ -396,10 +402,10 @@ def train(config: Config) -> dict:
                                           config.credit, scale=config.scale_rewards)  # (B, T)
             run.log(**group_shares(batch, advantages), merge_kept=kept_by_merging(model))
             old_logprobs, advantages = correct_importance(
-                config, sampled_logprobs, trainer_logprobs, advantages, mask)  # (B, T) each
+                config, trainer_logprobs, sampled_logprobs, advantages, mask)  # (B, T) each
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
-            # 3. Update, in micro-batches, with the adapter merged as in the rollout.
+            # 3. Update, in micro-batches, through the weights that sampled (`merged`).
             model.train()
             for update in range(config.updates_per_step):
                 totals = Counter()  # its update() adds
@@ -420,7 +426,7 @@ def train(config: Config) -> dict:
                     optimizer.step()
                 optimizer.zero_grad()
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
-                if update == 0:  # no optimizer step yet: 1 and 0, but for rounding and dropout
+                if update == 0:  # ratio 1, |log ratio| 0, but for rounding and dropout
                     run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
     return run.finish()
 
