@@ -247,7 +247,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
             run=None) -> list[Trajectory]:
-    """Play `group_size` episodes of every task, and return them task by task.
+    """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
     sample). While a tool runs others decode, at most TOOL_STEPS steps, and then wait for it: who

@@ -337,6 +337,7 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[int, float]:
     episodes.sort(key=lambda t: len(t.token_ids))
     sums = torch.zeros(len(episodes), device=model.device)
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
+    model.eval()
     with merged(model, update=True):
         for rows in tqdm(batches, "reference", leave=False, delay=2):
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each

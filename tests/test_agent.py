@@ -265,6 +265,19 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
     assert solved.reward_parts == {"actions": 4.0, "answer": 5.0}
 
 
+def test_a_model_in_train_mode_samples_without_dropout():
+    """Log-probabilities under dropout would be those of no policy; an adapter beside its weights has it while decoding."""
+    model, _ = make_tiny()
+    add_lora(model, 4, 8, dropout=0.5, apart=True)
+    for linear in adapters(model).values():
+        torch.nn.init.normal_(linear.lora.B, std=0.3)
+    found = rollout(model.train(), TOKENIZER, "equations", EQUATIONS, limits=Limits(max_new_tokens=20, max_tokens=600, max_turns=2))
+    assert not model.training
+    check_logprobs(model, found)
+    with pytest.raises(AssertionError):
+        check_logprobs(model.train(), found)
+
+
 def test_sampled_episodes_of_several_environments(monkeypatch):
     limits = Limits(max_new_tokens=40, max_tokens=500, max_turns=3)
     tasks = [{"env": "box", "word": "a"}, {"env": "equations", "equation": "2x = 8"}, {"env": "asking", "word": "b"}, {"env": "box", "word": "c"}]
