@@ -1,14 +1,15 @@
 """Choose the default LoRA learning rate of GRPO on a real model: one SFT, then GRPO at each rate from the same start.
 
     python ../shared/real/get_smollm2.py .real/smollm2
-    python bench/learning_rates.py --rates 5e-5,1e-4,2e-4
+    python bench/learning_rates.py --rates 1e-4,2e-4 --seeds 0,1,2
 
-About 45 minutes on 2 cores. SmolLM2-135M, `equations`, everything else at its default but 4 x 8 episodes a step and 20
-steps; the model gets the tiny model's short chat template, as in bench/real_model.py. Writes
-bench/results/learning_rates.json after every run; the last line is JSON.
+SmolLM2-135M, `equations`, everything else at its default but 4 x 8 episodes a step and 20 steps; the model gets the
+tiny model's short chat template, as in bench/real_model.py. A finished run is not repeated, so several processes may
+share the runs. Writes bench/results/learning_rates.json after every run; the last line is JSON.
 """
 import argparse
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -33,35 +34,40 @@ def short_template(model_path, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=".real/smollm2")
-    parser.add_argument("--rates", default="5e-5,1e-4,2e-4")
+    parser.add_argument("--rates", default="1e-4,2e-4")
+    parser.add_argument("--seeds", default="0,1,2", help="of GRPO; the start is the same")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "learning_rates"))
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     import grpo
     import sft
-    model = short_template(args.model_path, os.path.join(args.out, "model"))
+    from bench.learning import spread
     taught = os.path.join(args.out, "sft")
     if not os.path.exists(os.path.join(taught, "result.json")):
+        model = short_template(args.model_path, os.path.join(args.out, "model"))
         sft.train(sft.Config(
             model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, max_samples=400,
-            expert_noise=0.7, max_turns=6, batch_size=8, max_steps=60, eval_tasks=0, seed=args.seed,
+            expert_noise=0.7, max_turns=6, batch_size=8, max_steps=60, eval_tasks=0,
             dtype="bfloat16", overwrite=True))
     rows = {}
-    for rate in args.rates.split(","):
+    for rate, seed in itertools.product(args.rates.split(","), args.seeds.split(",")):
+        folder = os.path.join(args.out, f"grpo_{rate}_{seed}")
         result = grpo.train(grpo.Config(
-            model_path=taught, output_dir=os.path.join(args.out, f"grpo_{rate}"), learning_rate=float(rate),
-            tasks_per_step=4, group_size=8, batch_size=8, max_steps=args.steps, eval_tasks=100, seed=args.seed,
-            overwrite=True))
-        with open(os.path.join(args.out, f"grpo_{rate}", "metrics.jsonl")) as file:
+            model_path=taught, output_dir=folder, learning_rate=float(rate), tasks_per_step=4, group_size=8,
+            batch_size=8, max_steps=args.steps, eval_tasks=100, seed=int(seed), resume="newest"))
+        with open(os.path.join(folder, "metrics.jsonl")) as file:
             lines = [json.loads(line) for line in file]
-        rows[rate] = {**result, "success_in_training": [line["success"] for line in lines],
-                      "merge_kept": [line.get("merge_kept") for line in lines]}
+        row = rows.setdefault(rate, {"runs": []})
+        row["runs"].append({**result, "success_in_training": [line["success"] for line in lines],
+                            "merge_kept": [line.get("merge_kept") for line in lines]})
+        for name in ("success_before", "success_after"):
+            values = [run[name] for run in row["runs"]]
+            row[name] = {"values": values, **spread(values)}
         report = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
                   "machine": f"{os.cpu_count()} cores, no GPU", "steps": args.steps, "rows": rows}
         with open(RESULTS, "w") as file:
             json.dump(report, file, indent=1)
-        print(rate, result, flush=True)
+        print(rate, seed, result, flush=True)
     print(json.dumps(report))
 
 
