@@ -1,6 +1,6 @@
 """One GRPO step here and in TRL + PEFT, side by side: seconds, tokens/s, peak memory, and whether the gradients agree.
 
-    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; 40 minutes on 2 cores
+    python bench/vs_trl.py --model_path .real/smollm2      8 prompts x 8 samples x 128 tokens; 25 minutes on 2 cores
     python bench/vs_trl.py --model_path tiny-random --prompts 2 --samples 2 --tokens 8 --rounds 1   a minute
 
 Three rows: TRL as it ships (its precision, its gradient checkpointing), TRL with the weight dtype that we use, and

@@ -287,7 +287,7 @@ class Run:
 
     # --------------------------------------------------------------------------- steps that are bad
     def accept_episodes(self, episodes):
-        """Shift, scale and log a step's episodes; False if none is left, or a reward not finite."""
+        """Scale the rewards and log the episodes, or return False: the step is to be skipped."""
         if not episodes:
             print(f"step {self.step}: there is no episode to learn from: skipped")
             return False
