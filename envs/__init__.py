@@ -30,7 +30,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -72,9 +72,9 @@ LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_
 
 
 # ------------------------------------------------------------------------------------- loading
-def names_of(env_names: str) -> list[str]:
-    """Return the names in "equations, gsm8k"."""
-    return [name.strip() for name in env_names.split(",")]
+def names_of(env_names: str | None) -> list[str]:
+    """Return the names in "equations, gsm8k", and none for None."""
+    return [name.strip() for name in env_names.split(",")] if env_names else []
 
 
 def load(name: str) -> type:
@@ -109,8 +109,7 @@ def load(name: str) -> type:
 
 def sources(env_names: str | None) -> list[str]:
     """Return the files that define these environments."""
-    names = names_of(env_names) if env_names else []
-    return [inspect.getsourcefile(load(name)) for name in names]
+    return [inspect.getsourcefile(load(name)) for name in names_of(env_names)]
 
 
 def _import_file(path: str):
@@ -134,8 +133,8 @@ def _import_file(path: str):
     return module
 
 
-def limits(env_names: str) -> dict:
-    """Return the limits of an episode that the environments ("a,b") recommend.
+def limits(env_names: str | None) -> dict:
+    """Return the limits of an episode that the environments ("a,b") recommend; {} without any.
 
     Of several environments the largest. LIMITS holds what one gets that states none.
     """
@@ -154,17 +153,14 @@ def limits(env_names: str) -> dict:
 
 def limits_of(config, env: str | None) -> Limits:
     """Return the limits that a Config names, and for the rest those that its environment states."""
-    stated = limits(env) if env else {}
-    stated |= {"max_new_tokens": config.max_new_tokens, "max_tokens": config.max_tokens}
-    return Limits(config.max_turns, **stated)
+    return replace(Limits(**limits(env)), max_turns=config.max_turns,
+                   max_new_tokens=config.max_new_tokens, max_tokens=config.max_tokens)
 
 
 def lengths(env_names: str | None) -> dict:
     """Return the max_new_tokens and max_tokens that the environments recommend; {} without any."""
-    if not env_names:
-        return {}
-    recommended = limits(env_names)
-    return {name: recommended[name] for name in ("max_new_tokens", "max_tokens")}
+    return {name: value for name, value in limits(env_names).items()
+            if name in ("max_new_tokens", "max_tokens")}
 
 
 def need_expert(env_names: str):
