@@ -31,6 +31,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -90,7 +91,10 @@ def load(name: str) -> type:
         raise UserError(f"unknown environment {name!r}; {nearest(name, ENVS, otherwise=known)}")
     place, class_name = target.rsplit(":", 1)
     try:
-        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
+        if place.endswith(".py"):
+            module = _import_file(os.path.abspath(place))
+        else:
+            module = importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
         raise UserError(f"environment {name!r}: {error}") from None
     except (Exception, SystemExit) as error:
@@ -112,22 +116,18 @@ def sources(env_names: str | None) -> list[str]:
     return [inspect.getsourcefile(load(name)) for name in names_of(env_names)]
 
 
+@cache
 def _import_file(path: str):
     """Import a file once per process. It may import its neighbours."""
-    key = f"environment:{os.path.abspath(path)}"
-    if key in sys.modules:
-        return sys.modules[key]
-    spec = importlib.util.spec_from_file_location(key, path)
+    name = f"environment:{path}"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up there.
-    sys.modules[key] = module
-    folder = os.path.dirname(os.path.abspath(path))
+    sys.modules[name] = module
+    folder = os.path.dirname(path)
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[key]
-        raise
     finally:
         sys.path.remove(folder)
     return module
