@@ -193,13 +193,15 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
     if path and len(names) > 1:
         raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
     extra = options(env_options, names)
-    share = None if n is None else -(-n // len(names))
-    if path and path != name:
-        columns = [_tasks_of_file(name, split, seed, path, eval_dataset)]
-    else:
-        columns = [_tasks_of_environment(name, split, share, seed) for name in names]
-    rows = [{**task, **extra} for task in chain.from_iterable(zip(*columns))]
-    return rows[:n]
+    columns = []
+    for env_name in names:
+        if path and path != name:
+            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
+        else:
+            rows = _tasks_of_environment(env_name, split, n, seed)
+        # Data never chooses which code runs: a row's own "env" is overwritten.
+        columns.append([{**row, "env": env_name, **extra} for row in rows])
+    return list(chain.from_iterable(zip(*columns)))[:n]
 
 
 def _tasks_of_environment(name, split, n, seed) -> list[dict]:
@@ -219,17 +221,17 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     except (TypeError, ValueError) as error:
         raise UserError(f"environment {name!r}: _tasks: {error}; a task holds what JSON can, such "
                         "as int(n) for a number n of NumPy") from None
-    return [{**task, "env": name} for task in rows]
+    return rows
 
 
 def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
     """Return the rows of a task file, or only those of the split, in random order."""
     cls = load(name)
 
-    def convert(row, place):
+    def convert(row, _):
         in_split = is_whole or is_held_out(row) == (split == "test")
-        # Data never chooses which code runs: a row's own "env" is overwritten.
-        return in_split, {**_as_task(cls, row), "env": name}
+        # Rows of the other split are checked as well.
+        return in_split, _as_task(cls, row)
 
     rows = [task for in_split, task in read_as(path, convert) if in_split]
     if not rows:
