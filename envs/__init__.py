@@ -242,10 +242,9 @@ def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
 
 def _as_task(cls, row: dict) -> dict:
     """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
-    if hasattr(cls, "_row"):
-        return cls._row(row)
-    need(row, *_needed(cls))
-    return row
+    task = cls._row(row) if hasattr(cls, "_row") else row
+    need(task, *_needed(cls))
+    return task
 
 
 def is_task(name: str, row: dict) -> bool:
@@ -254,7 +253,7 @@ def is_task(name: str, row: dict) -> bool:
         return False
     cls = load(name)
     try:
-        need(_as_task(cls, row), *_needed(cls))
+        _as_task(cls, row)
     except Exception:  # `_row` is not ours
         return False
     return bool(_needed(cls))
@@ -316,7 +315,7 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
 def tasks_of(episodes) -> list[dict]:
     """Return the tasks that episodes recorded."""
     tasks = [t.info.get("task") for t in episodes]
-    return [task for task in tasks if task and isinstance(task, dict)]
+    return [task for task in tasks if isinstance(task, dict)]
 
 
 def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
