@@ -23,7 +23,6 @@ the total of the episode. They may be async. Each call comes from another thread
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
 """
-import importlib
 import importlib.util
 import inspect
 import json
@@ -174,9 +173,11 @@ def need_expert(env_names: str):
 
 
 # --------------------------------------------------------------------------------------- tasks
-def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None = None,
+def tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
           eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
     """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
+
+    There are none without an environment.
 
     Args:
         name: the environment. Several ("a,b") take turns.
@@ -189,6 +190,8 @@ def tasks(name: str, split: str, n: int | None, seed: int, dataset: str | None =
     Each row gets "env": the name of its environment.
     """
     names = names_of(name)
+    if not names or n == 0:
+        return []
     path = eval_dataset if split == "test" and eval_dataset else dataset
     if path and len(names) > 1:
         raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
@@ -323,13 +326,10 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
 
     There are none without an environment, and none to train on where episodes are recorded.
     """
-    if not config.env:
-        return [], []
     files = config.dataset, config.eval_dataset, config.env_options
-    is_played = n and not getattr(config, "trajectories", None)
-    train = tasks(config.env, "train", n, config.seed, *files) if is_played else []
-    if not config.eval_tasks:
-        return train, []
+    if getattr(config, "trajectories", None):
+        n = 0
+    train = tasks(config.env, "train", n, config.seed, *files)
     held_out = tasks(config.env, "test", config.eval_tasks, config.seed, *files)
     return train, drop_seen(held_out, train)
 
