@@ -128,7 +128,7 @@ def picture(rows: dict, ceiling: float, path: str):
 
 def main():
     sys.path.insert(0, ROOT)
-    from envs.meetings import Meetings
+    from envs.meetings import TOOLS, accuracy
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "four_lessons"))
     parser.add_argument("--only", choices=START, help="default: all")
@@ -142,9 +142,9 @@ def main():
     rows = {env: {name: [found[env, seed, name] for seed in SEEDS] for name in LESSONS} for env in names}
     result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(), "seeds": SEEDS,
               "episodes": EPISODES, "lessons": LESSONS, "grpo": GRPO, "start": START, "rows": rows,
-              "bayes_ceiling": Meetings._ceiling(), "machine": f"{os.cpu_count()} cores, no GPU, two runs at a time"}
+              "bayes_ceiling": accuracy(TOOLS), "machine": f"{os.cpu_count()} cores, no GPU, two runs at a time"}
     os.makedirs(RESULTS, exist_ok=True)
-    picture(rows, Meetings._ceiling(), os.path.join(RESULTS, "four_lessons.png"))
+    picture(rows, accuracy(TOOLS), os.path.join(RESULTS, "four_lessons.png"))
     with open(os.path.join(RESULTS, "four_lessons.md"), "w") as f:
         f.write(table(rows))
     with open(os.path.join(RESULTS, "four_lessons.json"), "w") as f:

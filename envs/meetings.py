@@ -13,7 +13,8 @@ for every other; for the interests it is 2 (shared - 2), where each has four of 
     P(good) = 1 / (1 + exp(-0.8 (profile_match + common_interests + slot_fit + follow_up)))
 
 The outcome is drawn with that probability. Everything is drawn from the number of the meeting. No
-agent can be right more often than `_ceiling()`, 83 %; two scores allow 70 %, the prompt alone 59 %.
+agent can be right more often than `accuracy(TOOLS)`, 83 %. Two scores allow 70 %, the prompt alone
+59 %.
 
 The answer is text: {"probability": 0.69, "reason": "slot", "recommendation": "YES"}. TRL shows an
 environment no text, so that there every episode counts as not completed.
@@ -272,12 +273,8 @@ class Meetings:
         return answer(p, strongest(self.seen, round(p, 2) >= 0.5), self._contrary)
 
     def _check(self) -> bool:
-        """Return whether the recommendation came true. On average no agent passes `_ceiling`."""
+        """Return whether the recommendation came true."""
         return self.recommended == self.outcome
-
-    @staticmethod
-    def _ceiling() -> float:
-        return accuracy(TOOLS)
 
     @staticmethod
     def _row(row: dict) -> dict:

@@ -91,9 +91,9 @@ def test_outcomes_are_drawn_from_the_probability(drawn):
 
 
 def test_the_ceiling_is_the_accuracy_of_whoever_knows_the_truth(drawn):
-    assert 0.82 <= Meetings._ceiling() <= 0.84
+    assert 0.82 <= accuracy(TOOLS) <= 0.84
     best = np.mean([made["outcome"] == (made["probability"] >= 0.5) for made in drawn])
-    assert best == pytest.approx(Meetings._ceiling(), abs=0.01)
+    assert best == pytest.approx(accuracy(TOOLS), abs=0.01)
 
 
 def test_no_class_is_a_majority(drawn):
