@@ -297,17 +297,17 @@ class Meetings:
         return list(out.values())
 
 
-def write_csv(path: str, rows: int, seed: int):
+def write_csv(rows: int, output: str, seed: int):
     """Write meetings of the training split with their true answers."""
     tasks = Meetings._tasks("train", rows, seed)
-    with open(path, "w", encoding="utf-8", newline="") as f:
-        out = csv.writer(f)
-        out.writerow([*COLUMNS, "meeting"])
+    with open(output, "w", encoding="utf-8", newline="") as f:
+        table = csv.writer(f)
+        table.writerow([*COLUMNS, "meeting"])
         for task in tasks:
             made = simulate(task["meeting"])
             truth = made["probability"]
             target = json.loads(answer(truth, strongest(made["scores"], truth >= 0.5)))
-            out.writerow([made["prompt"], target["probability"], target["reason"],
+            table.writerow([made["prompt"], target["probability"], target["reason"],
                           round(truth, 4), task["meeting"]])
 
 
@@ -319,7 +319,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     try:
-        write_csv(given.output, given.rows, given.seed)
+        write_csv(**vars(given))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(f"written: {given.output}; the best possible accuracy is {accuracy(TOOLS):.1%}\n"
