@@ -61,12 +61,12 @@ MAX_TASKS = 80_000  # of the 90,000 meetings of the test split
 def draw_attendee(rng) -> dict:
     """Draw a person of the conference."""
     return {
-        "role": int(rng.integers(4)), "senior": int(rng.integers(2)), "met": int(rng.integers(6)),
-        "energy": int(rng.integers(7)),
-        "interests": set(rng.choice(8, 4, replace=False).tolist()),
-        "seeks": set(rng.choice(4, 2, replace=False).tolist()),
-        "wants": int(rng.integers(2)), "morning": bool(rng.integers(2)),
-        "leaves": int(rng.integers(1, 5)), "city": int(rng.integers(2)),
+        "role": rng.integers(4), "senior": rng.integers(2), "met": rng.integers(6),
+        "energy": rng.integers(7),
+        "interests": set(rng.choice(8, 4, replace=False)),
+        "seeks": set(rng.choice(4, 2, replace=False)),
+        "wants": rng.integers(2), "morning": rng.integers(2) == 1,
+        "leaves": rng.integers(1, 5), "city": rng.integers(2),
     }
 
 
@@ -74,7 +74,7 @@ def simulate(meeting: int) -> dict:
     """Return all there is to know of a meeting: prompt, scores, probability, outcome, persona."""
     rng = np.random.default_rng(meeting)
     you, they = draw_attendee(rng), draw_attendee(rng)
-    day, hour = int(rng.integers(1, 4)), int(rng.integers(6))
+    day, hour = rng.integers(1, 4), rng.integers(6)
     scores = {
         "profile_match": score(they["role"] in you["seeks"], you["role"] in they["seeks"],
                                they["senior"] == you["wants"]),
@@ -94,7 +94,7 @@ def simulate(meeting: int) -> dict:
 
 def score(*facts: bool) -> int:
     """Return the number of true facts less the number of false ones."""
-    return 2 * sum(facts) - len(facts)
+    return 2 * int(sum(facts)) - len(facts)
 
 
 def logistic(scores) -> float:
