@@ -262,28 +262,28 @@ def written_solution(row: dict) -> list[dict]:
     return [*messages, last]
 
 
-def _cached(split: str) -> str:
+def _cached(split: str) -> Path:
     """Return the path of the official file, which is downloaded once and checked by its hash."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(cache, "agentic-rl", "gsm8k", f"{split}.jsonl")
-    source = path if path.exists() else f"{URL}/{split}.jsonl"
+    source = f"{URL}/{split}.jsonl"
     remedy = f"give --dataset path/to/{split}.jsonl"
+    is_cached = path.exists()
+    if is_cached:
+        source = path
+        remedy += f", or delete {path} and it is fetched again"
     try:
-        file = open(path, "rb") if source is path else urllib.request.urlopen(source, timeout=10)
+        file = open(path, "rb") if is_cached else urllib.request.urlopen(source, timeout=10)
         data = file.read(MAX_FILE)
+        if hashlib.sha256(data).hexdigest() != SHA256[split]:
+            raise ValueError("sha256 differs from the official file's")
+        if not is_cached:
+            # Whole or not at all, whichever process comes first.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            temporary.write_bytes(data)
+            temporary.replace(path)
     # An OSError, or a reply that is not HTTP.
     except Exception as error:
         raise UserError(f"gsm8k: {source}: {getattr(error, 'reason', error)}; {remedy}") from None
-    if hashlib.sha256(data).hexdigest() != SHA256[split]:
-        raise UserError(f"gsm8k: {source}: sha256 differs from the official file's; {remedy}, or "
-                        f"delete {path} and it is fetched again")
-    if source is not path:
-        # Whole or not at all, whichever process comes first.
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
-            temporary.replace(path)
-        except OSError as error:
-            raise UserError(f"gsm8k: {path}: {error.strerror}; {remedy}") from None
-    return str(path)
+    return path
