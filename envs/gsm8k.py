@@ -44,8 +44,8 @@ MAX_BITS = 1024  # of a power
 # CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
 PARSING = threading.Lock()
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
-NUMBER = re.compile(r"([+-]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?"
-                    r"(?:\\?%)?\.?")
+NUMBER = re.compile(r"[+-]?(\\?\$)?([0-9]{1,3}(,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?"
+                    r"(\\?%)?\.?")
 BOXED = re.compile(r"\\boxed\{([^{}\n]*)\}")
 
 
@@ -120,10 +120,11 @@ def _number(text: str) -> Decimal | None:
 
     None for all else, such as "nan", "1e9", "1_0" and "４２".
     """
-    match = NUMBER.fullmatch(text.strip()) if len(text) <= 100 else None
-    if not match:
+    digits = text.strip()
+    if len(text) > 100 or not NUMBER.fullmatch(digits):
         return None
-    return Decimal(match[1] + match[2].replace(",", "") + (match[3] or ""))
+    # Dollar, percent, commas and a full stop at the end do not change the value.
+    return Decimal(re.sub(r"[\\$%,]|\.$", "", digits))
 
 
 def _marked(text: str) -> set:
