@@ -279,9 +279,9 @@ def options(text: str | None, env_names: list[str]) -> dict:
     for env_name in env_names:
         parameters.update(inspect.signature(load(env_name).reset).parameters)
     # By convention **_ is thrown away, and **kwargs is read.
-    takes_any = any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in parameters.values())
     for name in ("self", "_"):
         parameters.pop(name, None)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     out = {}
     for item in filter(str.strip, (text or "").split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
