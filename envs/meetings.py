@@ -278,10 +278,11 @@ class Meetings:
 
     @staticmethod
     def _row(row: dict) -> dict:
-        """Return a row of a task file, or raise ValueError if its meeting is no number."""
-        if "meeting" not in row:
-            raise ValueError(f'no "meeting" field; has: {", ".join(row)}')
-        if not str(row["meeting"]).isdecimal():
+        """Return a row of a task file, or raise ValueError if its meeting is no number.
+
+        A row without one is refused by the caller, because `reset` needs it.
+        """
+        if "meeting" in row and not str(row["meeting"]).isdecimal():
             raise ValueError(f'"meeting" must be a whole number, not {row["meeting"]!r:.40}')
         return row
 
