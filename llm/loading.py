@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import (
     adapter_base,
+    check_finite,
     is_pattern,
     read_settings,
     read_tensors,
@@ -25,7 +27,7 @@ from llm.attention import causal_attention, other_layers
 from llm.checkpointing import checkpoint_layers, tile_mlps
 from llm.facts import Facts, facts
 from llm.logprobs import head_logits, hidden_states
-from llm.memory import PLAIN, Techniques, techniques, techniques_of
+from llm.memory import Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.quantization import pinned, round_weights
@@ -35,6 +37,8 @@ from lora import adapter_tensors, add_lora, merge_adapter, settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
+# How an adapter's file says that its base is quantized; see `read_settings`.
+FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
 
 def model_options(config) -> dict:
@@ -78,8 +82,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     if continues and not lora_r and (train or not (quantized or chosen.frozen_base)):
         merge = True
     if not merge:
-        chosen = chosen._replace(load_in_4bit=chosen.load_in_4bit or "nf4" in quantized,
-                                 int8_head=chosen.int8_head or "int8" in quantized)
+        chosen = chosen._replace(**{name: True for name in FORMS if FORMS[name] in quantized})
     # Weights that train are read and stay in float32.
     kept = real_dtype(DTYPES[dtype] if lora_r or not train else torch.float32, device)
     model, tokenizer = read_model(source, kept, device, chosen, seed)
@@ -203,10 +206,8 @@ def is_tiny(model_path: str) -> bool:
     try:
         path = newest(model_path)
         path = adapter_base(path) if is_adapter(path) else path
-        if path == "tiny":
-            return True
-        return bool(read_json(os.path.join(path, "config.json")).get("tiny"))
-    except (OSError, ValueError, AttributeError, TypeError):  # a UserError is a ValueError
+        return path == "tiny" or bool(read_json(os.path.join(path, "config.json")).get("tiny"))
+    except (OSError, ValueError):  # a UserError is a ValueError
         return False
 
 
@@ -238,12 +239,7 @@ def _check_logits(model, source: str):
         stock = model(input_ids=probe, use_cache=False).logits.float()
         hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
         ours = head_logits(model, hidden).float()
-    for name, p in model.named_parameters():
-        # A sum is cheap, and not finite where a weight is not, or where the sum is too large.
-        if p.is_floating_point() and not torch.isfinite(p.detach().sum(dtype=torch.float32)):
-            if bad := int((~torch.isfinite(p)).sum()):
-                raise UserError(f"{source}: {name}: {bad} values are not finite; "
-                                "the file is damaged")
+    check_finite(source, dict(model.named_parameters()))
     if not torch.isfinite(stock).all():
         raise UserError(f"{source}: its weights give logits that are not finite; "
                         "the file is damaged, or needs --dtype float32")
@@ -283,7 +279,7 @@ def save_model(model, folder: str):
         return
     os.makedirs(folder, exist_ok=True)
     tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
-    quantized = _quantization(techniques_of(model))
+    quantized = ",".join(FORMS[name] for name in FORMS if getattr(techniques_of(model), name))
     # One entry of metadata alone: of two, safetensors writes the order at random.
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),
               metadata={"base": quantized} if quantized else {"format": "pt"})
@@ -297,42 +293,30 @@ def save_model(model, folder: str):
               "fan_in_fan_out": False, "modules_to_save": None,
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
               **settings(model).peft}
-    with open(os.path.join(folder, "adapter_config.json"), "w") as file:
-        json.dump(config, file, indent=2)
-
-
-def _quantization(chosen: Techniques) -> str:
-    """Return how an adapter's file says that its base is stored; see `read_settings`."""
-    forms = []
-    if chosen.load_in_4bit:
-        forms.append("nf4")
-    if chosen.int8_head:
-        forms.append("int8")
-    return ",".join(forms)
+    Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 def load_weights(model, folder: str):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
     if not settings(model):
-        saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
+        saved = type(model).from_pretrained(folder, dtype=torch.float32)
         model.load_state_dict(saved.state_dict())
         return
     saved = read_tensors(folder)
     for name, p in adapter_tensors(model).items():
-        tensor = saved.pop(name, None)
-        if tensor is None or tensor.shape != p.shape:
+        stored = tuple(saved[name].shape) if name in saved else "missing"
+        if stored != p.shape:
             short = name.removeprefix("base_model.model.").removesuffix(".weight")
-            stored = "missing" if tensor is None else tuple(tensor.shape)
             raise UserError(f"{folder}: {short} is {stored}, the model needs {tuple(p.shape)}")
-        p.data.copy_(tensor)
+        p.data.copy_(saved.pop(name))
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this model")
 
 
-def fast_float32() -> bool:
+def fast_float32():
     """Let oneDNN run float32 matrix products with bf16 instructions where that stays accurate.
 
-    Return True if it does. With AVX512-BF16 the split product is twice as fast with an error of
+    With AVX512-BF16 the split product is twice as fast with an error of
     4e-7. With AMX the same switch really rounds. Before the first product this also bounds oneDNN's
     cache of compiled shapes: its 1,024 entries, which batches of ever new lengths fill, hold over
     1 GB.
@@ -342,7 +326,7 @@ def fast_float32() -> bool:
         matmul = torch.backends.mkldnn.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     except (AttributeError, RuntimeError):
-        return False
+        return
     generator = torch.Generator().manual_seed(0)
     for rows in (1, 33, 512):
         x = torch.randn(rows, 384, generator=generator)
@@ -350,5 +334,3 @@ def fast_float32() -> bool:
         exact = x.double() @ w.double()
         if ((x @ w).double() - exact).abs().max() > 3e-6 * exact.abs().max():
             matmul.fp32_precision = before
-            return False
-    return True
