@@ -71,12 +71,13 @@ def _move_aside(path):
 
 def _seal(folder, state, file_with_mode):
     """Write state.json into a folder of files and flush everything to the disk."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    for file in files:
-        # safetensors creates files that only their owner may read.
-        shutil.copymode(file_with_mode, file)
-    names = [file.relative_to(folder).as_posix() for file in files]
-    state = {**state, "files": {name: fingerprint(folder / name) for name in names}}
+    files = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            # safetensors creates files that only their owner may read.
+            shutil.copymode(file_with_mode, file)
+            files[file.relative_to(folder).as_posix()] = fingerprint(file)
+    state = {**state, "files": files}
     replace_file(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
     for path in (*folder.rglob("*"), folder):
         sync(path)
