@@ -2,6 +2,7 @@
 import math
 import os
 import re
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -29,7 +30,7 @@ def adapter_base(folder: str) -> str:
 
     If that place has moved, it is `base/` in the adapter's folder or in its output folder.
     """
-    path = _config_path(folder)
+    path = Path(folder, "adapter_config.json")
     base = read_json(path).get("base_model_name_or_path")
     if not base or not isinstance(base, str) or "\0" in base:
         raise UserError(f"{path}: no base_model_name_or_path; "
@@ -48,12 +49,13 @@ def read_settings(folder: str) -> dict:
     The entry "quantized_base" is added, from the file of tensors: how the base was stored that the
     adapter was trained on, "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
     """
-    path = _config_path(folder)
+    path = Path(folder, "adapter_config.json")
     config = read_json(path)
     with reading(path):
         _check_kind(config)
         _check_values(config)
-    with reading(_tensors_path(folder)), safe_open(_tensors_path(folder), "pt") as file:
+    path = Path(folder, "adapter_model.safetensors")
+    with reading(path), safe_open(path, "pt") as file:
         config["quantized_base"] = (file.metadata() or {}).get("base", "")
         # Refuse a rank that nobody trained before memory is taken for it.
         for name in file.keys():
@@ -62,14 +64,6 @@ def read_settings(folder: str) -> dict:
                 raise UserError(f"{folder}: adapter_config.json says r {config['r']}, "
                                 f"adapter_model.safetensors has rank {rank}")
     return config
-
-
-def _config_path(folder: str) -> str:
-    return os.path.join(folder, "adapter_config.json")
-
-
-def _tensors_path(folder: str) -> str:
-    return os.path.join(folder, "adapter_model.safetensors")
 
 
 def _check_kind(config):
@@ -159,14 +153,14 @@ def _matching(pattern: str, names) -> list:
 
 def read_tensors(folder: str) -> dict:
     """Return the tensors of adapter_model.safetensors, all of them finite."""
-    path = _tensors_path(folder)
+    path = Path(folder, "adapter_model.safetensors")
     with reading(path):
         tensors = load_file(path)
     check_finite(path, tensors)
     return tensors
 
 
-def check_finite(path: str, tensors: dict):
+def check_finite(path, tensors: dict):
     """Raise UserError if a value in the tensors that were read from `path` is not finite."""
     for name, tensor in tensors.items():
         # A sum is cheap, and not finite where a value is not, or where the sum is too large.
