@@ -140,9 +140,8 @@ class Ranks:
 
         They are smaller than batch_size where a rank would otherwise have none.
         """
-        if -(-n // batch_size) < min(n, self.world):
-            share = self.share(n)
-            return [slice(share.start, share.stop)] if share else []
+        if -(-n // batch_size) < self.world:
+            batch_size = max(1, n // self.world)
         starts = range(0, n, batch_size)[self.rank::self.world]
         return [slice(start, start + batch_size) for start in starts]
 
