@@ -37,6 +37,7 @@ from lora import adapter_tensors, add_lora, merge_adapter, settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
+ADAPTER = "adapter_config.json"
 # How an adapter's file says that its base is quantized; see `read_settings`.
 FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
@@ -70,14 +71,14 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     Raises UserError, one line with the fix.
     """
     path = newest(path)
-    if os.path.exists(os.path.join(path, "state.json")):
+    if _holds(path, "state.json"):
         read_state(path)  # sizes and sha256
     device = _prepared_device(device, train)
     chosen = techniques(memory, load_in_4bit, gradient_checkpointing)
     if train:
         _check_trainable(chosen, memory, dtype, lora_r)
     source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules)
-    continues, quantized = is_adapter(path), adapter["quantized_base"]
+    continues, quantized = _holds(path, ADAPTER), adapter["quantized_base"]
     # One that is only played stays beside quantized or streamed weights.
     if continues and not lora_r and (train or not (quantized or chosen.frozen_base)):
         merge = True
@@ -86,7 +87,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     # Weights that train are read and stay in float32.
     kept = real_dtype(DTYPES[dtype] if lora_r or not train else torch.float32, device)
     model, tokenizer = read_model(source, kept, device, chosen, seed)
-    if continues and os.path.exists(os.path.join(path, "tokenizer_config.json")):
+    if continues and _holds(path, "tokenizer_config.json"):
         tokenizer = read_tokenizer(path)
     stream = Stream(layers_of(model), device) if chosen.stream_layers else None
     model.to(device).requires_grad_(False).eval()
@@ -171,7 +172,7 @@ def _check_trainable(chosen, memory, dtype, lora_r):
 
 def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
     """Return the base model and the settings of the adapter at `path`, or of a fresh one."""
-    if not is_adapter(path):
+    if not _holds(path, ADAPTER):
         return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
                       "quantized_base": ""}
     adapter = read_settings(path)
@@ -183,9 +184,9 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
 
 
 # --------------------------------------------------------------------------------- where a model is
-def is_adapter(path: str) -> bool:
-    """True if this folder holds an adapter."""
-    return os.path.exists(os.path.join(path, "adapter_config.json"))
+def _holds(path: str, name: str) -> bool:
+    """True if this is a folder that holds a file of this name."""
+    return os.path.exists(os.path.join(path, name))
 
 
 def newest(path: str) -> str:
@@ -205,7 +206,7 @@ def is_tiny(model_path: str) -> bool:
     """True if this is the tiny model or was made from it. Reads no weights and never raises."""
     try:
         path = newest(model_path)
-        path = adapter_base(path) if is_adapter(path) else path
+        path = adapter_base(path) if _holds(path, ADAPTER) else path
         return path == "tiny" or bool(read_json(os.path.join(path, "config.json")).get("tiny"))
     except (OSError, ValueError):  # a UserError is a ValueError
         return False
@@ -277,23 +278,24 @@ def save_model(model, folder: str):
     if not settings(model):
         model.save_pretrained(folder)
         return
-    os.makedirs(folder, exist_ok=True)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
     quantized = ",".join(FORMS[name] for name in FORMS if getattr(techniques_of(model), name))
     # One entry of metadata alone: of two, safetensors writes the order at random.
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),
+    save_file(tensors, folder / "adapter_model.safetensors",
               metadata={"base": quantized} if quantized else {"format": "pt"})
     base = facts(model).source
     # Nobody else has these random weights, so they are saved beside every adapter.
     if base == "tiny":
-        base = os.path.join(folder, "base")
+        base = folder / "base"
         for thing in make_tiny(facts(model).seed):
             thing.save_pretrained(base)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
               "fan_in_fan_out": False, "modules_to_save": None,
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
               **settings(model).peft}
-    Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=2))
+    (folder / ADAPTER).write_text(json.dumps(config, indent=2))
 
 
 def load_weights(model, folder: str):
