@@ -194,12 +194,10 @@ def newest(path: str) -> str:
     if not os.path.isdir(path):
         return path
     checkpoint = newest_checkpoint(path)
-    if checkpoint:
-        return str(checkpoint)
-    if not any(name.endswith("config.json") for name in os.listdir(path)):
+    if not checkpoint and not any(Path(path).glob("*config.json")):
         raise UserError(f"{path}: no config.json, no adapter_config.json and no checkpoints "
                         "in this folder")
-    return path
+    return str(checkpoint or path)
 
 
 def is_tiny(model_path: str) -> bool:
@@ -217,7 +215,7 @@ def _check_tokenizer(model, tokenizer, path):
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = len(model.get_input_embeddings().weight)
     if len(tokenizer) > rows:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}: "
                         "they belong to different models")
@@ -241,7 +239,7 @@ def _check_logits(model, source: str):
         hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
         ours = head_logits(model, hidden).float()
     check_finite(source, dict(model.named_parameters()))
-    if not torch.isfinite(stock).all():
+    if not stock.isfinite().all():
         raise UserError(f"{source}: its weights give logits that are not finite; "
                         "the file is damaged, or needs --dtype float32")
     if (ours - stock).abs().max() > 0.02 * stock.abs().max():
