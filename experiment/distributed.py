@@ -156,10 +156,6 @@ class Ranks:
 
     def first(self, act):
         """Call act() on rank 0 alone. Every rank returns its result or raises its error."""
-        if self.world == 1:
-            return act()
-        import torch
-        import torch.distributed as dist
         out = error = None
         if self.rank == 0:
             try:
@@ -169,15 +165,15 @@ class Ranks:
         out, error = self.gather((out, error))[0]
         if error:
             # A process that ends with something unread takes back what it sent: wait for all.
-            with suppress(RuntimeError):
-                dist.all_reduce(torch.zeros(1))
+            with suppress(RuntimeError, Stop):
+                self.gather(None)
             raise error
         return out
 
     def total(self, numbers: dict) -> Counter:
         """Return the sums of all ranks' numbers, name by name."""
         out = Counter()
-        for item in self.gather(dict(numbers)):
+        for item in self.gather(numbers):
             out.update(item)
         return out
 
