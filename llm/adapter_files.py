@@ -142,9 +142,10 @@ def _matching(pattern: str, names) -> list:
     """Return the names that a regular expression matches as a whole."""
     # Unlike re it takes a time limit; transformers depends on it too.
     import regex
-    seconds = MATCHING_SECONDS / len(names)  # each
     try:
-        return [name for name in names if regex.fullmatch(pattern, name, timeout=seconds)]
+        # Each name has its share of the time.
+        return [name for name in names
+                if regex.fullmatch(pattern, name, timeout=MATCHING_SECONDS / len(names))]
     except (regex.error, TimeoutError, RecursionError) as error:
         reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else error
         raise UserError(f"--lora_target_modules {pattern:.60}: as a regular expression it "
