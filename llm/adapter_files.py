@@ -97,24 +97,7 @@ def _check_values(config):
                          f"a regular expression may have {MAX_PATTERN}")
 
 
-def refuse_other_settings(folder: str, adapter: dict, alpha, targets):
-    """Refuse settings of a fresh adapter that differ from those of the one that is continued.
-
-    Args:
-        folder, adapter: the adapter's folder, and its adapter_config.json
-        alpha: None if the user said nothing
-        targets: "all-linear" if the user said nothing
-    """
-    settings = (("lora_alpha", alpha, adapter["lora_alpha"]),
-                ("lora_target_modules", _listed(targets), _listed(adapter["target_modules"])))
-    for name, asked, stored in settings:
-        if asked not in (None, "all-linear", stored):
-            raise UserError(f"{folder}: is an adapter with {name} {stored}, which --{name} {asked} "
-                            "cannot change; leave that flag out, or merge the adapter first "
-                            "(python lora.py merge)")
-
-
-def _listed(targets) -> str:
+def listed(targets) -> str:
     """Return target modules as one text, whatever their order."""
     names = targets.split(",") if isinstance(targets, str) else targets
     return ",".join(sorted(name.strip() for name in names))

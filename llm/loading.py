@@ -18,9 +18,9 @@ from llm.adapter_files import (
     adapter_base,
     check_finite,
     is_pattern,
+    listed,
     read_settings,
     read_tensors,
-    refuse_other_settings,
     target_names,
 )
 from llm.attention import causal_attention, other_layers
@@ -171,12 +171,22 @@ def _check_trainable(chosen, memory, dtype, lora_r):
 
 
 def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
-    """Return the base model and the settings of the adapter at `path`, or of a fresh one."""
+    """Return the base model and the settings of the adapter at `path`, or of a fresh one.
+
+    Other settings than those of the adapter at `path` are refused: alpha, unless it is None, and
+    targets, unless they are all-linear. Its rank stays, because the flag has a default.
+    """
     if not _holds(path, ADAPTER):
         return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
                       "quantized_base": ""}
     adapter = read_settings(path)
-    refuse_other_settings(path, adapter, alpha, targets)
+    stored_targets = listed(adapter["target_modules"])
+    for name, asked, stored in (("lora_alpha", alpha, adapter["lora_alpha"]),
+                                ("lora_target_modules", listed(targets), stored_targets)):
+        if asked not in (None, "all-linear", stored):
+            raise UserError(f"{path}: is an adapter with {name} {stored}, which --{name} {asked} "
+                            "cannot change; leave that flag out, or merge the adapter first "
+                            "(python lora.py merge)")
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
               f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
