@@ -41,10 +41,9 @@ def write_checkpoint(path, save_model, tokenizer, optimizer, state):
         optimizer: what `optimizer_tensors` returns, or None.
         state: what state.json holds beside the fingerprints of these files.
     """
-    # A run that was killed while it wrote has left such a folder.
-    for leftover in path.parent.glob(".tmp-step_*"):
-        shutil.rmtree(leftover)
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(".tmp-step")
+    # A run that was killed while it wrote has left this folder.
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         save_model(temporary)
@@ -71,12 +70,13 @@ def _move_aside(path):
 
 def _seal(folder, state, file_with_mode):
     """Write state.json into a folder of files and flush everything to the disk."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    for file in files:
-        # safetensors creates files that only their owner may read.
-        shutil.copymode(file_with_mode, file)
-    names = [file.relative_to(folder).as_posix() for file in files]
-    state = {**state, "files": {name: fingerprint(folder / name) for name in names}}
+    files = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            # safetensors creates files that only their owner may read.
+            shutil.copymode(file_with_mode, file)
+            files[file.relative_to(folder).as_posix()] = fingerprint(file)
+    state = {**state, "files": files}
     replace_file(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
     for path in (*folder.rglob("*"), folder):
         sync(path)
@@ -123,16 +123,16 @@ def remove(path):
 
     A checkpoint whose list is damaged is moved aside.
     """
-    state = path / "state.json"
     try:
-        listed = [path / name for name in read_json(state)["files"]]
+        names = [*read_json(path / "state.json")["files"], "state.json"]
+        listed = [path / name for name in names]
     except (UserError, KeyError, TypeError):
         _move_aside(path)
         return
     files = [file for file in listed if file.resolve().is_relative_to(path.resolve())]
-    for file in (*files, state):
+    for file in files:
         file.unlink(missing_ok=True)
-    for folder in {file.parent for file in (*files, state)}:
+    for folder in {file.parent for file in files}:
         # Those above it go, too, if they are empty then.
         with suppress(OSError):
             os.removedirs(folder)

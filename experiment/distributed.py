@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 
 from experiment.errors import Stop, UserError, first_line
@@ -41,19 +42,14 @@ def _joined():
     return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def _close():
-    # At the end of the process the threads of gloo would now and then abort it.
-    import torch.distributed as dist
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class Ranks:
     """This process's place among several. In a single process every method is a no-op.
 
     Attributes:
         rank, world: the number of this process, and how many there are.
         gone: the name of a rank that left before the work was done, or None.
+        noticed: the event that `gone` is set.
+        peers: {connection: (its lines of text, the name of the rank at its other end)}.
         runs: how many runs are under way, one inside the other.
         leave: raises what ends the outermost run, which sets it.
     """
@@ -61,6 +57,8 @@ class Ranks:
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
         self.gone, self.runs, self.leave = None, 0, self._lost
+        self.noticed = threading.Event()
+        self.peers = {}
         if world == 1:
             return
         import torch
@@ -72,11 +70,12 @@ class Ranks:
         # A rank that dies while the others start is noticed like one that dies in a run.
         self.runs = 1
         self._meet()
-        # A long wait is a long rollout; the connections tell who is gone.
+        # A long wait is a long rollout. The connections tell who is gone.
         self._together(dist.init_process_group, backend, timeout=timedelta(days=7),
                        store=self.store, rank=rank, world_size=world)
         self.runs = 0
-        atexit.register(_close)
+        # Left to the end of the process, the threads of gloo would now and then abort it.
+        atexit.register(dist.destroy_process_group)
         if rank:
             self._be_silent()
 
@@ -98,48 +97,32 @@ class Ranks:
         """Wait until all ranks have started, connect them with rank 0, and exchange their names."""
         import torch.distributed as dist
         name = f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})"
-        timeout = timedelta(minutes=JOIN_MINUTES)
         try:
+            timeout = timedelta(minutes=JOIN_MINUTES)
             self.store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            self.store.set(f"experiment/name{self.rank}", name)
-            if self.rank:
-                # First its name: the store is gone with rank 0, which may be right after the call.
-                self.names = {0: self._name(0)}
-                self.peers = self._call_rank_0()
-            else:
-                self.peers = self._answer_others()
-                self.names = {rank: self._name(rank) for rank in self.peers}
+            for peer in self._connections():
+                peer.sendall(f"{name}\n".encode())
+                lines = peer.makefile(encoding="utf-8")
+                self.peers[peer] = lines, lines.readline().strip()
         except (RuntimeError, OSError) as error:
-            other = f"rank {1 - self.rank} has" if self.world == 2 else "some ranks have"
-            raise Stop(f"{other} not started within {JOIN_MINUTES} minutes: {first_line(error)}",
-                       5) from None
-        self.alive = {*self.peers}
-        for rank, peer in self.peers.items():
+            raise Stop(f"some ranks have not started within {JOIN_MINUTES} minutes: "
+                       f"{first_line(error)}", 5) from None
+        for peer, watched in self.peers.items():
             _keep_alive(peer)
-            threading.Thread(target=self._watch, args=(rank, peer), daemon=True).start()
+            threading.Thread(target=self._watch, args=watched, daemon=True).start()
 
-    def _name(self, rank):
-        return self.store.get(f"experiment/name{rank}").decode()
-
-    def _call_rank_0(self):
-        port = int(self.store.get("experiment/port"))
-        peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
-        peer.sendall(self.rank.to_bytes(4, "big"))
-        return {0: peer}
-
-    def _answer_others(self):
-        peers = {}
+    def _connections(self):
+        """Yield the connection to rank 0, or on rank 0 those to all others."""
+        if self.rank:
+            port = int(self.store.get("experiment/port"))
+            yield socket.create_connection((os.environ["MASTER_ADDR"], port))
+            return
         with socket.create_server(("", 0), backlog=self.world) as server:
             server.settimeout(60 * JOIN_MINUTES)
             self.store.set("experiment/port", str(server.getsockname()[1]))
-            while len(peers) < self.world - 1:
+            for _ in range(1, self.world):
                 peer, _ = server.accept()
-                peer.settimeout(None)
-                # No bytes: it has gone again.
-                rank = int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "big")
-                if rank:
-                    peers[rank] = peer
-        return peers
+                yield peer
 
     def _be_silent(self):
         """Print nothing but errors. What rank 0 prints is enough."""
@@ -157,9 +140,8 @@ class Ranks:
 
         They are smaller than batch_size where a rank would otherwise have none.
         """
-        if -(-n // batch_size) < min(n, self.world):
-            share = self.share(n)
-            return [slice(share.start, share.stop)] if share else []
+        if -(-n // batch_size) < self.world:
+            batch_size = max(1, n // self.world)
         starts = range(0, n, batch_size)[self.rank::self.world]
         return [slice(start, start + batch_size) for start in starts]
 
@@ -174,8 +156,6 @@ class Ranks:
 
     def first(self, act):
         """Call act() on rank 0 alone. Every rank returns its result or raises its error."""
-        if self.world == 1:
-            return act()
         out = error = None
         if self.rank == 0:
             try:
@@ -184,17 +164,16 @@ class Ranks:
                 error = raised
         out, error = self.gather((out, error))[0]
         if error:
-            until = time.monotonic() + GRACE
-            # A process that ends with something unread takes back what it sent.
-            while self.rank == 0 and self.alive and time.monotonic() < until:
-                time.sleep(0.05)
+            # A process that ends with something unread takes back what it sent: wait for all.
+            with suppress(RuntimeError, Stop):
+                self.gather(None)
             raise error
         return out
 
     def total(self, numbers: dict) -> Counter:
         """Return the sums of all ranks' numbers, name by name."""
         out = Counter()
-        for item in self.gather(dict(numbers)):
+        for item in self.gather(numbers):
             out.update(item)
         return out
 
@@ -236,32 +215,25 @@ class Ranks:
         try:
             collective(*args, **options)
         except RuntimeError:
-            until = time.monotonic() + GRACE
-            while not self.gone and time.monotonic() < until:
-                time.sleep(0.05)
-            if not self.gone:
+            if not self.noticed.wait(GRACE):
                 raise
             self.leave()
 
     def _lost(self):
         raise Stop(f"{self.gone} is gone", 5)
 
-    def _watch(self, rank, peer):
+    def _watch(self, lines, name):
         """Wait until a peer's connection closes; what it said before is who else was gone."""
-        said = b""
-        try:
-            while part := peer.recv(256):
-                said += part
-        except OSError:
-            pass
-        self.gone = self.gone or said.decode() or self.names[rank]
-        self.alive.discard(rank)
-        for other in self.peers.values() if self.rank == 0 else ():
-            try:
-                other.sendall(self.gone.encode())
-                other.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
+        said = ""
+        with suppress(OSError):
+            said = lines.readline().strip()
+        self.gone = self.gone or said or name
+        self.noticed.set()
+        if self.rank == 0:
+            for other in self.peers:
+                with suppress(OSError):
+                    other.sendall(f"{self.gone}\n".encode())
+                    other.shutdown(socket.SHUT_WR)
         time.sleep(GRACE)
         if self.runs:
             # The main thread has not noticed, because it waits in a collective.

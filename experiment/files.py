@@ -12,8 +12,6 @@ from experiment.data import whole
 from experiment.errors import Stop
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-BLOCK = 2**20       # bytes
-SAMPLED_BLOCKS = 64
 
 
 def finite(value):
@@ -46,7 +44,6 @@ def open_to_write(path, mode):
 def replace_file(path, text):
     """Write a file whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.unlink(missing_ok=True)
     try:
         with open_to_write(temporary, "w") as file:
             file.write(text)
@@ -62,28 +59,17 @@ def sync(path):
     os.close(handle)
 
 
-def fingerprint(path, sample_above=math.inf):
-    """Return the size and the sha256 of a file as a dict.
-
-    Of a file larger than `sample_above` bytes only 64 blocks of 1 MiB are hashed, evenly spread
-    from the first, which in a safetensors file holds the header, to the last.
-    """
-    size = os.path.getsize(path)
+def fingerprint(path):
+    """Return the size and the sha256 of a file as a dict."""
     with open(path, "rb") as file:
-        if size <= sample_above:
-            digest = hashlib.file_digest(file, "sha256")
-        else:
-            digest = hashlib.sha256()
-            for block in range(SAMPLED_BLOCKS):
-                file.seek((size - BLOCK) * block // (SAMPLED_BLOCKS - 1))
-                digest.update(file.read(BLOCK))
-    return {"bytes": size, "sha256": digest.hexdigest()}
+        digest = hashlib.file_digest(file, "sha256")
+    return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
 
 
 def is_disk_full(error):
-    """True if the error means a full disk; safetensors and tokenizers say it in their own texts."""
-    return getattr(error, "errno", None) in DISK_FULL or bool(
-        re.search(r"os error (27|28|122)\b", str(error)))
+    """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
+    number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
+    return number is not None and int(number[1]) in DISK_FULL
 
 
 @contextmanager

@@ -14,7 +14,6 @@ DATA_FLAGS = ("dataset", "eval_dataset", "trajectories")  # name files, separate
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
-SAMPLE_ABOVE = 2**30  # bytes; of larger files only samples are hashed
 
 
 def ingredients(config, sources, base):
@@ -34,8 +33,7 @@ def ingredients(config, sources, base):
         files[f"environment {os.path.basename(path)}"] = path
     for path in _files_in(base):
         files[f"base/{path.name}"] = path
-    return {label: fingerprint(path, SAMPLE_ABOVE) for label, path in files.items()
-            if os.path.isfile(path)}
+    return {label: fingerprint(path) for label, path in files.items() if os.path.isfile(path)}
 
 
 def _model_files(model):

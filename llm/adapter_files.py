@@ -2,7 +2,11 @@
 import math
 import os
 import re
-import time
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from experiment.data import read_json, reading
 from experiment.errors import UserError
@@ -16,6 +20,7 @@ UNDERSTOOD = {
     "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
     "qalora_group_size", "runtime_config", "ensure_weight_tying"}
 
+NUMBERS = (int, float)  # True is a bool, and no number
 MAX_PATTERN = 500  # characters of target_modules as a regular expression
 MATCHING_SECONDS = 5  # for a regular expression over all module names: some take hours
 
@@ -25,16 +30,16 @@ def adapter_base(folder: str) -> str:
 
     If that place has moved, it is `base/` in the adapter's folder or in its output folder.
     """
-    path = _config_path(folder)
+    path = Path(folder, "adapter_config.json")
     base = read_json(path).get("base_model_name_or_path")
-    with reading(path):
-        if not base or not isinstance(base, str) or "\0" in base:
-            raise ValueError("no base_model_name_or_path; "
-                             "write the base model's folder or hub id there")
+    if not base or not isinstance(base, str) or "\0" in base:
+        raise UserError(f"{path}: no base_model_name_or_path; "
+                        "write the base model's folder or hub id there")
     if not os.path.exists(base):
-        for beside in (os.path.join(folder, "base"), os.path.join(folder, "..", "..", "base")):
+        for place in ("base", "../../base"):
+            beside = os.path.normpath(os.path.join(folder, place))
             if os.path.isdir(beside):
-                return os.path.normpath(beside)
+                return beside
     return base
 
 
@@ -44,13 +49,13 @@ def read_settings(folder: str) -> dict:
     The entry "quantized_base" is added, from the file of tensors: how the base was stored that the
     adapter was trained on, "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
     """
-    from safetensors import safe_open
-    path = _config_path(folder)
+    path = Path(folder, "adapter_config.json")
     config = read_json(path)
     with reading(path):
         _check_kind(config)
         _check_values(config)
-    with reading(_tensors_path(folder)), safe_open(_tensors_path(folder), "pt") as file:
+    path = Path(folder, "adapter_model.safetensors")
+    with reading(path), safe_open(path, "pt") as file:
         config["quantized_base"] = (file.metadata() or {}).get("base", "")
         # Refuse a rank that nobody trained before memory is taken for it.
         for name in file.keys():
@@ -59,14 +64,6 @@ def read_settings(folder: str) -> dict:
                 raise UserError(f"{folder}: adapter_config.json says r {config['r']}, "
                                 f"adapter_model.safetensors has rank {rank}")
     return config
-
-
-def _config_path(folder: str) -> str:
-    return os.path.join(folder, "adapter_config.json")
-
-
-def _tensors_path(folder: str) -> str:
-    return os.path.join(folder, "adapter_model.safetensors")
 
 
 def _check_kind(config):
@@ -82,48 +79,25 @@ def _check_kind(config):
 
 def _check_values(config):
     """Raise ValueError if a value of the adapter has another type, or is out of range."""
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"r must be a whole number of at least 1, not {rank!r:.60}")
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise ValueError(f"lora_alpha must be a number above 0, not {alpha!r:.60}")
-    dropout = config.get("lora_dropout", 0)
-    if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
-        raise ValueError(f"lora_dropout must be a number from 0 to 1, not {dropout!r:.60}")
-    for name in ("use_rslora", "fan_in_fan_out", "inference_mode"):
-        if not isinstance(config.get(name), bool | None):
-            raise ValueError(f"{name} must be true or false, not {config[name]!r:.60}")
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0)
     targets = config.get("target_modules")
     names = [targets] if isinstance(targets, str) else targets
-    if not isinstance(names, list) or not names or not all(type(n) is str and n for n in names):
-        raise ValueError("target_modules must be a name, a list of names, or a regular expression, "
-                         f"not {targets!r:.60}")
+    named = isinstance(names, list) and names and all(type(n) is str and n for n in names)
+    checks = (
+        ("r", type(rank) is int and rank >= 1, "a whole number of at least 1"),
+        ("lora_alpha", type(alpha) in NUMBERS and 0 < alpha < math.inf, "a number above 0"),
+        ("lora_dropout", type(dropout) in NUMBERS and 0 <= dropout <= 1, "a number from 0 to 1"),
+        ("use_rslora", isinstance(config.get("use_rslora"), bool | None), "true or false"),
+        ("target_modules", named, "a name, a list of names, or a regular expression"))
+    for name, valid, kind in checks:
+        if not valid:
+            raise ValueError(f"{name} must be {kind}, not {config.get(name)!r:.60}")
     if isinstance(targets, str) and len(targets) > MAX_PATTERN:
         raise ValueError(f"target_modules has {len(targets)} characters; "
                          f"a regular expression may have {MAX_PATTERN}")
 
 
-def refuse_other_settings(folder: str, adapter: dict, alpha, targets):
-    """Refuse settings of a fresh adapter that differ from those of the one that is continued.
-
-    Args:
-        folder, adapter: the adapter's folder, and its adapter_config.json
-        alpha: None if the user said nothing
-        targets: "all-linear" if the user said nothing
-    """
-    asked = {}
-    if alpha is not None:
-        asked["lora_alpha"] = alpha, adapter["lora_alpha"]
-    if targets not in ("all-linear", adapter["target_modules"]):
-        asked["lora_target_modules"] = _listed(targets), _listed(adapter["target_modules"])
-    for name, (value, stored) in asked.items():
-        if value != stored:
-            raise UserError(f"{folder}: is an adapter with {name} {stored}, which --{name} {value} "
-                            "cannot change; leave that flag out, or merge the adapter first "
-                            "(python lora.py merge)")
-
-
-def _listed(targets) -> str:
+def listed(targets) -> str:
     """Return target modules as one text, whatever their order."""
     names = targets.split(",") if isinstance(targets, str) else targets
     return ",".join(sorted(name.strip() for name in names))
@@ -151,30 +125,29 @@ def _matching(pattern: str, names) -> list:
     """Return the names that a regular expression matches as a whole."""
     # Unlike re it takes a time limit; transformers depends on it too.
     import regex
-    matched, deadline = [], time.monotonic() + MATCHING_SECONDS
     try:
-        for name in names:
-            left = max(1e-3, deadline - time.monotonic())
-            if regex.fullmatch(pattern, name, timeout=left):
-                matched.append(name)
+        # Each name has its share of the time.
+        return [name for name in names
+                if regex.fullmatch(pattern, name, timeout=MATCHING_SECONDS / len(names))]
     except (regex.error, TimeoutError, RecursionError) as error:
         reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else error
         raise UserError(f"--lora_target_modules {pattern:.60}: as a regular expression it "
                         f"{reason}; list the names, separated by commas") from None
-    return matched
 
 
 def read_tensors(folder: str) -> dict:
     """Return the tensors of adapter_model.safetensors, all of them finite."""
-    import torch
-    from safetensors.torch import load_file
-    path = _tensors_path(folder)
+    path = Path(folder, "adapter_model.safetensors")
     with reading(path):
         tensors = load_file(path)
-        for name, tensor in tensors.items():
-            if not tensor.is_floating_point():
-                raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
-            bad = int((~torch.isfinite(tensor.float())).sum())
-            if bad:
-                raise ValueError(f"{name}: {bad} values are not finite; the file is damaged")
+    check_finite(path, tensors)
     return tensors
+
+
+def check_finite(path, tensors: dict):
+    """Raise UserError if a value in the tensors that were read from `path` is not finite."""
+    for name, tensor in tensors.items():
+        # A sum is cheap, and not finite where a value is not, or where the sum is too large.
+        if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
+            if bad := int((~tensor.isfinite()).sum()):
+                raise UserError(f"{path}: {name}: {bad} values are not finite; the file is damaged")

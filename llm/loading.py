@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,17 +16,18 @@ from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import (
     adapter_base,
+    check_finite,
     is_pattern,
+    listed,
     read_settings,
     read_tensors,
-    refuse_other_settings,
     target_names,
 )
 from llm.attention import causal_attention, other_layers
 from llm.checkpointing import checkpoint_layers, tile_mlps
 from llm.facts import Facts, facts
 from llm.logprobs import head_logits, hidden_states
-from llm.memory import PLAIN, Techniques, techniques, techniques_of
+from llm.memory import Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.quantization import pinned, round_weights
@@ -35,6 +37,9 @@ from lora import adapter_tensors, add_lora, merge_adapter, settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
+ADAPTER = "adapter_config.json"
+# How an adapter's file says that its base is quantized; see `read_settings`.
+FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
 
 def model_options(config) -> dict:
@@ -66,24 +71,23 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     Raises UserError, one line with the fix.
     """
     path = newest(path)
-    if os.path.exists(os.path.join(path, "state.json")):
+    if _holds(path, "state.json"):
         read_state(path)  # sizes and sha256
     device = _prepared_device(device, train)
     chosen = techniques(memory, load_in_4bit, gradient_checkpointing)
     if train:
         _check_trainable(chosen, memory, dtype, lora_r)
     source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules)
-    continues, quantized = is_adapter(path), adapter["quantized_base"]
+    continues, quantized = _holds(path, ADAPTER), adapter["quantized_base"]
     # One that is only played stays beside quantized or streamed weights.
     if continues and not lora_r and (train or not (quantized or chosen.frozen_base)):
         merge = True
     if not merge:
-        chosen = chosen._replace(load_in_4bit=chosen.load_in_4bit or "nf4" in quantized,
-                                 int8_head=chosen.int8_head or "int8" in quantized)
+        chosen = chosen._replace(**{name: True for name in FORMS if FORMS[name] in quantized})
     # Weights that train are read and stay in float32.
     kept = real_dtype(DTYPES[dtype] if lora_r or not train else torch.float32, device)
     model, tokenizer = read_model(source, kept, device, chosen, seed)
-    if continues and os.path.exists(os.path.join(path, "tokenizer_config.json")):
+    if continues and _holds(path, "tokenizer_config.json"):
         tokenizer = read_tokenizer(path)
     stream = Stream(layers_of(model), device) if chosen.stream_layers else None
     model.to(device).requires_grad_(False).eval()
@@ -167,12 +171,22 @@ def _check_trainable(chosen, memory, dtype, lora_r):
 
 
 def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
-    """Return the base model and the settings of the adapter at `path`, or of a fresh one."""
-    if not is_adapter(path):
+    """Return the base model and the settings of the adapter at `path`, or of a fresh one.
+
+    Other settings than those of the adapter at `path` are refused: alpha, unless it is None, and
+    targets, unless they are all-linear. Its rank stays, because the flag has a default.
+    """
+    if not _holds(path, ADAPTER):
         return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
                       "quantized_base": ""}
     adapter = read_settings(path)
-    refuse_other_settings(path, adapter, alpha, targets)
+    stored_targets = listed(adapter["target_modules"])
+    for name, asked, stored in (("lora_alpha", alpha, adapter["lora_alpha"]),
+                                ("lora_target_modules", listed(targets), stored_targets)):
+        if asked not in (None, "all-linear", stored):
+            raise UserError(f"{path}: is an adapter with {name} {stored}, which --{name} {asked} "
+                            "cannot change; leave that flag out, or merge the adapter first "
+                            "(python lora.py merge)")
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
               f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
@@ -180,9 +194,9 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
 
 
 # --------------------------------------------------------------------------------- where a model is
-def is_adapter(path: str) -> bool:
-    """True if this folder holds an adapter."""
-    return os.path.exists(os.path.join(path, "adapter_config.json"))
+def _holds(path: str, name: str) -> bool:
+    """True if this is a folder that holds a file of this name."""
+    return os.path.exists(os.path.join(path, name))
 
 
 def newest(path: str) -> str:
@@ -190,23 +204,19 @@ def newest(path: str) -> str:
     if not os.path.isdir(path):
         return path
     checkpoint = newest_checkpoint(path)
-    if checkpoint:
-        return str(checkpoint)
-    if not any(name.endswith("config.json") for name in os.listdir(path)):
+    if not checkpoint and not any(Path(path).glob("*config.json")):
         raise UserError(f"{path}: no config.json, no adapter_config.json and no checkpoints "
                         "in this folder")
-    return path
+    return str(checkpoint or path)
 
 
 def is_tiny(model_path: str) -> bool:
     """True if this is the tiny model or was made from it. Reads no weights and never raises."""
     try:
         path = newest(model_path)
-        path = adapter_base(path) if is_adapter(path) else path
-        if path == "tiny":
-            return True
-        return bool(read_json(os.path.join(path, "config.json")).get("tiny"))
-    except (OSError, ValueError, AttributeError, TypeError):  # a UserError is a ValueError
+        path = adapter_base(path) if _holds(path, ADAPTER) else path
+        return path == "tiny" or bool(read_json(os.path.join(path, "config.json")).get("tiny"))
+    except (OSError, ValueError):  # a UserError is a ValueError
         return False
 
 
@@ -215,7 +225,7 @@ def _check_tokenizer(model, tokenizer, path):
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = len(model.get_input_embeddings().weight)
     if len(tokenizer) > rows:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}: "
                         "they belong to different models")
@@ -238,13 +248,8 @@ def _check_logits(model, source: str):
         stock = model(input_ids=probe, use_cache=False).logits.float()
         hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
         ours = head_logits(model, hidden).float()
-    for name, p in model.named_parameters():
-        # A sum is cheap, and not finite where a weight is not, or where the sum is too large.
-        if p.is_floating_point() and not torch.isfinite(p.detach().sum(dtype=torch.float32)):
-            if bad := int((~torch.isfinite(p)).sum()):
-                raise UserError(f"{source}: {name}: {bad} values are not finite; "
-                                "the file is damaged")
-    if not torch.isfinite(stock).all():
+    check_finite(source, dict(model.named_parameters()))
+    if not stock.isfinite().all():
         raise UserError(f"{source}: its weights give logits that are not finite; "
                         "the file is damaged, or needs --dtype float32")
     if (ours - stock).abs().max() > 0.02 * stock.abs().max():
@@ -281,58 +286,47 @@ def save_model(model, folder: str):
     if not settings(model):
         model.save_pretrained(folder)
         return
-    os.makedirs(folder, exist_ok=True)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
-    quantized = _quantization(techniques_of(model))
+    quantized = ",".join(FORMS[name] for name in FORMS if getattr(techniques_of(model), name))
     # One entry of metadata alone: of two, safetensors writes the order at random.
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),
+    save_file(tensors, folder / "adapter_model.safetensors",
               metadata={"base": quantized} if quantized else {"format": "pt"})
     base = facts(model).source
     # Nobody else has these random weights, so they are saved beside every adapter.
     if base == "tiny":
-        base = os.path.join(folder, "base")
+        base = folder / "base"
         for thing in make_tiny(facts(model).seed):
             thing.save_pretrained(base)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
               "fan_in_fan_out": False, "modules_to_save": None,
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
               **settings(model).peft}
-    with open(os.path.join(folder, "adapter_config.json"), "w") as file:
-        json.dump(config, file, indent=2)
-
-
-def _quantization(chosen: Techniques) -> str:
-    """Return how an adapter's file says that its base is stored; see `read_settings`."""
-    forms = []
-    if chosen.load_in_4bit:
-        forms.append("nf4")
-    if chosen.int8_head:
-        forms.append("int8")
-    return ",".join(forms)
+    (folder / ADAPTER).write_text(json.dumps(config, indent=2))
 
 
 def load_weights(model, folder: str):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
     if not settings(model):
-        saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
+        saved = type(model).from_pretrained(folder, dtype=torch.float32)
         model.load_state_dict(saved.state_dict())
         return
     saved = read_tensors(folder)
     for name, p in adapter_tensors(model).items():
-        tensor = saved.pop(name, None)
-        if tensor is None or tensor.shape != p.shape:
+        stored = tuple(saved[name].shape) if name in saved else "missing"
+        if stored != p.shape:
             short = name.removeprefix("base_model.model.").removesuffix(".weight")
-            stored = "missing" if tensor is None else tuple(tensor.shape)
             raise UserError(f"{folder}: {short} is {stored}, the model needs {tuple(p.shape)}")
-        p.data.copy_(tensor)
+        p.data.copy_(saved.pop(name))
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this model")
 
 
-def fast_float32() -> bool:
+def fast_float32():
     """Let oneDNN run float32 matrix products with bf16 instructions where that stays accurate.
 
-    Return True if it does. With AVX512-BF16 the split product is twice as fast with an error of
+    With AVX512-BF16 the split product is twice as fast with an error of
     4e-7. With AMX the same switch really rounds. Before the first product this also bounds oneDNN's
     cache of compiled shapes: its 1,024 entries, which batches of ever new lengths fill, hold over
     1 GB.
@@ -342,7 +336,7 @@ def fast_float32() -> bool:
         matmul = torch.backends.mkldnn.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     except (AttributeError, RuntimeError):
-        return False
+        return
     generator = torch.Generator().manual_seed(0)
     for rows in (1, 33, 512):
         x = torch.randn(rows, 384, generator=generator)
@@ -350,5 +344,3 @@ def fast_float32() -> bool:
         exact = x.double() @ w.double()
         if ((x @ w).double() - exact).abs().max() > 3e-6 * exact.abs().max():
             matmul.fp32_precision = before
-            return False
-    return True

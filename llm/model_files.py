@@ -1,5 +1,6 @@
 """Reading a model and its tokenizer from a folder or from the Hugging Face hub."""
 import os
+from pathlib import Path
 
 import torch
 
@@ -11,15 +12,9 @@ from llm.tiny import make_tiny
 
 def _tiny_model(seed, dtype, device, chosen):
     """Return the tiny model in this dtype, and its tokenizer."""
-    model, tokenizer = make_tiny(seed)
-    if chosen.frozen_base or device.type == "meta":
-        whole = model.to(device).state_dict()
-        model = skeleton(model.config, model.dtype if dtype == "auto" else dtype)
-        fill(model, whole.__getitem__, device, chosen)
-    elif dtype != "auto":
-        # Not model.to(dtype), which would round the RoPE frequencies, a buffer.
-        for p in model.parameters():
-            p.data = p.data.to(dtype)
+    made, tokenizer = make_tiny(seed)
+    model = skeleton(made.config, made.dtype if dtype == "auto" else dtype)
+    fill(model, made.state_dict().__getitem__, device, chosen)
     return model, tokenizer
 
 
@@ -48,15 +43,13 @@ def read_model(source: str, dtype, device, chosen: Techniques, seed: int):
 
 
 def _check_source(source, device):
-    if not os.path.isdir(source) and (source.startswith((".", "/", "~")) or source.count("/") != 1):
-        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
-                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
-    if os.path.isdir(source) and device.type != "meta":
-        names = os.listdir(source)
-        if not any(name.endswith(".safetensors") for name in names):
-            pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
-            raise UserError(f"{source}: {pickled} is pickle; convert to safetensors" if pickled else
-                            f"{source}: no .safetensors file")
+    if not os.path.isdir(source):
+        if source.startswith((".", "/", "~")) or source.count("/") != 1:
+            raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
+                            "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+    elif device.type != "meta" and not any(Path(source).glob("*.safetensors")):
+        raise UserError(f"{source}: no .safetensors file; a pytorch_model.bin is pickle; "
+                        "convert to safetensors")
 
 
 def _read_sparingly(source, dtype, device, chosen, **where):

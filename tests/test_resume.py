@@ -148,7 +148,7 @@ def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_pat
         module.train(again)
     again.resume = "newest"
     for _ in range(2):
-        (tmp_path / "killed" / "checkpoints" / ".tmp-step_000009").mkdir()
+        (tmp_path / "killed" / "checkpoints" / ".tmp-step").mkdir()
         with pytest.raises(Killed):
             train(module, again, monkeypatch, 1)
     module.train(again)
