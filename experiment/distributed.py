@@ -103,7 +103,10 @@ class Ranks:
             for peer in self._connections():
                 peer.sendall(f"{name}\n".encode())
                 lines = peer.makefile(encoding="utf-8")
-                self.peers[peer] = lines, lines.readline().strip()
+                other = lines.readline().strip()
+                # Without a name it has gone again, or was none of the ranks.
+                if other or self.rank:
+                    self.peers[peer] = lines, other or "rank 0"
         except (RuntimeError, OSError) as error:
             raise Stop(f"some ranks have not started within {JOIN_MINUTES} minutes: "
                        f"{first_line(error)}", 5) from None
@@ -120,7 +123,7 @@ class Ranks:
         with socket.create_server(("", 0), backlog=self.world) as server:
             server.settimeout(60 * JOIN_MINUTES)
             self.store.set("experiment/port", str(server.getsockname()[1]))
-            for _ in range(1, self.world):
+            while len(self.peers) < self.world - 1:
                 peer, _ = server.accept()
                 yield peer
 
