@@ -67,14 +67,15 @@ def fill(config, *tables):
         if name not in flags:
             raise KeyError(f"{type(config).__name__} has no field {name}")
     unset = [name for name in flags if flags[name].auto and getattr(config, name) is None]
-    config = dataclasses.replace(config, **{name: given[name] for name in unset if name in given})
+    config = dataclasses.replace(config)
+    for name in unset:
+        setattr(config, name, given.get(name))
     # Stated defaults come last because they may be functions of the other values. They are taken
     # in the order of the fields.
     for name in unset:
         if getattr(config, name) is None:
             default = flags[name].default
-            value = default(config) if callable(default) else default
-            config = dataclasses.replace(config, **{name: value})
+            setattr(config, name, default(config) if callable(default) else default)
     return config
 
 
