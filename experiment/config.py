@@ -283,10 +283,10 @@ def _parse_text(text, kind):
         return None
 
 
-def nearest(name, known, lead="did you mean ", otherwise="--help lists them"):
+def nearest(name, known, prefix="", otherwise="--help lists them"):
     """Return a phrase that proposes the known name which is spelled most like this one."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"{lead}{close[0]}?" if close else otherwise
+    return f"did you mean {prefix}{close[0]}?" if close else otherwise
 
 
 def check_accumulation(config, sequences: int):
