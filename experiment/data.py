@@ -12,6 +12,7 @@ import stat
 import sys
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 
 from experiment.errors import UserError
 
@@ -85,13 +86,10 @@ def _reason(error, path):
 
 def nearest_path(path):
     """Return "; nearest: PATH" for the path beside this one whose name is most like it, or ""."""
-    folder, name = os.path.split(os.fspath(path))
-    try:
-        names = os.listdir(folder or ".")
-    except OSError:
-        return ""
-    close = difflib.get_close_matches(name, names, 1)
-    return f"; nearest: {os.path.join(folder, close[0])}" if close else ""
+    path = Path(path)
+    names = [neighbour.name for neighbour in path.parent.glob("*")]
+    close = difflib.get_close_matches(path.name, names, 1)
+    return f"; nearest: {path.with_name(close[0])}" if close else ""
 
 
 # -------------------------------------------------------------------------------------- files
