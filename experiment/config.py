@@ -85,7 +85,7 @@ class Option:
 
     kind: type  # int, float, bool or str
     optional: bool  # None is a value, too
-    default: object
+    default: object = None
     auto: bool = False  # None means that `fill` decides
     help: str = ""
     choices: tuple = ()
@@ -99,20 +99,18 @@ class Option:
 
 def options(config_class):
     """Return {field name: Option}, first the class's new fields and then those of its parents."""
-    properties = {}
+    hints = typing.get_type_hints(config_class)
+    flags = {}
     for c in reversed(config_class.__mro__):
         new = {}
         for name in inspect.get_annotations(c):
             field = c.__dataclass_fields__[name]
-            inherited = properties.get(name) or {"group": getattr(c, "heading", "")}
-            stated = {**inherited, "default": field.default, "auto": False, **field.metadata}
-            (properties if name in properties else new)[name] = stated
-        properties = {**new, **properties}
-    hints, flags = typing.get_type_hints(config_class), {}
-    for name, stated in properties.items():
-        # An annotation is a type, or a type | None.
-        kind, *none = typing.get_args(hints[name]) or [hints[name]]
-        flags[name] = Option(kind, bool(none), **stated)
+            # An annotation is a type, or a type | None.
+            kind, *none = typing.get_args(hints[name]) or [hints[name]]
+            option = flags.get(name) or Option(kind, bool(none), group=getattr(c, "heading", ""))
+            stated = {"default": field.default, "auto": False, **field.metadata}
+            (flags if name in flags else new)[name] = dataclasses.replace(option, **stated)
+        flags = {**new, **flags}
     return flags
 
 
