@@ -197,7 +197,7 @@ def check_value(value, name="value", depth=0):
 def _check_text(text, name):
     if not isinstance(text, str):
         raise ValueError(f"names of fields must be text, not {type(text).__name__}")
-    if not text.isascii() and whole(text) != text:
+    if whole(text) != text:
         half = next(c for c in text if "\ud800" <= c <= "\udfff")
         raise ValueError(f'field "{whole(name)}": lone surrogate \\u{ord(half):04x}')
 
@@ -226,9 +226,9 @@ def read_rows(path: str) -> list[dict]:
     read = readers.get(extension, _json_rows)
     rows = []
     for line, row in read(path):
-        with reading(path, line):
-            if "self" in row:
-                raise ValueError('"self" is a name that Python reserves; rename the column')
+        if "self" in row:
+            raise UserError(f'{path}:{line}: "self" is a name that Python reserves; '
+                            "rename the column")
         rows.append({**row, "_line": line})
     if not rows:
         raise UserError(f"{path}: no rows")
