@@ -38,7 +38,7 @@ class Conversation(NamedTuple):
 def chat(row):
     """{"messages": [...]}: assistant messages are learned, but those of "loss" or "weight" 0."""
     messages = row["messages"]
-    if not is_messages(messages) or "role" not in messages[0]:
+    if not is_messages(messages):
         raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
     return messages
 
