@@ -6,9 +6,7 @@ end in "$@".
 """
 import argparse
 import functools
-import os
 import re
-import sys
 
 from experiment.config import convert, nearest, options
 from experiment.data import read_yaml
@@ -96,10 +94,9 @@ def _names(flags):
 
 def _make_parser(flags, description):
     """Return the argparse parser of these flags, which leaves out what is not given."""
-    program = os.path.basename(sys.argv[0])
     formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
     parser = argparse.ArgumentParser(
-        usage=f"python {program} [--config file.yaml] [--name value] [--no_switch]",
+        usage="python %(prog)s [--config file.yaml] [--name value] [--no_switch]",
         description=(description or "").strip().split("\n\n")[0],
         formatter_class=formatter,
         argument_default=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False)
