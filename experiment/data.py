@@ -8,9 +8,11 @@ import difflib
 import json
 import math
 import os
+import re
 import stat
 import sys
 from contextlib import contextmanager
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 
@@ -272,10 +274,10 @@ def _csv_rows(path):
 
 def _csv_header(fields):
     names = [name.strip() for name in fields]
-    separator = next((mark for mark in ";\t|" if mark in names[0]), None)
+    separator = re.search(r"[;\t|]", names[0])
     if len(names) == 1 and separator:
         raise ValueError(f"one column, {names[0][:60]!r}; "
-                         f"separate columns by commas, not by {separator!r}")
+                         f"separate columns by commas, not by {separator[0]!r}")
     _check_names(names)
     return names
 
@@ -291,8 +293,8 @@ def _check_names(names):
 
 def _parquet_rows(path):
     with reading(path), open_file(path) as file:
-        file.seek(-min(4, os.path.getsize(path)), os.SEEK_END)
-        if file.read() != b"PAR1" or file.tell() < 12:
+        data = file.read()
+        if len(data) < 12 or not data.endswith(b"PAR1"):
             raise ValueError("not a parquet file (no PAR1 footer)")
     try:
         from pyarrow import parquet
@@ -300,7 +302,7 @@ def _parquet_rows(path):
         raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; '
                         "or convert to .jsonl") from None
     with reading(path):
-        table = parquet.read_table(path)
+        table = parquet.read_table(BytesIO(data))
         _check_names(table.column_names)
         rows = table.to_pylist()
     for number, row in enumerate(rows, 1):
