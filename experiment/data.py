@@ -206,9 +206,8 @@ def _check_text(text, name):
 
 def read_json(path) -> dict:
     """Return the one JSON object that a file holds."""
-    text = read_text(path)
     with reading(path):
-        return parse_object(text)
+        return parse_object(read_text(path))
 
 
 # --------------------------------------------------------------------------------------- rows
@@ -329,9 +328,8 @@ def read_yaml(path):
     """
     # PyYAML arrives with transformers.
     import yaml
-    text = read_text(path, MAX_YAML)
     with reading(path):
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(read_text(path, MAX_YAML), Loader=yaml.SafeLoader)
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
