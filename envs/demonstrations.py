@@ -3,7 +3,6 @@
     read_demonstrations  the conversations in the rows of a file
     Encoder              their token ids and loss mask, put together as a rollout puts them together
     read_trajectories    recorded episodes, which have their token ids
-    split                which of them are learned from, and which are held out
 """
 import json
 import unicodedata
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import envs
 from agent import Trajectory
 from envs import gsm8k, meetings
-from envs.rows import first_row, is_held_out, read_as, shuffled, unseen
+from envs.rows import first_row, read_as
 from experiment.data import reading
 from experiment.episodes import without_faults
 from experiment.errors import UserError
@@ -39,7 +38,7 @@ class Conversation(NamedTuple):
 def chat(row):
     """{"messages": [...]}: assistant messages are learned, but those of "loss" or "weight" 0."""
     messages = row["messages"]
-    if not is_messages(messages) or "role" not in messages[0]:
+    if not is_messages(messages):
         raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
     return messages
 
@@ -245,24 +244,3 @@ def registered_envs(infos) -> str | None:
     """
     named = {str(info.get("env")) for info in infos}
     return ",".join(sorted(named & envs.ENVS.keys())) or None
-
-
-# --------------------------------------------------------------------------------------- held out
-def split(items, apart, content, seed: int) -> tuple[list, list]:
-    """Return the items to learn from and the held-out ones, of other contents, in random order.
-
-    Args:
-        items: what to learn from: conversations or episodes.
-        apart: what to hold out, or None: a tenth of `items`, by the hash of their content.
-        content: a function: what makes an item the same as another, as JSON can write it.
-        seed: of the order.
-    """
-    if apart is None:
-        apart = [item for item in items if is_held_out(content(item))]
-        learned = [item for item in items if not is_held_out(content(item))]
-        # One or two rows may all be in that tenth.
-        if not learned:
-            learned, apart = items, []
-    else:
-        learned, apart = items, unseen(apart, items, content)
-    return shuffled(learned, seed), shuffled(apart, seed)

@@ -6,12 +6,13 @@
 import math
 import sys
 from dataclasses import replace
+from operator import attrgetter
 
 import envs
 from envs.demonstrations import (Encoder, describe, imitates_rows, read_demonstrations,
-                                 read_trajectories, split)
+                                 read_trajectories)
 from envs.expert import demonstrate
-from envs.rows import first_row
+from envs.rows import first_row, is_held_out, shuffled, unseen
 from experiment.errors import UserError
 from experiment.seeds import mix
 from llm.batches import prompt_of
@@ -52,22 +53,42 @@ def read_recorded(config, tokenizer, vocabulary):
         return [t.info.get("task"), prompt_of(t)]
 
     # With --dataset, both files of data are tasks of the evaluation, not episodes.
-    given = None if config.dataset or not config.eval_dataset else read(config.eval_dataset)
-    learned, held_out = split(read(config.trajectories), given, task, config.seed)
-    learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
+    eval_path = None if config.dataset else config.eval_dataset
+    learned, held_out = read_split(read, config.trajectories, eval_path, task, config)
     print(f"{config.trajectories}: {len(learned)} episodes to learn from, {len(held_out)} held out")
     return learned, held_out
 
 
 def encode_rows(config, tokenizer):
     """Return the rows of --dataset as episodes, and held-out ones: --eval_dataset or a tenth."""
-    rows = read_demonstrations(config.dataset)
-    given = read_demonstrations(config.eval_dataset) if config.eval_dataset else None
-    learned, held_out = split(rows, given, lambda conversation: conversation.row, config.seed)
-    learned, held_out = learned[:config.max_samples], held_out[:HELD_OUT]
+    learned, held_out = read_split(read_demonstrations, config.dataset, config.eval_dataset,
+                                   attrgetter("row"), config)
     describe(learned, tokenizer)
     encode = Encoder(tokenizer, config.env)
     return list(map(encode, learned)), list(map(encode, held_out))
+
+
+def read_split(read, path, eval_path, content, config):
+    """Return at most max_samples items to learn from and HELD_OUT others, in random order.
+
+    No content is in both.
+
+    Args:
+        read: a function: the items of a file.
+        path: the file to learn from.
+        eval_path: the file to hold out, or None: a tenth of `path`, by the hash of the content.
+        content: a function: what makes an item the same as another, as JSON can write it.
+        config: its max_samples and seed are read.
+    """
+    items = read(path)
+    if eval_path:
+        learned, held_out = items, read(eval_path)
+    else:
+        held_out = [item for item in items if is_held_out(content(item))]
+        # One or two rows may all be in that tenth.
+        learned = [item for item in items if not is_held_out(content(item))] or items
+    held_out = shuffled(unseen(held_out, learned, content), config.seed)
+    return shuffled(learned, config.seed)[:config.max_samples], held_out[:HELD_OUT]
 
 
 def play_expert(config, tokenizer, split_name, n, seen=()):

@@ -6,7 +6,7 @@
 """
 import math
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, takewhile
 
 import numpy as np
 from tqdm import tqdm
@@ -40,10 +40,9 @@ def compares_rows(config) -> bool:
 
 def choose_tasks(config) -> tuple[list[dict], list[dict]]:
     """Return the tasks to play pairs of and the held-out tasks; [] where there are none to play."""
-    compares = compares_rows(config)
-    if compares:
-        config = replace(config, dataset=None)
-    return envs.train_and_held_out(config, 0 if compares else config.num_tasks)
+    if compares_rows(config):
+        return envs.train_and_held_out(replace(config, dataset=None), 0)
+    return envs.train_and_held_out(config, config.num_tasks)
 
 
 def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
@@ -127,7 +126,7 @@ def make_pairs(files, config) -> list[tuple]:
     for group in groups.values():
         group.sort(key=lambda t: -t.reward)
         best_worst = [(group[0], group[-1])]
-        for chosen, rejected in permutations(group, 2) if config.pairs == "all" else best_worst:
+        for chosen, rejected in combinations(group, 2) if config.pairs == "all" else best_worst:
             gap = chosen.reward - rejected.reward
             largest_gap = max(largest_gap, gap)
             if gap >= config.min_gap - 1e-9 and chosen.token_ids != rejected.token_ids:
@@ -144,22 +143,23 @@ def split_pairs(pairs, config) -> tuple[list, list]:
     Pairs with an episode of more than max_tokens are dropped and counted. Raises UserError if none
     is left.
     """
-    lengths = [len(longer(pair).token_ids) for pair in pairs]
-    if min(lengths) > config.max_tokens:
-        raise UserError(f"no pair within --max_tokens {config.max_tokens}: the shortest has "
-                        f"{min(lengths)} tokens")
-    if max(lengths) > config.max_tokens:
-        too_long = sum(length > config.max_tokens for length in lengths)
-        print(f"{too_long} of {len(pairs)} pairs exceed {config.max_tokens} tokens: dropped")
     rng = np.random.default_rng([config.seed])
-    order = [i for i in rng.permutation(len(pairs)) if lengths[i] <= config.max_tokens]
-    pairs = [pairs[i] for i in order[:config.max_samples]]
-    prompts = [tuple(prompt_of(chosen)) for chosen, _ in pairs]
+    drawn = [pairs[i] for i in rng.permutation(len(pairs))]
+    kept = [pair for pair in drawn if len(longer(pair).token_ids) <= config.max_tokens]
+    if not kept:
+        shortest = min(len(longer(pair).token_ids) for pair in pairs)
+        raise UserError(f"no pair within --max_tokens {config.max_tokens}: the shortest has "
+                        f"{shortest} tokens")
+    if len(kept) < len(pairs):
+        print(f"{len(pairs) - len(kept)} of {len(pairs)} pairs exceed {config.max_tokens} tokens: "
+              "dropped")
+    kept = kept[:config.max_samples]
+    prompts = [tuple(prompt_of(chosen)) for chosen, _ in kept]
     distinct = list(dict.fromkeys(prompts))
     n = round(config.eval_share * (len(distinct) - 1))
     apart = {distinct[i] for i in rng.permutation(len(distinct))[:n]}
-    learned = [pair for pair, prompt in zip(pairs, prompts) if prompt not in apart]
-    held_out = [pair for pair, prompt in zip(pairs, prompts) if prompt in apart]
+    learned = [pair for pair, prompt in zip(kept, prompts) if prompt not in apart]
+    held_out = [pair for pair, prompt in zip(kept, prompts) if prompt in apart]
     print(f"pairs: {len(learned)} to train on, {len(held_out)} held out, "
           f"of {len(distinct)} prompts")
     return learned, held_out
@@ -169,12 +169,11 @@ def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
     rows = []
     for i, (chosen, rejected) in enumerate(learned + held_out):
-        roles = [message["role"] for message in chosen.messages]
-        first = roles.index("assistant") if "assistant" in roles else 0
+        prompt = list(takewhile(lambda m: m["role"] != "assistant", chosen.messages))
         rows.append({
-            "prompt": chosen.messages[:first],
-            "chosen": chosen.messages[first:],
-            "rejected": rejected.messages[first:],
+            "prompt": prompt,
+            "chosen": chosen.messages[len(prompt):],
+            "rejected": rejected.messages[len(prompt):],
             "chosen_reward": chosen.reward,
             "rejected_reward": rejected.reward,
             "gap": chosen.reward - rejected.reward,

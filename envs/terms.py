@@ -2,13 +2,13 @@
 import re
 from fractions import Fraction
 
-TERM = re.compile(r"([+-]?)(\d{1,9}(?:/[1-9]\d{0,8})?)?(x)?(?:/([1-9]\d{0,8}))?", re.ASCII)
+TERM = re.compile(r"([+-]?)(\d{1,9}(?:/[1-9]\d{0,8})?)?(?:(x)(?:/([1-9]\d{0,8}))?)?", re.ASCII)
 
 
 def parse_term(text: str) -> tuple[Fraction, Fraction]:
     """Return (a, b) of a single term: "7" is (0, 7), "x/4" is (1/4, 0). Else raise ValueError."""
     match = TERM.fullmatch(text.replace(" ", ""))
-    if not match or not (match[2] or match[3]) or (match[4] and not match[3]):
+    if not match or not (match[2] or match[3]):
         raise ValueError(f"{text[:40]!r} is not a term like 7 or 3x")
     value = Fraction(f"{match[1]}{match[2] or 1}") / Fraction(match[4] or 1)
     return (value, Fraction(0)) if match[3] else (Fraction(0), value)
@@ -25,7 +25,8 @@ def parse_number(text: str) -> Fraction:
 def parse_side(text: str) -> tuple[Fraction, Fraction]:
     """Return (a, b) of a sum of terms such as "3x + 7", or raise ValueError."""
     terms = [parse_term(term) for term in re.split(r"(?<=.)(?=[+-])", text.replace(" ", ""))]
-    return sum(a for a, _ in terms), sum(b for _, b in terms)
+    coefficients, constants = zip(*terms)
+    return sum(coefficients), sum(constants)
 
 
 def show(a, b) -> str:

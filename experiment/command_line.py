@@ -6,9 +6,7 @@ end in "$@".
 """
 import argparse
 import functools
-import os
 import re
-import sys
 
 from experiment.config import convert, nearest, options
 from experiment.data import read_yaml
@@ -64,7 +62,7 @@ def parse(config_class, argv, description=""):
     flags = options(config_class)
     parser = _make_parser(flags, description)
     try:
-        given, unknown = parser.parse_known_args([str(word) for word in argv])
+        given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: needs a value") from None
     if unknown:
@@ -88,18 +86,17 @@ class _Store(argparse.Action):
 
 def _names(flags):
     """Return {name or alias: field name}."""
-    out = {name: name for name in flags}
+    out = {}
     for name, option in flags.items():
-        out.update(dict.fromkeys(option.aliases, name))
+        out.update(dict.fromkeys((name, *option.aliases), name))
     return out
 
 
 def _make_parser(flags, description):
     """Return the argparse parser of these flags, which leaves out what is not given."""
-    program = os.path.basename(sys.argv[0])
     formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
     parser = argparse.ArgumentParser(
-        usage=f"python {program} [--config file.yaml] [--name value] [--no_switch]",
+        usage="python %(prog)s [--config file.yaml] [--name value] [--no_switch]",
         description=(description or "").strip().split("\n\n")[0],
         formatter_class=formatter,
         argument_default=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False)
@@ -111,14 +108,15 @@ def _make_parser(flags, description):
     for name, option in flags.items():
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
+        words = [name, *option.aliases]
+        words += [word.replace("_", "-") for word in words]
+        spellings = [f"--{word}" for word in words]
         shape = {"dest": name, "action": _Store, "metavar": METAVARS[option.kind]}
         if option.kind is bool or option.const:
             shape.update(nargs="?", const=option.const or "true")
-        groups[option.group].add_argument(f"--{name}", help=_help_text(option), **shape)
-        hidden = {alias for word in (name, *option.aliases)
-                  for alias in (word, word.replace("_", "-"))}
-        for alias in hidden - {name}:
-            parser.add_argument(f"--{alias}", help=argparse.SUPPRESS, **shape)
+        action = groups[option.group].add_argument(*spellings, help=_help_text(option), **shape)
+        # All spellings are parsed, and --help shows the first.
+        action.option_strings = spellings[:1]
         if option.kind is bool:
             parser.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name,
                                 action=_Store, nargs=0, const="false", help=argparse.SUPPRESS)
@@ -167,4 +165,4 @@ def _proposal(name, known, prefix=""):
     for meant, synonyms in SYNONYMS.items():
         if name in synonyms.split() and meant.split()[0] in known:
             return f"did you mean {prefix}{meant}?"
-    return nearest(name, known, f"did you mean {prefix}")
+    return nearest(name, known, prefix)

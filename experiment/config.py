@@ -67,14 +67,15 @@ def fill(config, *tables):
         if name not in flags:
             raise KeyError(f"{type(config).__name__} has no field {name}")
     unset = [name for name in flags if flags[name].auto and getattr(config, name) is None]
-    config = dataclasses.replace(config, **{name: given[name] for name in unset if name in given})
+    config = dataclasses.replace(config)
+    for name in unset:
+        setattr(config, name, given.get(name))
     # Stated defaults come last because they may be functions of the other values. They are taken
     # in the order of the fields.
     for name in unset:
         if getattr(config, name) is None:
             default = flags[name].default
-            value = default(config) if callable(default) else default
-            config = dataclasses.replace(config, **{name: value})
+            setattr(config, name, default(config) if callable(default) else default)
     return config
 
 
@@ -84,7 +85,7 @@ class Option:
 
     kind: type  # int, float, bool or str
     optional: bool  # None is a value, too
-    default: object
+    default: object = None
     auto: bool = False  # None means that `fill` decides
     help: str = ""
     choices: tuple = ()
@@ -98,20 +99,18 @@ class Option:
 
 def options(config_class):
     """Return {field name: Option}, first the class's new fields and then those of its parents."""
-    properties = {}
+    hints = typing.get_type_hints(config_class)
+    flags = {}
     for c in reversed(config_class.__mro__):
         new = {}
         for name in inspect.get_annotations(c):
             field = c.__dataclass_fields__[name]
-            inherited = properties.get(name) or {"group": getattr(c, "heading", "")}
-            stated = {**inherited, "default": field.default, "auto": False, **field.metadata}
-            (properties if name in properties else new)[name] = stated
-        properties = {**new, **properties}
-    hints, flags = typing.get_type_hints(config_class), {}
-    for name, stated in properties.items():
-        # An annotation is a type, or a type | None.
-        kind, *none = typing.get_args(hints[name]) or [hints[name]]
-        flags[name] = Option(kind, bool(none), **stated)
+            # An annotation is a type, or a type | None.
+            kind, *none = typing.get_args(hints[name]) or [hints[name]]
+            option = flags.get(name) or Option(kind, bool(none), group=getattr(c, "heading", ""))
+            stated = {"default": field.default, "auto": False, **field.metadata}
+            (flags if name in flags else new)[name] = dataclasses.replace(option, **stated)
+        flags = {**new, **flags}
     return flags
 
 
@@ -282,10 +281,10 @@ def _parse_text(text, kind):
         return None
 
 
-def nearest(name, known, lead="did you mean ", otherwise="--help lists them"):
+def nearest(name, known, prefix="", otherwise="--help lists them"):
     """Return a phrase that proposes the known name which is spelled most like this one."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"{lead}{close[0]}?" if close else otherwise
+    return f"did you mean {prefix}{close[0]}?" if close else otherwise
 
 
 def check_accumulation(config, sequences: int):

@@ -8,10 +8,13 @@ import difflib
 import json
 import math
 import os
+import re
 import stat
 import sys
 from contextlib import contextmanager
+from io import BytesIO
 from itertools import count
+from pathlib import Path
 
 from experiment.errors import UserError
 
@@ -85,13 +88,10 @@ def _reason(error, path):
 
 def nearest_path(path):
     """Return "; nearest: PATH" for the path beside this one whose name is most like it, or ""."""
-    folder, name = os.path.split(os.fspath(path))
-    try:
-        names = os.listdir(folder or ".")
-    except OSError:
-        return ""
-    close = difflib.get_close_matches(name, names, 1)
-    return f"; nearest: {os.path.join(folder, close[0])}" if close else ""
+    path = Path(path)
+    names = [neighbour.name for neighbour in path.parent.glob("*")]
+    close = difflib.get_close_matches(path.name, names, 1)
+    return f"; nearest: {path.with_name(close[0])}" if close else ""
 
 
 # -------------------------------------------------------------------------------------- files
@@ -199,16 +199,15 @@ def check_value(value, name="value", depth=0):
 def _check_text(text, name):
     if not isinstance(text, str):
         raise ValueError(f"names of fields must be text, not {type(text).__name__}")
-    if not text.isascii() and whole(text) != text:
+    if whole(text) != text:
         half = next(c for c in text if "\ud800" <= c <= "\udfff")
         raise ValueError(f'field "{whole(name)}": lone surrogate \\u{ord(half):04x}')
 
 
 def read_json(path) -> dict:
     """Return the one JSON object that a file holds."""
-    text = read_text(path)
     with reading(path):
-        return parse_object(text)
+        return parse_object(read_text(path))
 
 
 # --------------------------------------------------------------------------------------- rows
@@ -228,9 +227,9 @@ def read_rows(path: str) -> list[dict]:
     read = readers.get(extension, _json_rows)
     rows = []
     for line, row in read(path):
-        with reading(path, line):
-            if "self" in row:
-                raise ValueError('"self" is a name that Python reserves; rename the column')
+        if "self" in row:
+            raise UserError(f'{path}:{line}: "self" is a name that Python reserves; '
+                            "rename the column")
         rows.append({**row, "_line": line})
     if not rows:
         raise UserError(f"{path}: no rows")
@@ -274,10 +273,10 @@ def _csv_rows(path):
 
 def _csv_header(fields):
     names = [name.strip() for name in fields]
-    separator = next((mark for mark in ";\t|" if mark in names[0]), None)
+    separator = re.search(r"[;\t|]", names[0])
     if len(names) == 1 and separator:
         raise ValueError(f"one column, {names[0][:60]!r}; "
-                         f"separate columns by commas, not by {separator!r}")
+                         f"separate columns by commas, not by {separator[0]!r}")
     _check_names(names)
     return names
 
@@ -293,8 +292,8 @@ def _check_names(names):
 
 def _parquet_rows(path):
     with reading(path), open_file(path) as file:
-        file.seek(-min(4, os.path.getsize(path)), os.SEEK_END)
-        if file.read() != b"PAR1" or file.tell() < 12:
+        data = file.read()
+        if len(data) < 12 or not data.endswith(b"PAR1"):
             raise ValueError("not a parquet file (no PAR1 footer)")
     try:
         from pyarrow import parquet
@@ -302,7 +301,7 @@ def _parquet_rows(path):
         raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; '
                         "or convert to .jsonl") from None
     with reading(path):
-        table = parquet.read_table(path)
+        table = parquet.read_table(BytesIO(data))
         _check_names(table.column_names)
         rows = table.to_pylist()
     for number, row in enumerate(rows, 1):
@@ -329,9 +328,8 @@ def read_yaml(path):
     """
     # PyYAML arrives with transformers.
     import yaml
-    text = read_text(path, MAX_YAML)
     with reading(path):
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(read_text(path, MAX_YAML), Loader=yaml.SafeLoader)
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
