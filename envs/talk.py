@@ -3,7 +3,6 @@
     python agent.py --model_path runs/grpo
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
-import json
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -12,7 +11,7 @@ import envs
 from agent import Episode, play_turns, rollout, rollout_options
 from envs.rows import first_row
 from envs.session import Session, Watch
-from experiment.files import finite, open_to_write, replace_file
+from experiment.files import open_to_write, replace_file, to_json
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import PlayFlags, fill, flag
@@ -67,12 +66,13 @@ def as_the_run(config: Config) -> Config:
         # Data never chooses which code runs, and the folder may come from a stranger.
         raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to run; "
                         "give --env yourself")
-    taken = {name: run.get(name) for name in ("env", "dataset", "eval_dataset", "env_options")}
-    dataset = taken["dataset"]
+    files = ["dataset", "eval_dataset"]
+    dataset = run.get("dataset")
     if dataset and dataset != run["env"] and not envs.is_task(run["env"], first_row(dataset)[0]):
         # The run learned from conversations, which nobody can play.
-        taken.update(dataset=None, eval_dataset=None)
-    taken = {name: value for name, value in taken.items() if value and not getattr(config, name)}
+        files = []
+    taken = {name: run[name] for name in ("env", *files, "env_options")
+             if run.get(name) and not getattr(config, name)}
     # The policy that is played is the one that was trained, rounded alike.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
@@ -98,11 +98,11 @@ def write_traces(config: Config, model, tokenizer, tasks: list[dict]):
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size,
                        top_k=config.top_k, top_p=config.top_p, **rollout_options(config))
     if config.output:
-        rows = [json.dumps(finite(t.to_json()), ensure_ascii=False) + "\n" for t in episodes]
-        replace_file(Path(config.output), "".join(rows))
+        lines = [to_json(t.to_json()) for t in episodes]
+        replace_file(Path(config.output), "".join(lines))
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
-    print(json.dumps(finite(summarise(episodes))))
+    print(to_json(summarise(episodes)), end="")
 
 
 def check_output(path: str):
