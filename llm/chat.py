@@ -7,6 +7,7 @@ dummy conversation. That also works for templates that rewrite history.
 
 import json
 import os
+import re
 from typing import NamedTuple
 
 from llm.template import Template, within_limits
@@ -14,6 +15,7 @@ from llm.template import Template, within_limits
 # Words that no template contains. Where they come out tells what a template does with a text.
 SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq zqhzq"
 USER, REPLY, ANSWER, ARG, ARG2, RESULT, ABOUT, THOUGHT = SENTINELS.split()
+TURN_TEXT = re.compile(f"{ANSWER}|{ARG2}|{ARG}")  # of an assistant turn
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -249,26 +251,19 @@ class Chat:
                 f"the chat template of {template.name} does not show user and assistant messages "
                 "given as text"
             )
-        self._answer_end = self._call_end = self._end_of_turn(answered, ANSWER, ANSWER)
+        self._answer_end = self._call_end = self._end_of_turn(answered)
         if self.native_tools:
-            dummy = self._called(calls, [RESULT, RESULT])
-            self._call_end = self._end_of_turn(dummy, ARG, ARG2 if self._many_calls else ARG)
+            self._call_end = self._end_of_turn(self._called(calls, [RESULT, RESULT]))
         self.answer_stop_id = self._answer_end.stop_id
         self.call_stop_id = self._call_end.stop_id
 
-    def _end_of_turn(self, dummy, first, last) -> TurnEnd:
-        """Find how the assistant turn dummy[1] ends.
-
-        Args:
-            dummy: a conversation: user, assistant, and what follows.
-            first: the turn's first sentinel. Control tokens between it and the last one, such as
-                </tool_call>, belong to the syntax of calls and end nothing.
-            last: the turn's last sentinel.
-        """
+    def _end_of_turn(self, dummy) -> TurnEnd:
+        """Find how the assistant turn dummy[1] of a conversation ends."""
         template = self._template
-        before, _, after = template.render(dummy).rpartition(last)
-        _, _, after_alone = template.render(dummy[:2], generate=False).rpartition(last)
-        syntax = template.controls(before.partition(first)[2])
+        *before, after = TURN_TEXT.split(template.render(dummy))
+        *_, after_alone = TURN_TEXT.split(template.render(dummy[:2], generate=False))
+        # What stands between two calls, such as </tool_call>, is their syntax and ends nothing.
+        syntax = template.controls(" ".join(before[1:]))
         followed = [control for control in template.controls(after) if control not in syntax]
         alone = [control for control in template.controls(after_alone) if control not in syntax]
         if not followed:
@@ -282,7 +277,7 @@ class Chat:
         both = os.path.commonprefix([alone, followed])
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
-        count = template.controls(before).count(cut)
+        count = template.controls(" ".join(before)).count(cut)
         return TurnEnd(stop, cut, count + (both.count(cut) or 1))
 
     def _turn_starts(self):
