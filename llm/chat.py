@@ -51,10 +51,13 @@ class TurnEnd(NamedTuple):
     cut_id: int
     count: int
 
-    def position(self, ids: list[int]) -> int:
-        """Return the index of the dummy turn's last token in the ids of a rendering."""
+    def suffix(self, ids: list[int], sampled_stop: int | None) -> list[int]:
+        """Return the ids of a rendering that follow what was sampled of the dummy turn."""
         positions = [i for i, token_id in enumerate(ids) if token_id == self.cut_id]
-        return positions[self.count - 1]
+        start = positions[self.count - 1]
+        if sampled_stop == self.stop_id:
+            start += 1
+        return ids[start:]
 
 
 class Chat:
@@ -155,25 +158,18 @@ class Chat:
             return self.reply("\n".join(texts), sampled_stop)
         names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
         dummy_calls = [{"name": name, "arguments": {"x": ARG}} for name in names]
-        return self._suffix(self._called(dummy_calls, results), self._call_end, sampled_stop)
+        ids = self._template.ids(self._called(dummy_calls, results))
+        return self._call_end.suffix(ids, sampled_stop)
 
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:
         """Return the ids that follow an answer: a user message, then the generation prompt."""
-        return self._suffix(self._answered(text), self._answer_end, sampled_stop)
+        return self._answer_end.suffix(self._template.ids(self._answered(text)), sampled_stop)
 
     def text(self, ids: list[int]) -> str:
         """Return what the model wrote, control tokens spelled out, without the stop token."""
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         return self._template.decode(ids)
-
-    def _suffix(self, dummy, end, sampled_stop):
-        """Return the ids of a dummy conversation that follow its assistant turn."""
-        ids = self._template.ids(dummy)
-        start = end.position(ids)
-        if sampled_stop == end.stop_id:
-            start += 1
-        return ids[start:]
 
     def _continue_prompt(self, prompt_ids, turn_ids):
         """Return a turn as it continues the generation prompt.
@@ -288,7 +284,7 @@ class Chat:
         opened = template.controls(template.render(answered[:1]))
         followed = template.controls(template.render(answered))
         opening = opened[len(os.path.commonprefix([closed, opened])) :]
-        following = followed[self._answer_end.position(followed) + 1 :]
+        following = self._answer_end.suffix(followed, self.answer_stop_id)
         # gpt-oss writes some of them between a thought and its answer, too.
         thoughtful = self._answered(REPLY, thinking=THOUGHT, reasoning_content=THOUGHT)[:2]
         rendering = template.render(thoughtful, generate=False)
