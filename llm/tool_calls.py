@@ -39,8 +39,8 @@ _LIKE_A_CALL = re.compile(
 )
 _TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>)?\s*')
 _TAG_VALUE = re.compile(
-    r'(?:<parameter=([^>\n]{1,64})>|<atem:parameter name="([^"\n]{1,64})">|'
-    r"<arg_key>([^<\n]{1,64})</arg_key>\s*<arg_value>)"
+    r'(?:<parameter=|<atem:parameter name="|<arg_key>)([^<>"\n]{1,64})'
+    r'(?:">|>|</arg_key>\s*<arg_value>)'
     r"\n?(.*?)\n?(?:</parameter>|</atem:parameter>|</arg_value>)\s*",
     re.S,
 )
@@ -233,8 +233,8 @@ def _read_tagged(text, start):
         return [{"name": name[1], "arguments": arguments}], position
     pairs = []
     while tag := _TAG_VALUE.match(text, position):
-        *keys, value = tag.groups()
-        pairs.extend((key, _tagged_value(value)) for key in keys if key)
+        key, value = tag.groups()
+        pairs.append((key, _tagged_value(value)))
         position = tag.end()
     _check_end(text, position, "in")
     return [{"name": name[1], "arguments": _unique(pairs)}], position
