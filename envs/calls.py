@@ -77,7 +77,7 @@ def _fit(value, hint):
     raise TypeError
 
 
-class WrongCall(Exception):
+class WrongCall(ValueError):
     """The model's call cannot be made. The text tells the model why."""
 
 

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from concurrent import futures
 
 import envs
-from envs.calls import BY_ARGUMENTS, WrongCall, awaited, call_tool, message_of
+from envs.calls import BY_ARGUMENTS, awaited, call_tool, message_of
 from experiment.errors import EnvironmentFault, UserError
 from llm.chat import Chat
 from llm.tool_calls import check_call
@@ -120,7 +120,7 @@ class Session:
         for call, (text, error, gain) in zip(self.calls, list(self.answers)):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
-            if not isinstance(error, (WrongCall, *BY_ARGUMENTS, type(None))):
+            if not isinstance(error, (*BY_ARGUMENTS, type(None))):
                 fault = f"{call['name']} raised {type(error).__name__}"
                 self.watch.faults["tool", fault].append(self.place(call["name"]))
         if not self.stuck or self.kind != "tool":

@@ -123,9 +123,7 @@ class Template:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control tokens spelled out."""
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _encode_inside(self, text, encode=None):
         """Encode text inside a rendering, without the space that some tokenizers put at a start."""
