@@ -10,7 +10,7 @@ from pathlib import Path
 import envs
 from agent import Episode, play_turns, rollout, rollout_options
 from envs.rows import first_row
-from envs.session import Session, Watch
+from envs.session import Session, Watch, load_environments
 from experiment.files import open_to_write, replace_file, to_json
 from experiment.program import main
 from experiment.seeds import mix
@@ -19,7 +19,6 @@ from experiment.data import read_yaml
 from experiment.episodes import message_lines, summarise, transcript
 from experiment.errors import UserError
 from experiment.records import algorithm_of
-from llm.chat import Chat
 from llm.engine import Row
 from llm.loading import DTYPES, load_model
 from llm.static_engine import make_engine
@@ -116,10 +115,10 @@ def check_output(path: str):
 # --------------------------------------------------------------------------------------- chat
 def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    cls = envs.load(config.env)
-    chat = Chat(tokenizer, envs.schemas(cls), model.generation_config)
+    classes, chats = load_environments(tokenizer, config.env, model.generation_config)
+    [(name, chat)] = chats.items()
     limits = rollout_options(config)["limits"]
-    print(f"Environment {config.env}: {', '.join(envs.tools(cls))}.\n"
+    print(f"Environment {name}: {', '.join(chat.tool_names)}.\n"
           "Every question is an episode of its own: the environment starts anew, and the agent "
           "remembers nothing.\nAn empty line asks the task that is shown. Other text is asked in "
           "its place, and the tools still work on the task. Ctrl-D ends.")
@@ -128,7 +127,7 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
         engine = make_engine(model, slots=1, stop_ids=chat.stop_ids | chat.start_ids,
                         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         for number in count():
-            session = Session(watch, config.env, cls, tasks[number % len(tasks)])
+            session = Session(watch, name, classes[name], tasks[number % len(tasks)])
             episode = Episode(session, chat, limits, str(number))
             if not ask(episode):
                 return
