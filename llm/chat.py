@@ -13,9 +13,9 @@ from typing import NamedTuple
 from llm.template import Template, within_limits
 
 # Words that no template contains. Where they come out tells what a template does with a text.
-SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq zqhzq"
-USER, REPLY, ANSWER, ARG, ARG2, RESULT, ABOUT, THOUGHT = SENTINELS.split()
-TURN_TEXT = re.compile(f"{ANSWER}|{ARG2}|{ARG}")  # of an assistant turn
+SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq"
+USER, REPLY, ANSWER, ARG, RESULT, ABOUT, THOUGHT = SENTINELS.split()
+TURN_TEXT = re.compile(f"{ANSWER}|{ARG}")  # of an assistant turn
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -157,8 +157,7 @@ class Chat:
             texts = [f"<tool_response>\n{text}\n</tool_response>" for text in results]
             return self.reply("\n".join(texts), sampled_stop)
         names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
-        dummy_calls = [{"name": name, "arguments": {"x": ARG}} for name in names]
-        ids = self._template.ids(self._called(dummy_calls, results))
+        ids = self._template.ids(self._called(names, results))
         return self._call_end.suffix(ids, sampled_stop)
 
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:
@@ -216,13 +215,13 @@ class Chat:
             self._message("user", reply),
         ]
 
-    def _called(self, calls, results):
-        """Return a dummy conversation: user, assistant with calls, results."""
+    def _called(self, names, results):
+        """Return a dummy conversation: user, assistant with calls of these names, results."""
+        calls = [{"name": name, "arguments": {"x": ARG}} for name in names]
         shown = calls if self._many_calls else calls[:1]
         messages = [self._message("user", USER), self._message("assistant", "", shown)]
-        for i, (call, result) in enumerate(zip(calls, results, strict=True)):
-            fields = {"tool_call_id": _call_id(i), "name": call["name"]}
-            messages.append(self._message("tool", result, **fields))
+        for i, (name, result) in enumerate(zip(names, results, strict=True)):
+            messages.append(self._message("tool", result, tool_call_id=_call_id(i), name=name))
         return messages
 
     def _probe(self, tools):
@@ -230,10 +229,10 @@ class Chat:
         template = self._template
         template.tools = [PROBE_TOOL]
         self._many_calls = True
-        calls = [{"name": "probe", "arguments": {"x": arg}} for arg in (ARG, ARG2)]
-        self.native_tools = template.shows([ABOUT, ARG, RESULT], self._called(calls[:1], [RESULT]))
-        two_calls = self._called(calls, [RESULT, RESULT])
-        self._many_calls = template.shows([ARG, ARG2, RESULT], two_calls)
+        one_call = self._called(["probe"], [RESULT])
+        self.native_tools = template.shows([ABOUT, ARG, RESULT], one_call)
+        two_calls = ["probe", "probe"], [RESULT, RESULT]
+        self._many_calls = template.shows([ARG, ARG, RESULT], self._called(*two_calls))
         template.tools = tools if self.native_tools and tools else None
         self._tools_text = ""
         if tools and not self.native_tools:
@@ -249,7 +248,7 @@ class Chat:
             )
         self._answer_end = self._call_end = self._end_of_turn(answered)
         if self.native_tools:
-            self._call_end = self._end_of_turn(self._called(calls, [RESULT, RESULT]))
+            self._call_end = self._end_of_turn(self._called(*two_calls))
         self.answer_stop_id = self._answer_end.stop_id
         self.call_stop_id = self._call_end.stop_id
 
