@@ -108,11 +108,9 @@ class Chat:
             messages: a user message, and before it perhaps a system message.
         """
         *system, user = [message["content"] for message in messages]
-        introduction = []
+        introduction = self._tools_text
         if self._folds_system:
-            introduction, system = system, []
-        if self._tools_text:
-            introduction = [*introduction, self._tools_text]
+            introduction, system = [*system, *introduction], []
         shown = [self._message("system", text) for text in system]
         user = "\n\n".join([*introduction, user])
         return self._template.ids([*shown, self._message("user", user)])
@@ -233,11 +231,13 @@ class Chat:
         self.native_tools = template.shows([ABOUT, ARG, RESULT], one_call)
         two_calls = ["probe", "probe"], [RESULT, RESULT]
         self._many_calls = template.shows([ARG, ARG, RESULT], self._called(*two_calls))
-        template.tools = tools if self.native_tools and tools else None
-        self._tools_text = ""
-        if tools and not self.native_tools:
+        template.tools = None
+        self._tools_text = []
+        if tools and self.native_tools:
+            template.tools = tools
+        elif tools:
             schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            self._tools_text = TOOLS_AS_TEXT.format(schemas=schemas)
+            self._tools_text = [TOOLS_AS_TEXT.format(schemas=schemas)]
         system = [self._message("system", ABOUT), self._message("user", USER)]
         self._folds_system = not template.shows([ABOUT, USER], system)
         answered = self._answered(REPLY)
