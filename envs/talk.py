@@ -17,7 +17,7 @@ from experiment.seeds import mix
 from experiment.config import PlayFlags, fill, flag
 from experiment.data import read_yaml
 from experiment.episodes import message_lines, summarise, transcript
-from experiment.errors import UserError
+from experiment.errors import UserError, printable
 from experiment.records import algorithm_of
 from llm.engine import Row
 from llm.loading import DTYPES, load_model
@@ -141,7 +141,7 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
 def ask(episode: Episode) -> bool:
     """Show the task and put the user's question in its place. Return False at the end of input."""
     messages = episode.trajectory.messages
-    print("\nTask: " + "\n".join(message_lines(messages[-1:])).removeprefix("User: "))
+    print(f"\nTask: {printable(messages[-1]['content'])}")
     try:
         question = input("You: ").strip()
     except EOFError:
@@ -156,8 +156,7 @@ def show(turns, episode: Episode):
     """Print the messages of the episode turn by turn."""
     shown = len(episode.trajectory.messages)
     for _ in turns:
-        lines = message_lines(episode.trajectory.messages[shown:])
-        print("\n".join(lines), flush=True)
+        print(*message_lines(episode.trajectory.messages[shown:]), sep="\n", flush=True)
         shown = len(episode.trajectory.messages)
 
 
