@@ -17,8 +17,9 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
 
     Args:
         chat: a `Chat` of the model's tokenizer and the conversation's tools.
-        messages: objects with a role; the content is text or a list of text parts. Calls stand in `tool_calls`, in
-            OpenAI's form or ours, or in the text. A tool message follows for each.
+        messages: a list of objects with a role. The content is text or a list of text parts. Calls
+            stand in `tool_calls`, in OpenAI's form or ours, or in the text. A tool message follows
+            for each.
 
     Raises:
         ValueError: in one line, for what no rollout could have made.
