@@ -6,6 +6,7 @@ import json
 import threading
 import types
 import typing
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -44,51 +45,39 @@ def schemas(env) -> list[dict]:
 
 
 # -------------------------------------------------------------------------------------- arguments
-def _fit(value, hint):
-    """Return `value` as the type `hint`, or raise TypeError.
+# From the type of a JSON value to that of a hint: conversions that lose nothing.
+LOSSLESS = {(int, float), (int, str), (float, str), (list, tuple)}
 
-    Only conversions that lose nothing are made: 7 to "7", 7 to 7.0, 7.0 to 7, a list to a tuple,
-    the value of an Enum's member to the member.
+
+def _fit(value, hint):
+    """Return `value` as the type `hint`, or raise TypeError or ValueError.
+
+    Only conversions that lose nothing are made: those of LOSSLESS, 7.0 to 7, and the value of an
+    Enum's member to the member.
     """
-    origin = typing.get_origin(hint)
-    arguments = typing.get_args(hint)
-    kind = origin or hint
-    if origin is typing.Annotated:
-        return _fit(value, arguments[0])
-    if hint is typing.Any:
+    choices = typing.get_args(hint)
+    kind = typing.get_origin(hint) or hint
+    if kind is typing.Any:
         return value
-    if origin in (typing.Union, types.UnionType):
-        return _fit_one_of(value, arguments)
-    if origin is typing.Literal:
-        if value in arguments:
+    if kind in (typing.Union, types.UnionType):
+        # An exact match comes first.
+        for choice in sorted(choices, key=lambda choice: choice is not type(value)):
+            with suppress(TypeError, ValueError):
+                return _fit(value, choice)
+    elif kind is typing.Literal:
+        if value in choices:
             return value
-    elif kind is float and type(value) is int:
-        return float(value)
+    elif isinstance(kind, enum.EnumType) or (type(value), kind) in LOSSLESS:
+        return kind(value)
     elif kind is int and type(value) is float and value.is_integer():
         return int(value)
-    elif kind is str and type(value) in (int, float):
-        return str(value)
-    elif kind is tuple and type(value) is list:
-        return tuple(value)
-    elif isinstance(kind, enum.EnumType) and value in [member.value for member in kind]:
-        return kind(value)
     elif isinstance(value, kind) and (kind is bool or type(value) is not bool):
         # True is an int for Python, and no number for us.
         return value
     raise TypeError
 
 
-def _fit_one_of(value, hints):
-    """Return `value` as the first of the types that it fits; an exact match comes first."""
-    for hint in sorted(hints, key=lambda hint: hint is not type(value)):
-        try:
-            return _fit(value, hint)
-        except TypeError:
-            pass
-    raise TypeError
-
-
-class WrongCall(Exception):
+class WrongCall(ValueError):
     """The model's call cannot be made. The text tells the model why."""
 
 
@@ -108,7 +97,7 @@ def _fit_arguments(name: str, method, arguments: dict) -> dict:
         hint = hints.get(key, typing.Any)
         try:
             fitted[key] = _fit(value, hint)
-        except TypeError:
+        except (TypeError, ValueError):
             want = hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
             shown = json.dumps(value)[:60]
             raise WrongCall(f"{name}: {key} must be {want}, not {shown}") from None

@@ -32,11 +32,10 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
 def expert_turn(episode: Episode):
     """Let the expert take a turn of the episode in the model's place."""
     try:
-        turn = episode.session.expert()
+        text, calls = episode.session.expert()
     except EnvironmentFault as fault:
         return episode.fail(str(fault))
-    is_text = isinstance(turn, str)
-    ids = episode.chat.turn(turn, []) if is_text else episode.chat.turn("", turn)
+    ids = episode.chat.turn(text, calls)
     if episode.take_turn(ids, [0.0] * len(ids)):
         episode.take_results()
 
@@ -52,8 +51,7 @@ def warn_of_letters(tokenizer, classes: dict):
             words += [schema["function"]["name"], *schema["function"]["parameters"]["properties"]]
         spelled = []
         for word in dict.fromkeys(words):
-            tokens = len(tokenizer.encode(word, add_special_tokens=False))
-            if tokens > max(len(word) / 2, 2):
+            if len(tokenizer.tokenize(word)) > max(len(word) / 2, 2):
                 spelled.append(word)
         if spelled:
             print(f"note: this tokenizer spells {', '.join(spelled[:5])} of environment {name} in "

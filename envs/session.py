@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from concurrent import futures
 
 import envs
-from envs.calls import BY_ARGUMENTS, WrongCall, awaited, call_tool, message_of
+from envs.calls import BY_ARGUMENTS, awaited, call_tool, message_of
 from experiment.errors import EnvironmentFault, UserError
 from llm.chat import Chat
 from llm.tool_calls import check_call
@@ -37,10 +37,6 @@ class Watch:
             self.calls.update(rare)
             self.faults.update({key: messages for key, messages in earlier.faults.items()
                                 if key[0] in rare})
-
-    def count(self, kind: str, fault: str, message: str):
-        """Remember a fault of an environment for `check`."""
-        self.faults[kind, fault].append(message)
 
     def check_abandoned(self):
         """Raise EnvironmentFault if too many calls were left behind."""
@@ -124,9 +120,9 @@ class Session:
         for call, (text, error, gain) in zip(self.calls, list(self.answers)):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
-            if not isinstance(error, (WrongCall, *BY_ARGUMENTS, type(None))):
+            if not isinstance(error, (*BY_ARGUMENTS, type(None))):
                 fault = f"{call['name']} raised {type(error).__name__}"
-                self.watch.count("tool", fault, self.place(call["name"]))
+                self.watch.faults["tool", fault].append(self.place(call["name"]))
         if not self.stuck or self.kind != "tool":
             self._check()
         late = f"error: TimeoutError: no answer within {self.watch.timeout:g} s"
@@ -140,8 +136,8 @@ class Session:
         """Return the total reward of the episode, its parts, and whether the task was solved."""
         return (self.paid, {}, False) if self.stuck else self._ask(self._score)
 
-    def expert(self) -> str | list[dict]:
-        """Return the next turn of the scripted demonstrator."""
+    def expert(self) -> tuple[str, list[dict]]:
+        """Return the text and the calls of the scripted demonstrator's next turn."""
         return self._ask(self._expert)
 
     def place(self, member: str) -> str:
@@ -159,18 +155,20 @@ class Session:
         self.kinds[self.kind] += 1
         self.began = time.monotonic()
 
+    def _get(self, member: str, default=None):
+        """Begin to use a member, and return it: an attribute, or the method of "reset()"."""
+        self._enter(member)
+        return getattr(self.env, member.removesuffix("()"), default)
+
     def _start(self):
         self._enter("__init__()")
         self.env = self.cls()
-        self._enter("reset()")
-        question = text_or_none(awaited(self.env.reset(**self.task)))
-        self._enter("system_prompt")
-        system_prompt = text_or_none(getattr(self.env, "system_prompt", None))
+        question = text_or_none(awaited(self._get("reset()")(**self.task)))
+        system_prompt = text_or_none(self._get("system_prompt"))
         if not question and not system_prompt:
             raise ValueError("reset() returned no question and there is no system_prompt (a "
                              'column "prompt", as in TRL, is an argument of reset, nothing more)')
-        self._enter("max_turns")
-        max_turns = int(getattr(self.env, "max_turns", 8))
+        max_turns = int(self._get("max_turns", 8))
         self._gain()
         self.reward_at_reset = self.reward
         return question or "", system_prompt, max_turns
@@ -185,53 +183,50 @@ class Session:
         self._read_done()
 
     def _reply(self, text):
-        self._enter("_reply()")
-        reply = text_or_none(self.env._reply(text)) if hasattr(self.env, "_reply") else None
+        reply = self._get("_reply()")
+        message = text_or_none(reply(text)) if reply else None
         gain = self._gain()
         self._read_done()
-        return reply, gain
+        return message, gain
 
     def _score(self):
-        self._enter("get_reward()")
-        total = float(awaited(self.env.get_reward()))
-        self._enter("_reward_parts")
-        parts = getattr(self.env, "_reward_parts", {})
+        total = float(awaited(self._get("get_reward()")()))
+        parts = self._get("_reward_parts", {})
         parts = {name: float(value) for name, value in parts.items()}
-        self._enter("_check()")
-        solved = bool(self.env._check()) if hasattr(self.env, "_check") else total > 0
+        check = self._get("_check()")
+        solved = bool(check()) if check else total > 0
         return total, parts, solved
 
     def _expert(self):
-        self._enter("_expert()")
-        turn = self.env._expert()
-        return turn if isinstance(turn, str) else [check_call(call) for call in turn]
+        turn = self._get("_expert()")()
+        if isinstance(turn, str):
+            return turn, []
+        return "", [check_call(call) for call in turn]
 
     def _read_done(self):
-        self._enter("done")
-        self.done = bool(getattr(self.env, "done", False))
+        self.done = bool(self._get("done", False))
 
     def _gain(self) -> float:
         """Return what the running total gained since the last call."""
-        self._enter("reward")
         before = self.reward
         # Environments also count in NumPy's numbers, which JSON does not take.
-        self.reward = float(getattr(self.env, "reward", 0.0))
+        self.reward = float(self._get("reward", 0.0))
         return self.reward - before
 
     # --------------------------------------------------------------------------- and around it
     def _begin(self, function, *arguments):
         """Start the function in a thread of its own. It ends with the process, if not before."""
-        self.outcome = futures.Future()
+        outcome = self.outcome = futures.Future()
         self.kinds = Counter()
         self.began = time.monotonic()
 
-        def run(outcome):
+        def run():
             try:
                 outcome.set_result(function(*arguments))
             # KeyboardInterrupt too: signals come to the main thread, the environment raised it.
             except BaseException as error:
                 outcome.set_exception(error)
-        threading.Thread(target=run, args=[self.outcome], daemon=True).start()
+        threading.Thread(target=run, daemon=True).start()
 
     def _wait(self):
         """Wait for the thread. If one of its calls takes too long, it is left behind."""
@@ -248,14 +243,15 @@ class Session:
         """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""
         error = None if self.stuck else self.outcome.exception()
         if self.stuck:
-            fault = text = f"did not return within {self.watch.timeout:g} s"
+            problem = f"did not return within {self.watch.timeout:g} s"
         elif error is not None:
-            fault = f"raised {type(error).__name__}"
-            text = f"raised {message_of(error)}"
+            problem = f"raised {message_of(error)}"
         else:
             return
-        message = f"{self.place(self.member)} {text}"
-        self.watch.count(self.kind, f"{self.member} {fault}", message)
+        message = f"{self.place(self.member)} {problem}"
+        # The same fault has another text on every task. What is the same is the exception's type.
+        fault = f"{self.member} {problem.partition(':')[0]}"
+        self.watch.faults[self.kind, fault].append(message)
         raise EnvironmentFault(message)
 
     def _ask(self, function, *arguments):

@@ -3,7 +3,6 @@
     python agent.py --model_path runs/grpo
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
-import json
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -11,16 +10,15 @@ from pathlib import Path
 import envs
 from agent import Episode, play_turns, rollout, rollout_options
 from envs.rows import first_row
-from envs.session import Session, Watch
-from experiment.files import finite, open_to_write, replace_file
+from envs.session import Session, Watch, load_environments
+from experiment.files import open_to_write, replace_file, to_json
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import PlayFlags, fill, flag
 from experiment.data import read_yaml
 from experiment.episodes import message_lines, summarise, transcript
-from experiment.errors import UserError
+from experiment.errors import UserError, printable
 from experiment.records import algorithm_of
-from llm.chat import Chat
 from llm.engine import Row
 from llm.loading import DTYPES, load_model
 from llm.static_engine import make_engine
@@ -67,12 +65,13 @@ def as_the_run(config: Config) -> Config:
         # Data never chooses which code runs, and the folder may come from a stranger.
         raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to run; "
                         "give --env yourself")
-    taken = {name: run.get(name) for name in ("env", "dataset", "eval_dataset", "env_options")}
-    dataset = taken["dataset"]
+    files = ["dataset", "eval_dataset"]
+    dataset = run.get("dataset")
     if dataset and dataset != run["env"] and not envs.is_task(run["env"], first_row(dataset)[0]):
         # The run learned from conversations, which nobody can play.
-        taken.update(dataset=None, eval_dataset=None)
-    taken = {name: value for name, value in taken.items() if value and not getattr(config, name)}
+        files = []
+    taken = {name: run[name] for name in ("env", *files, "env_options")
+             if run.get(name) and not getattr(config, name)}
     # The policy that is played is the one that was trained, rounded alike.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
@@ -98,11 +97,11 @@ def write_traces(config: Config, model, tokenizer, tasks: list[dict]):
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size,
                        top_k=config.top_k, top_p=config.top_p, **rollout_options(config))
     if config.output:
-        rows = [json.dumps(finite(t.to_json()), ensure_ascii=False) + "\n" for t in episodes]
-        replace_file(Path(config.output), "".join(rows))
+        lines = [to_json(t.to_json()) for t in episodes]
+        replace_file(Path(config.output), "".join(lines))
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
-    print(json.dumps(finite(summarise(episodes))))
+    print(to_json(summarise(episodes)), end="")
 
 
 def check_output(path: str):
@@ -116,10 +115,10 @@ def check_output(path: str):
 # --------------------------------------------------------------------------------------- chat
 def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    cls = envs.load(config.env)
-    chat = Chat(tokenizer, envs.schemas(cls), model.generation_config)
+    classes, chats = load_environments(tokenizer, config.env, model.generation_config)
+    [(name, chat)] = chats.items()
     limits = rollout_options(config)["limits"]
-    print(f"Environment {config.env}: {', '.join(envs.tools(cls))}.\n"
+    print(f"Environment {name}: {', '.join(chat.tool_names)}.\n"
           "Every question is an episode of its own: the environment starts anew, and the agent "
           "remembers nothing.\nAn empty line asks the task that is shown. Other text is asked in "
           "its place, and the tools still work on the task. Ctrl-D ends.")
@@ -128,7 +127,7 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
         engine = make_engine(model, slots=1, stop_ids=chat.stop_ids | chat.start_ids,
                         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         for number in count():
-            session = Session(watch, config.env, cls, tasks[number % len(tasks)])
+            session = Session(watch, name, classes[name], tasks[number % len(tasks)])
             episode = Episode(session, chat, limits, str(number))
             if not ask(episode):
                 return
@@ -142,7 +141,7 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
 def ask(episode: Episode) -> bool:
     """Show the task and put the user's question in its place. Return False at the end of input."""
     messages = episode.trajectory.messages
-    print("\nTask: " + "\n".join(message_lines(messages[-1:])).removeprefix("User: "))
+    print(f"\nTask: {printable(messages[-1]['content'])}")
     try:
         question = input("You: ").strip()
     except EOFError:
@@ -157,8 +156,7 @@ def show(turns, episode: Episode):
     """Print the messages of the episode turn by turn."""
     shown = len(episode.trajectory.messages)
     for _ in turns:
-        lines = message_lines(episode.trajectory.messages[shown:])
-        print("\n".join(lines), flush=True)
+        print(*message_lines(episode.trajectory.messages[shown:]), sep="\n", flush=True)
         shown = len(episode.trajectory.messages)
 
 

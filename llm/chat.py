@@ -7,13 +7,15 @@ dummy conversation. That also works for templates that rewrite history.
 
 import json
 import os
+import re
 from typing import NamedTuple
 
 from llm.template import Template, within_limits
 
 # Words that no template contains. Where they come out tells what a template does with a text.
-SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq zqhzq"
-USER, REPLY, ANSWER, ARG, ARG2, RESULT, ABOUT, THOUGHT = SENTINELS.split()
+SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq"
+USER, REPLY, ANSWER, ARG, RESULT, ABOUT, THOUGHT = SENTINELS.split()
+TURN_TEXT = re.compile(f"{ANSWER}|{ARG}")  # of an assistant turn
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -49,10 +51,13 @@ class TurnEnd(NamedTuple):
     cut_id: int
     count: int
 
-    def position(self, ids: list[int]) -> int:
-        """Return the index of the dummy turn's last token in the ids of a rendering."""
+    def suffix(self, ids: list[int], sampled_stop: int | None) -> list[int]:
+        """Return the ids of a rendering that follow what was sampled of the dummy turn."""
         positions = [i for i, token_id in enumerate(ids) if token_id == self.cut_id]
-        return positions[self.count - 1]
+        start = positions[self.count - 1]
+        if sampled_stop == self.stop_id:
+            start += 1
+        return ids[start:]
 
 
 class Chat:
@@ -103,11 +108,9 @@ class Chat:
             messages: a user message, and before it perhaps a system message.
         """
         *system, user = [message["content"] for message in messages]
-        introduction = []
+        introduction = self._tools_text
         if self._folds_system:
-            introduction, system = system, []
-        if self._tools_text:
-            introduction = [*introduction, self._tools_text]
+            introduction, system = [*system, *introduction], []
         shown = [self._message("system", text) for text in system]
         user = "\n\n".join([*introduction, user])
         return self._template.ids([*shown, self._message("user", user)])
@@ -152,26 +155,18 @@ class Chat:
             texts = [f"<tool_response>\n{text}\n</tool_response>" for text in results]
             return self.reply("\n".join(texts), sampled_stop)
         names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
-        dummy_calls = [{"name": name, "arguments": {"x": ARG}} for name in names]
-        return self._suffix(self._called(dummy_calls, results), self._call_end, sampled_stop)
+        ids = self._template.ids(self._called(names, results))
+        return self._call_end.suffix(ids, sampled_stop)
 
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:
         """Return the ids that follow an answer: a user message, then the generation prompt."""
-        return self._suffix(self._answered(text), self._answer_end, sampled_stop)
+        return self._answer_end.suffix(self._template.ids(self._answered(text)), sampled_stop)
 
     def text(self, ids: list[int]) -> str:
         """Return what the model wrote, control tokens spelled out, without the stop token."""
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         return self._template.decode(ids)
-
-    def _suffix(self, dummy, end, sampled_stop):
-        """Return the ids of a dummy conversation that follow its assistant turn."""
-        ids = self._template.ids(dummy)
-        start = end.position(ids)
-        if sampled_stop == end.stop_id:
-            start += 1
-        return ids[start:]
 
     def _continue_prompt(self, prompt_ids, turn_ids):
         """Return a turn as it continues the generation prompt.
@@ -218,13 +213,13 @@ class Chat:
             self._message("user", reply),
         ]
 
-    def _called(self, calls, results):
-        """Return a dummy conversation: user, assistant with calls, results."""
+    def _called(self, names, results):
+        """Return a dummy conversation: user, assistant with calls of these names, results."""
+        calls = [{"name": name, "arguments": {"x": ARG}} for name in names]
         shown = calls if self._many_calls else calls[:1]
         messages = [self._message("user", USER), self._message("assistant", "", shown)]
-        for i, (call, result) in enumerate(zip(calls, results, strict=True)):
-            fields = {"tool_call_id": _call_id(i), "name": call["name"]}
-            messages.append(self._message("tool", result, **fields))
+        for i, (name, result) in enumerate(zip(names, results, strict=True)):
+            messages.append(self._message("tool", result, tool_call_id=_call_id(i), name=name))
         return messages
 
     def _probe(self, tools):
@@ -232,15 +227,17 @@ class Chat:
         template = self._template
         template.tools = [PROBE_TOOL]
         self._many_calls = True
-        calls = [{"name": "probe", "arguments": {"x": arg}} for arg in (ARG, ARG2)]
-        self.native_tools = template.shows([ABOUT, ARG, RESULT], self._called(calls[:1], [RESULT]))
-        two_calls = self._called(calls, [RESULT, RESULT])
-        self._many_calls = template.shows([ARG, ARG2, RESULT], two_calls)
-        template.tools = tools if self.native_tools and tools else None
-        self._tools_text = ""
-        if tools and not self.native_tools:
+        one_call = self._called(["probe"], [RESULT])
+        self.native_tools = template.shows([ABOUT, ARG, RESULT], one_call)
+        two_calls = ["probe", "probe"], [RESULT, RESULT]
+        self._many_calls = template.shows([ARG, ARG, RESULT], self._called(*two_calls))
+        template.tools = None
+        self._tools_text = []
+        if tools and self.native_tools:
+            template.tools = tools
+        elif tools:
             schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            self._tools_text = TOOLS_AS_TEXT.format(schemas=schemas)
+            self._tools_text = [TOOLS_AS_TEXT.format(schemas=schemas)]
         system = [self._message("system", ABOUT), self._message("user", USER)]
         self._folds_system = not template.shows([ABOUT, USER], system)
         answered = self._answered(REPLY)
@@ -249,26 +246,19 @@ class Chat:
                 f"the chat template of {template.name} does not show user and assistant messages "
                 "given as text"
             )
-        self._answer_end = self._call_end = self._end_of_turn(answered, ANSWER, ANSWER)
+        self._answer_end = self._call_end = self._end_of_turn(answered)
         if self.native_tools:
-            dummy = self._called(calls, [RESULT, RESULT])
-            self._call_end = self._end_of_turn(dummy, ARG, ARG2 if self._many_calls else ARG)
+            self._call_end = self._end_of_turn(self._called(*two_calls))
         self.answer_stop_id = self._answer_end.stop_id
         self.call_stop_id = self._call_end.stop_id
 
-    def _end_of_turn(self, dummy, first, last) -> TurnEnd:
-        """Find how the assistant turn dummy[1] ends.
-
-        Args:
-            dummy: a conversation: user, assistant, and what follows.
-            first: the turn's first sentinel. Control tokens between it and the last one, such as
-                </tool_call>, belong to the syntax of calls and end nothing.
-            last: the turn's last sentinel.
-        """
+    def _end_of_turn(self, dummy) -> TurnEnd:
+        """Find how the assistant turn dummy[1] of a conversation ends."""
         template = self._template
-        before, _, after = template.render(dummy).rpartition(last)
-        _, _, after_alone = template.render(dummy[:2], generate=False).rpartition(last)
-        syntax = template.controls(before.partition(first)[2])
+        *before, after = TURN_TEXT.split(template.render(dummy))
+        *_, after_alone = TURN_TEXT.split(template.render(dummy[:2], generate=False))
+        # What stands between two calls, such as </tool_call>, is their syntax and ends nothing.
+        syntax = template.controls(" ".join(before[1:]))
         followed = [control for control in template.controls(after) if control not in syntax]
         alone = [control for control in template.controls(after_alone) if control not in syntax]
         if not followed:
@@ -282,7 +272,7 @@ class Chat:
         both = os.path.commonprefix([alone, followed])
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
-        count = template.controls(before).count(cut)
+        count = template.controls(" ".join(before)).count(cut)
         return TurnEnd(stop, cut, count + (both.count(cut) or 1))
 
     def _turn_starts(self):
@@ -293,7 +283,7 @@ class Chat:
         opened = template.controls(template.render(answered[:1]))
         followed = template.controls(template.render(answered))
         opening = opened[len(os.path.commonprefix([closed, opened])) :]
-        following = followed[self._answer_end.position(followed) + 1 :]
+        following = self._answer_end.suffix(followed, self.answer_stop_id)
         # gpt-oss writes some of them between a thought and its answer, too.
         thoughtful = self._answered(REPLY, thinking=THOUGHT, reasoning_content=THOUGHT)[:2]
         rendering = template.render(thoughtful, generate=False)

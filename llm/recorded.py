@@ -4,6 +4,8 @@ The ids are put together turn by turn, exactly as in an episode that is played. 
 on the tokens that the model will see, whatever the chat template does to earlier turns.
 """
 
+from contextlib import suppress
+
 from llm.tool_calls import check_call, parse_tool_calls
 
 
@@ -15,14 +17,13 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
 
     Args:
         chat: a `Chat` of the model's tokenizer and the conversation's tools.
-        messages: the content is text or a list of text parts. Calls stand in `tool_calls`, in
-            OpenAI's form or ours, or in the text. A tool message follows for each.
+        messages: a list of objects with a role. The content is text or a list of text parts. Calls
+            stand in `tool_calls`, in OpenAI's form or ours, or in the text. A tool message follows
+            for each.
 
     Raises:
         ValueError: in one line, for what no rollout could have made.
     """
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError("messages must be a list of objects")
     while messages and messages[-1].get("role") != "assistant":
         messages = messages[:-1]
     ids, mask = [], []
@@ -89,7 +90,7 @@ def _loss(message):
     """Return 1 if a message is trained, else 0. OpenAI calls the field "weight"."""
     is_assistant = message["role"] == "assistant"
     loss = message.get("loss", message.get("weight"))
-    if loss is None and "loss" not in message:
+    if loss is None:
         return int(is_assistant)
     if type(loss) is not int or loss not in (0, 1) or (loss and not is_assistant):
         raise ValueError(f'"loss": {loss!r}: need 0 or 1, and 1 only on assistant messages')
@@ -119,11 +120,9 @@ def _read_message(message):
 def _text_of(content):
     """Return the content of a message as text. It may be a list of text parts."""
     if isinstance(content, list):
-        try:
-            return "".join([item["text"] for item in content])
-        except (TypeError, KeyError):
-            # Such a list is refused below.
-            pass
+        # Another part, such as an image, is refused below.
+        with suppress(TypeError, KeyError):
+            return "".join([part["text"] for part in content])
     if not isinstance(content, str):
         kind = type(content).__name__
         raise ValueError(f"content must be text or text parts, got {kind}")

@@ -112,9 +112,10 @@ class Template:
         # Splitting gives [text, spelled control token or None, text, ..., text].
         pieces = self._marked.split(rendering)
         ids = self.encode(pieces[0])
-        for i, piece in enumerate(pieces[1:], start=1):
-            if piece:
-                ids += self._encode_spelled(piece) if i % 2 else self._encode_inside(piece)
+        for spelled, text in zip(pieces[1::2], pieces[2::2]):
+            if spelled:
+                ids += self._encode_spelled(spelled)
+            ids += self._encode_inside(text, self.encode)
         return ids
 
     def encode(self, text: str) -> list[int]:
@@ -123,13 +124,10 @@ class Template:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control tokens spelled out."""
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-    def _encode_inside(self, text, encode=None):
+    def _encode_inside(self, text, encode):
         """Encode text inside a rendering, without the space that some tokenizers put at a start."""
-        encode = encode or self.encode
         ids = encode("\n" + text)
         length = len(self._newline)
         return ids[length:] if ids[:length] == self._newline else encode(text)

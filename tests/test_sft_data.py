@@ -202,8 +202,6 @@ def test_loss_and_gradient_are_trls(tokenizer, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ conversations
 @pytest.mark.parametrize("messages, problem", [
-    ("hi", "messages must be a list of objects"),
-    (["hi"], "messages must be a list of objects"),
     ([], "nothing to train: no assistant message"),
     ([SYSTEM, ASK], "nothing to train: no assistant message"),
     ([ASK, {**ANSWER, "loss": 0}], 'nothing to train: no assistant message without "loss": 0'),
