@@ -26,19 +26,18 @@ _SEMICOLON = re.compile(r"\s*;?\s*")
 _OPENER = re.compile(
     r'(?:<tool_call>\s*)?<function=|<tool_call>|<atem:invoke name="|<\|python_tag\|>|'
     r"<\|tool_call_start\|>|<\|tool_call>call:|"
-    r"to=functions\.(?=[\w.-]{1,64}[^\n]{0,64}?<\|message\|>)"
+    r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>"
 )
-_NO_TAG = re.compile("")
+_NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
     r"</tool_call>|</function>|</atem:invoke>|<\|tool_call_end\|>|<tool_call\|>"
 )
-_TAG = re.compile(f"{_OPENER.pattern}|{_CLOSER.pattern}")
 _CLOSERS = re.compile(rf"(?:\s*(?:{_CLOSER.pattern}))*")
 _PYTHON_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
 _LIKE_A_CALL = re.compile(
     r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"', re.S
 )
-_TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>|[^\n]{0,64}?<\|message\|>)?\s*')
+_TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>)?\s*')
 _TAG_VALUE = re.compile(
     r'(?:<parameter=|<atem:parameter name="|<arg_key>)([^<>"\n]{1,64})'
     r'(?:">|>|</arg_key>\s*<arg_value>)'
@@ -159,8 +158,8 @@ def _attempt(text, opener):
 
 def _next_tag(text, position):
     """Return where the next opening or closing tag starts, or the end of the text."""
-    tag = _TAG.search(text, position)
-    return tag.start() if tag else len(text)
+    tags = [_CLOSER.search(text, position), _OPENER.search(text, position)]
+    return min([tag.start() for tag in tags if tag], default=len(text))
 
 
 def _check_end(text, position, where):
@@ -175,6 +174,9 @@ def _read(text, opener, start):
     Without a tag there are none if the text is an answer.
     """
     tag = opener[0]
+    if opener["name"]:
+        arguments, end = _json(text, start)
+        return [{"name": opener["name"], "arguments": arguments}], end
     if tag == "<|tool_call>call:":
         return _read_gemma(text, start)
     if _PYTHON_LIST.match(text, start) and (tag or text.rstrip().endswith(")]")):
@@ -219,13 +221,13 @@ def _read_gemma(text, start):
 
 
 def _read_tagged(text, start):
-    """Read a name, then JSON, `<parameter=key>value</parameter>` or what GLM and ATEM write."""
+    """Read a name, then `<parameter=key>value</parameter>` or what GLM and ATEM write for that."""
     name = _TAG_NAME.match(text, start)
     if not name:
         got = text[start : start + 20]
         raise ValueError(f"expected a JSON object or a function name, got {got!r}")
     position = name.end()
-    # Llama writes <function=name>{json}, gpt-oss to=functions.name ...<|message|>{json}.
+    # This is Llama's form, <function=name>{json}.
     if text.startswith("{", position):
         arguments, position = _json(text, position)
         return [{"name": name[1], "arguments": arguments}], position
