@@ -91,11 +91,7 @@ class Adapter(nn.Module):
         keep = self.cast is not None and torch.is_inference_mode_enabled()
         if keep and self.cast:
             return self.cast
-        if x.dtype == torch.float16:
-            factors = Unscaled.apply(self.A, x), Unscaled.apply(self.B, x)
-        else:
-            where = {"device": x.device, "dtype": x.dtype, "non_blocking": True}
-            factors = self.A.to(**where), self.B.to(**where)
+        factors = Cast.apply(self.A, x), Cast.apply(self.B, x)
         if keep:
             self.cast = factors
         return factors
@@ -156,8 +152,11 @@ class _MergedLoRA(torch.autograd.Function):
 GRADIENT_SCALE = 2.0**12  # llm.logprobs multiplies by it: float16 gradients stay above 6e-8
 
 
-class Unscaled(torch.autograd.Function):
-    """Use a float32 weight in float16, and return its gradient in float32, without the scale."""
+class Cast(torch.autograd.Function):
+    """Use a float32 weight in the dtype and on the device of another tensor.
+
+    Its gradient comes back in float32, and one that was float16 without the scale.
+    """
 
     @staticmethod
     def forward(ctx, weight, like):
@@ -166,7 +165,10 @@ class Unscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.to(ctx.device, torch.float32) / GRADIENT_SCALE, None
+        exact = grad.to(ctx.device, torch.float32)
+        if grad.dtype == torch.float16:
+            exact /= GRADIENT_SCALE
+        return exact, None
 
 
 # -------------------------------------------------------------------------------- adding and asking
