@@ -29,11 +29,9 @@ class Settings:
 
     Attributes:
         peft: what adapter_config.json says of the adapter, in PEFT's names.
-        apart: True where the weights cannot hold a merged adapter (4-bit or streamed weights).
         fresh: True while the model without its adapter is the policy that the run started from.
     """
     peft: dict
-    apart: bool = False
     fresh: bool = True
 
 
@@ -44,6 +42,7 @@ class Adapter(nn.Module):
         A: (r, in), drawn uniformly as PEFT does (kaiming_uniform with a = sqrt(5)).
         B: (out, r), zero at the start.
         active: False makes the Linear the plain one.
+        apart: True where the weight cannot hold a merged adapter (4-bit or streamed weights).
         base: the frozen weight while the Linear holds the merged one, else None.
         cast: while decoding unmerged, A and B in the model's dtype from their first use on, [] up
             to then; else None.
@@ -60,6 +59,7 @@ class Adapter(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.active = True
+        self.apart = False
         self.base = self.cast = None
 
     def tensors(self) -> dict:
@@ -91,24 +91,24 @@ class Adapter(nn.Module):
         keep = self.cast is not None and torch.is_inference_mode_enabled()
         if keep and self.cast:
             return self.cast
-        if x.dtype == torch.float16:
-            factors = Unscaled.apply(self.A, x), Unscaled.apply(self.B, x)
-        else:
-            where = {"device": x.device, "dtype": x.dtype, "non_blocking": True}
-            factors = self.A.to(**where), self.B.to(**where)
+        factors = Cast.apply(self.A, x), Cast.apply(self.B, x)
         if keep:
             self.cast = factors
         return factors
 
+    def frozen_weight(self, linear):
+        """Return W, whether the Linear holds it or the merged weight."""
+        return linear.weight.data if self.base is None else self.base
+
     def merge(self, linear):
         """Put the effective weight in place of the frozen one, which `unmerge` brings back."""
-        if self.base is None:
-            self.base = linear.weight.data
+        self.base = self.frozen_weight(linear)
         linear.weight.data = dithered(self.effective_weight(self.base), self.base.dtype)
 
     def unmerge(self, linear):
-        linear.weight.data = self.base
-        self.base = None
+        if self.base is not None:
+            linear.weight.data = self.base
+        self.base = self.cast = None
 
 
 def adapted_forward(linear, x):
@@ -152,8 +152,11 @@ class _MergedLoRA(torch.autograd.Function):
 GRADIENT_SCALE = 2.0**12  # llm.logprobs multiplies by it: float16 gradients stay above 6e-8
 
 
-class Unscaled(torch.autograd.Function):
-    """Use a float32 weight in float16, and return its gradient in float32, without the scale."""
+class Cast(torch.autograd.Function):
+    """Use a float32 weight in the dtype and on the device of another tensor.
+
+    Its gradient comes back in float32, and one that was float16 without the scale.
+    """
 
     @staticmethod
     def forward(ctx, weight, like):
@@ -162,7 +165,10 @@ class Unscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.to(ctx.device, torch.float32) / GRADIENT_SCALE, None
+        exact = grad.to(ctx.device, torch.float32)
+        if grad.dtype == torch.float16:
+            exact /= GRADIENT_SCALE
+        return exact, None
 
 
 # -------------------------------------------------------------------------------- adding and asking
@@ -179,7 +185,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
             output head), or a list of names or last parts of names.
         seed: of the draws for A.
-        apart: see `Settings`.
+        apart: see `Adapter`.
         device: where A and B live, if not beside their weights.
         kind: the class of the adapters.
     """
@@ -189,8 +195,9 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     scale = alpha / (math.sqrt(r) if use_rslora else r)
     for linear in linears.values():
         linear.lora = kind(linear, r, scale, dropout, generator, device or linear.weight.device)
+        linear.lora.apart = apart
         linear.forward = partial(adapted_forward, linear)
-    model.lora_settings = Settings(apart=apart, peft={
+    model.lora_settings = Settings({
         "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
         "use_rslora": use_rslora, **kind.peft_entries})
 
@@ -220,10 +227,14 @@ def _targeted(model, targets):
 def _text_targets(model, linears) -> list:
     """Return names by which PEFT finds the Linears of the text layers but no routers."""
     text = set(model.get_decoder().modules())
-    end = {name: name.split(".")[-1] for name in linears}
-    names = [name for name in linears if linears[name] in text and end[name] not in ROUTERS]
-    ends = {end[name] for name in names}
-    other_ends = {end[name] for name in linears.keys() - names}
+    names, ends, other_ends = [], set(), set()
+    for name, linear in linears.items():
+        end = name.split(".")[-1]
+        if linear in text and end not in ROUTERS:
+            names.append(name)
+            ends.add(end)
+        else:
+            other_ends.add(end)
     # The ends of the names are enough, unless those of other Linears end alike.
     return sorted(names if ends & other_ends else ends)
 
@@ -331,30 +342,25 @@ def merged(model, update: bool = False):
     """
     linears = [linear for linear in adapters(model).values() if not whole_policy(linear)
                and not (update and linear.lora.dropout)]
-    apart = linears and settings(model).apart
     try:
         for linear in linears:
-            if apart:
+            if linear.lora.apart:
                 linear.lora.cast = []
             else:
                 linear.lora.merge(linear)
         yield
     finally:
         for linear in linears:
-            linear.lora.cast = None
-            if linear.lora.base is not None:
-                linear.lora.unmerge(linear)
+            linear.lora.unmerge(linear)
         give_back_memory()
 
 
-def kept_by_merging(model, count: int = 4) -> float:
+def kept_by_merging(model) -> float:
     """Return <merged - W, update> / <update, update> over some Linears: 1.0 if nothing is lost."""
     kept = whole = 0.0
-    linears = list(adapters(model).values())
-    if not linears or settings(model).apart:
-        return 1.0
-    for linear in linears[::max(1, len(linears) // count)]:
-        base = linear.weight.data if linear.lora.base is None else linear.lora.base
+    linears = [linear for linear in adapters(model).values() if not linear.lora.apart]
+    for linear in linears[::max(1, len(linears) // 4)]:
+        base = linear.lora.frozen_weight(linear)
         effective = linear.lora.effective_weight(base)
         update = effective - base
         kept += float((update * (dithered(effective, base.dtype).float() - base)).sum())

@@ -56,11 +56,9 @@ class Fused:
     @torch.no_grad()
     def __init__(self, model):
         self.base = model.base_model
-        on_cpu = model.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.packs = on_cpu and model.dtype == torch.bfloat16
-        self.layers = [FusedLayer(layer, self.packs) for layer in self.base.layers]
+        self.layers = [FusedLayer(layer) for layer in self.base.layers]
         head = model.get_output_embeddings()
-        self.head = JointLinear([head], self.packs) if type(head) is nn.Linear else head
+        self.head = JointLinear([head]) if type(head) is nn.Linear else head
         give_back_memory()
 
     def __call__(self, ids, cache):
@@ -78,14 +76,14 @@ class Fused:
 class FusedLayer:
     """One decoder layer."""
 
-    def __init__(self, layer, packs: bool):
+    def __init__(self, layer):
         self.attention = attention = layer.self_attn
         self.norm = layer.input_layernorm
         self.mlp_norm = layer.post_attention_layernorm
-        self.qkv = JointLinear([attention.q_proj, attention.k_proj, attention.v_proj], packs)
-        self.out = JointLinear([attention.o_proj], packs)
-        self.gate_up = JointLinear([layer.mlp.gate_proj, layer.mlp.up_proj], packs)
-        self.down = JointLinear([layer.mlp.down_proj], packs)
+        self.qkv = JointLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = JointLinear([attention.o_proj])
+        self.gate_up = JointLinear([layer.mlp.gate_proj, layer.mlp.up_proj])
+        self.down = JointLinear([layer.mlp.down_proj])
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
         self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv
         self.window = getattr(attention, "sliding_window", None)
@@ -123,17 +121,18 @@ def normalize(norm, x):
 class JointLinear:
     """Several Linears of the same input as one product; their outputs stand one behind the other.
 
-    packs: hold the weight in oneDNN's layout instead of joining the model's own tensors, and free
-    merged weights. `lora.merged` brings the base's back at its end.
+    A bfloat16 weight on a CPU is held in oneDNN's layout (`packs`), and merged weights are freed:
+    `lora.merged` brings the base's back at its end. Else the model's own tensors are joined.
     """
 
-    def __init__(self, linears, packs: bool):
-        self.packs = packs
+    def __init__(self, linears):
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         weights = [whole_weight(linear) for linear in linears]
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
-        if packs:
+        on_cpu = self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packs = on_cpu and self.weight.dtype == torch.bfloat16
+        if self.packs:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             free_merged(linears)
             return

@@ -79,7 +79,7 @@ def score(model, token_ids, mask, temperature: float, run, batch):
 
 
 def scale_gradient(x):
-    """Make the gradient of x GRADIENT_SCALE times as large, which `lora.Unscaled` undoes.
+    """Make the gradient of x GRADIENT_SCALE times as large, which `lora.Cast` undoes.
 
     Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
     an update that overflows is skipped (Run.accept_update).

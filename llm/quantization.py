@@ -106,9 +106,7 @@ class Int8Table:
         self.data, self.scale = data, scale
 
     def rows(self, index, device):
-        """Return rows (N, D) in the model's dtype. `index` is a slice, or ids (N,)."""
-        if isinstance(index, torch.Tensor):
-            index = index.to(self.data.device)
+        """Return rows (N, D) in the model's dtype. `index` is a slice, or ids (N,) by the table."""
         rows = self.data[index].to(device, non_blocking=True).to(self.dtype)
         return rows.mul_(self.scale[index].to(device, non_blocking=True).to(self.dtype))
 
@@ -124,7 +122,8 @@ class Int8Embedding(nn.Module):
         self.factor = torch.tensor(factor, dtype=table.dtype).item()
 
     def forward(self, ids):
-        rows = self.table.rows(ids.flatten(), ids.device)
+        index = ids.flatten().to(self.table.data.device)
+        rows = self.table.rows(index, ids.device)
         return rows.view(*ids.shape, -1) * self.factor  # (B, T, D)
 
 
@@ -157,13 +156,14 @@ def round_weights(model, quantized: str):
     forms, as an adapter's file does: "nf4", "int8" (embedding and head), or both.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tables = [embedding] if head.weight is embedding.weight else [embedding, head]
-    for module in model.modules():
-        if "int8" in quantized and module in tables:
-            table = Int8Table(module.weight)
-            module.weight.copy_(table.rows(slice(None), module.weight.device))
-        elif "nf4" in quantized and module is not head and fits_4bit(module):
-            module.weight.copy_(Linear4bit(module.weight).dequantize(module.weight.dtype))
+    if "int8" in quantized:
+        # Of tied weights the set has one.
+        for weight in {embedding.weight, head.weight}:
+            weight.copy_(Int8Table(weight).rows(slice(None), weight.device))
+    if "nf4" in quantized:
+        for module in model.modules():
+            if module is not head and fits_4bit(module):
+                module.weight.copy_(Linear4bit(module.weight).dequantize(module.weight.dtype))
 
 
 def blocks(n: int, size: int = BLOCK_ROWS) -> list[slice]:

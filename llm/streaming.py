@@ -16,7 +16,6 @@ class Stream:
 
     def __init__(self, layers, device):
         """Move the layers' weights into host buffers and make them views of the slots."""
-        self.layer_count = len(layers)
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.holds = [None, None]  # the layer in each slot
         self.last = -1  # the layer entered last
@@ -25,7 +24,7 @@ class Stream:
         self.hosts = []  # one flat uint8 tensor per layer
         for i, layer in enumerate(layers):
             self.hosts.append(self.move_to_host(layer, self.slots[i % 2]))
-            layer.register_forward_pre_hook(partial(self._before_layer, i))
+            layer.register_forward_pre_hook(partial(self.enter, i))
 
     def move_to_host(self, layer, slot):
         """Return a host buffer with the layer's tensors, which become views of the slot."""
@@ -44,22 +43,19 @@ class Stream:
             setattr(module, name, view)
         return host
 
-    def _before_layer(self, i, module, inputs):
-        self.enter(i)
-
-    def enter(self, i: int):
+    def enter(self, i: int, *hook_arguments):
         """Make layer i usable now and start to fetch the layer that comes next."""
         self.fetch(i)
         if self.copies:
             torch.cuda.current_stream().wait_stream(self.copies)
         if torch.is_inference_mode_enabled():
             # The sweep after the last layer begins at the bottom.
-            ahead = (i + 1) % self.layer_count
+            ahead = (i + 1) % len(self.hosts)
         else:
             # The backward pass goes down.
             ahead = i + (i > self.last) - (i < self.last)
         self.last = i
-        if 0 <= ahead < self.layer_count and ahead % 2 != i % 2:
+        if 0 <= ahead < len(self.hosts) and ahead % 2 != i % 2:
             self.fetch(ahead)
 
     def fetch(self, i: int):

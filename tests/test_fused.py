@@ -125,7 +125,7 @@ def test_bf16_on_a_cpu_is_packed_and_near_the_stock_modules():
         for p in model.parameters():
             p.data = p.data.bfloat16()
         engine = Engine(model, slots=2)
-        assert engine.fused.packs and storages(model) == storages(model)
+        assert engine.fused.head.packs and storages(model) == storages(model)
         both = []
         for on in (True, False):
             forced = [ids_of(20, i) for i in range(6)]
