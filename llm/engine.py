@@ -98,8 +98,7 @@ class Engine:
         self.slots = slots
         self.stop_ids = frozenset(stop_ids)
         self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-        layers = model.config.get_text_config().num_hidden_layers
-        self.cache = RowCache(layers, slots, self.device)
+        self.cache = RowCache(slots, self.device)
         self.fused = Fused(model) if fused and fits(model) else None
         self.forward = self.fused or StockForward(model)
         self.owner: list[Row | None] = [None] * slots
