@@ -113,10 +113,7 @@ def new_tensors(func, args, kwargs):
     key = func, *map(_shapes, args), *kwargs, *map(_shapes, kwargs.values())
     if key not in RESULTS:
         RESULTS[key] = func(*args, **kwargs)
-    results = RESULTS[key]
-    if isinstance(results, torch.Tensor):
-        return _another(results)
-    return tree_map_only(torch.Tensor, _another, results)
+    return tree_map_only(torch.Tensor, _another, RESULTS[key])
 
 
 def _another(tensor):
@@ -147,9 +144,8 @@ def standing_for(kind: str):
 
     def first_pieces(*tensors):
         return islice(pieces(*tensors), 2)
-    attention = partial(_fused_attention, F.scaled_dot_product_attention)
     with (mock.patch.object(torch.Tensor, "is_cpu", kind == "cpu"),
-          mock.patch.object(F, "scaled_dot_product_attention", attention),
+          mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
           mock.patch.object(quantization, "blocks", first_blocks),
           mock.patch.object(logprobs, "blocks", first_blocks),
           mock.patch.object(pointwise, "pieces", first_pieces),
@@ -157,11 +153,9 @@ def standing_for(kind: str):
         yield
 
 
-def _fused_attention(stock, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
+def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
                      scale=None, **kwargs):
     """Return attention on the meta device by the kernel that keeps no (T, S) weights."""
-    if not query.is_meta:
-        return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **kwargs)
     bias = None if attn_mask is None else query.new_empty(attn_mask.shape)
     return aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]

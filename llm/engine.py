@@ -98,8 +98,7 @@ class Engine:
         self.slots = slots
         self.stop_ids = frozenset(stop_ids)
         self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-        layers = model.config.get_text_config().num_hidden_layers
-        self.cache = RowCache(layers, slots, self.device)
+        self.cache = RowCache(slots, self.device)
         self.fused = Fused(model) if fused and fits(model) else None
         self.forward = self.fused or StockForward(model)
         self.owner: list[Row | None] = [None] * slots
@@ -231,20 +230,17 @@ class Engine:
     def pack(self):
         """Swap rows of the cache so that those that decode fill the first slots."""
         running = self.rows("decode")
-        holes = []
-        for slot, row in enumerate(self.owner[:len(running)]):
-            if row not in running:
-                holes.append(slot)
-        # The running rows are in the order of their slots.
-        outside = running[len(running) - len(holes):]
-        for hole, row in zip(holes, outside):
-            self.cache.swap(hole, row.slot)
-            other = self.owner[hole]
+        outside = [row for row in running if row.slot >= len(running)]
+        for slot, other in enumerate(self.owner[:len(running)]):
+            if other in running:
+                continue
+            row = outside.pop(0)
+            self.cache.swap(slot, row.slot)
             if other:
                 other.slot = row.slot
             self.owner[row.slot] = other
-            self.owner[hole] = row
-            row.slot = hole
+            self.owner[slot] = row
+            row.slot = slot
 
 
 class StockForward:

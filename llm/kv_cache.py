@@ -26,14 +26,14 @@ class RowCache:
     and C tokens per row.
 
     Attributes:
+        tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
         position: (R, C) the position of every new token in its row.
         span: how many positions of a row the pass reads.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
 
-    def __init__(self, layers: int, slots: int, device):
-        self.keys = [None] * layers
-        self.values = [None] * layers
+    def __init__(self, slots: int, device):
+        self.tensors = {}
         self.slots = slots
         self.capacity = 0  # S
         self.device = device
@@ -83,21 +83,20 @@ class RowCache:
         if needed <= self.capacity:
             return
         self.capacity = 32 * math.ceil(max(needed, 1.25 * self.capacity) / 32)
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                if old is not None:
-                    slots, heads, length, width = old.shape
-                    tensors[layer] = empty_pages(old, (slots, heads, self.capacity, width))
-                    tensors[layer][:, :, :length] = old
+        for place, old in self.tensors.items():
+            slots, heads, length, width = old.shape
+            self.tensors[place] = empty_pages(old, (slots, heads, self.capacity, width))
+            self.tensors[place][:, :, :length] = old
 
     def update(self, key, value, layer: int, *_, **__):
         """Store new keys and values (R, H_kv, C, D) and return all of the rows' (R, H_kv, S, D)."""
-        for tensors, new in ((self.keys, key), (self.values, value)):
-            if tensors[layer] is None:
+        places = (layer, "key"), (layer, "value")
+        for place, new in zip(places, (key, value)):
+            if place not in self.tensors:
                 shape = self.slots, new.shape[1], self.capacity, new.shape[3]
-                tensors[layer] = empty_pages(new, shape)
-            tensors[layer][self.write] = new.transpose(1, 2)  # (R, C, H_kv, D)
-        return self.keys[layer][self.read], self.values[layer][self.read]
+                self.tensors[place] = empty_pages(new, shape)
+            self.tensors[place][self.write] = new.transpose(1, 2)  # (R, C, H_kv, D)
+        return [self.tensors[place][self.read] for place in places]
 
     def bias(self, window, copies: int, dtype):
         """Return (R, 1, copies * C, S): 0 where a query sees a key, else -inf.
@@ -121,11 +120,11 @@ class RowCache:
 
     def prefix(self, slot: int, length: int) -> list:
         """Return views (H_kv, length, D) of a slot's first keys and values, for all layers."""
-        return [tensor[slot, :, :length] for tensor in (*self.keys, *self.values)]
+        return [tensor[slot, :, :length] for tensor in self.tensors.values()]
 
     def swap(self, slot: int, other: int):
         """Exchange what two slots hold."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors.values():
             tensor[[slot, other]] = tensor[[other, slot]]
 
     def get_seq_length(self, *_):

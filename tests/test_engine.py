@@ -303,7 +303,7 @@ def test_the_cache_grows_beyond_its_first_size(name):
 
 def test_the_cache_has_room_for_tokens_and_not_for_padding():
     """A long row that gets one token beside a prompt of 90: padded to 90, it would reach 190."""
-    cache = RowCache(1, 2, torch.device("cpu"))
+    cache = RowCache(2, torch.device("cpu"))
     cache.prepare([0, 1], [100, 0], [1, 90])
     assert cache.capacity == 128 and cache.position.shape == (2, 90) and cache.position.max() == 127
     model, rows = build("qwen2"), [(ids_of(100, 1), 0, [ids_of(1, 2)]), (ids_of(3, 3), 1, [ids_of(90, 4)])]
@@ -321,7 +321,7 @@ def test_many_refills_leave_nothing_behind():
             for row in engine.step():
                 engine.release(row)
         assert not engine.prompts and not engine.waiting and engine.owner == [None] * 3
-        assert engine.cache.capacity == 32 and all(t.shape[0] == 3 for t in engine.cache.keys)
+        assert engine.cache.capacity == 32 and all(t.shape[0] == 3 for t in engine.cache.tensors.values())
 
 
 def test_the_attention_of_the_model_is_restored():
@@ -354,7 +354,7 @@ def test_bf16_runs_and_its_logprobs_are_near_the_trainers():
             p.data = p.data.bfloat16()
         played, engine = play(model, schedule(3), slots=4)
         difference = recomputed(model, played)
-        assert engine.cache.keys[0].dtype == torch.bfloat16 and difference.max() < 0.5
+        assert engine.cache.tensors[0, "key"].dtype == torch.bfloat16 and difference.max() < 0.5
         assert difference.sum() / sum(sum(e.mask) for e in played) < 0.05
 
 
@@ -419,7 +419,7 @@ def test_the_fused_kernel_reads_no_more_of_a_prompt_than_there_is():
     """A static engine's cache has room for a whole episode from the first step on."""
     spans = {}
     for sdpa in (False, True):
-        cache = RowCache(1, 2, torch.device("cpu"))
+        cache = RowCache(2, torch.device("cpu"))
         cache.sdpa = sdpa
         cache.reserve(1000)
         cache.prepare([0, 1], [0, 3], [40, 2])

@@ -40,7 +40,7 @@ def graphs(monkeypatch):
     captured = []
 
     def capture(engine, rows, span):
-        held = [engine.inputs, engine.drawn, *engine.cache.keys, *engine.cache.values]
+        held = [engine.inputs, engine.drawn, *engine.cache.tensors.values()]
         kept = [t.clone() for t in held]
         graph = Recorded(lambda: engine.static_steps(rows, span))
         for t, old in zip(held, kept, strict=True):
@@ -107,12 +107,12 @@ def test_a_frozen_row_is_not_touched(graphs):
         while waits.state != "ended":
             engine.step()
         first, at = list(waits.turn), (waits.length, waits.slot)
-        kept = [t[waits.slot, :, :waits.length].clone() for t in (*engine.cache.keys, *engine.cache.values)]
+        kept = [t[waits.slot, :, :waits.length].clone() for t in engine.cache.tensors.values()]
         while any(row.state != "ended" for row in works):
             engine.step()
         if static:
             assert (waits.length, waits.slot) == at == (152, 1) and waits.turn == first  # nobody moved it
-            assert all(torch.equal(t[1, :, :152], k) for t, k in zip((*engine.cache.keys, *engine.cache.values), kept))
+            assert all(torch.equal(t[1, :, :152], k) for t, k in zip(engine.cache.tensors.values(), kept))
             assert graphs == [(4, 128)]  # it was computed along, in a context shorter than its own
         engine.extend(waits, ids_of(5, 2), 6)
         while engine.busy:
@@ -132,7 +132,7 @@ def test_a_frozen_row_beyond_a_sliding_window_leaves_no_nan(sdpa):
     engine.add([works[0], waits, *works[1:]])
     while engine.busy:
         engine.step()
-    assert all(t.isfinite().all() for t in (*engine.cache.keys, *engine.cache.values))
+    assert all(t.isfinite().all() for t in engine.cache.tensors.values())
     engine.release(waits)
     late = Row(ids_of(5, 7), seed=9, limit=6)
     engine.add([late])
