@@ -98,7 +98,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     # What layers free between tensors that they keep is a hole in glibc's heap: a tenth of
     # SmolLM2's peak. To look for holes takes 2 ms, too long for every layer. It is done here
     # because a hook of the layer would keep the fused decoder from being used.
-    if trains_on_cpu and getattr(module, "layer_idx", 0) % TRIM_LAYERS == 0:
+    layer = getattr(module, "layer_idx", None)
+    if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == 0:
         give_back_memory()
     return attend(query, key, value), None  # (B, T, H, D)
 
