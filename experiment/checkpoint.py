@@ -31,27 +31,24 @@ def newest_checkpoint(output_dir):
 
 
 # ---------------------------------------------------------------------------- writing and reading
-def write_checkpoint(path, save_model, tokenizer, optimizer, state):
+def write_checkpoint(path, training, moments, state):
     """Write a checkpoint whole or not at all. What stands in its place is moved aside.
 
     Args:
         path: checkpoints/step_NNNNNN.
-        save_model: writes the weights into the folder it is given.
-        tokenizer: is saved beside them, unless it is None.
-        optimizer: what `optimizer_tensors` returns, or None.
+        training: the `TrainingState`, whose weights and tokenizer are saved.
+        moments: what `optimizer_tensors` returns of its optimizer.
         state: what state.json holds beside the fingerprints of these files.
     """
+    from safetensors.torch import save_file
     temporary = path.with_name(".tmp-step")
     # A run that was killed while it wrote has left this folder.
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_model(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        if optimizer is not None:
-            from safetensors.torch import save_file
-            save_file(optimizer, temporary / "optimizer.safetensors")
+        training.save_weights(temporary)
+        training.tokenizer.save_pretrained(temporary)
+        save_file(moments, temporary / "optimizer.safetensors")
         _seal(temporary, state, path.parent.parent / "config.yaml")
         if path.exists():
             _move_aside(path)

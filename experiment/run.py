@@ -383,38 +383,24 @@ class Run:
         return self.state["extra"] if self.checkpoint else {}
 
     def _save(self):
-        state = self.training
-        extra = {"before": self.before, "seconds": time.time() - self.began,
-                 "schedule": self.schedule, "unlogged": self.unlogged}
-        tensors = optimizer_tensors(state.optimizer) if self.writes else {}
-        self.save(self.step, state.save_weights, state.tokenizer, tensors, extra)
-
-    def save(self, step, save_model, tokenizer=None, optimizer=None, extra=None):
-        """Write checkpoints/step_NNNNNN whole or not at all, and return its path.
-
-        Args:
-            step: how many steps are done.
-            save_model: writes the weights into the folder it is given.
-            tokenizer: is saved beside them.
-            optimizer: what `optimizer_tensors` returns.
-            extra: goes into state.json.
-        """
-        path = self.folder / "checkpoints" / f"step_{step:06d}"
+        """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
         if self.writes:
-            marks = self.files.log_sizes() if self.marks is None else self.marks
-            for name in marks:
+            for name in self.marks:
                 sync(self.folder / name)
-            state = {"step": step, "algorithm": self.algorithm, "extra": extra,
-                     "score": self.score, "bad": self.bad, "lines": marks,
+            extra = {"before": self.before, "seconds": time.time() - self.began,
+                     "schedule": self.schedule, "unlogged": self.unlogged}
+            state = {"step": self.step, "algorithm": self.algorithm, "extra": extra,
+                     "score": self.score, "bad": self.bad, "lines": self.marks,
                      "made_of": self.made_of,
                      "versions": {name: version(name) for name in ("torch", "transformers")}}
+            path = self.folder / "checkpoints" / f"step_{self.step:06d}"
+            moments = optimizer_tensors(self.training.optimizer)
             # The weights are about half as large as the two moments of AdamW.
-            needed = sum(tensor.nbytes for tensor in (optimizer or {}).values()) * 3 // 2
+            needed = sum(tensor.nbytes for tensor in moments.values()) * 3 // 2
             with disk_space(path, needed, self.command):
-                write_checkpoint(path, save_model, tokenizer, optimizer, state)
+                write_checkpoint(path, self.training, moments, state)
             prune(self.folder)
-        self.saved, self.saved_at = step, time.monotonic()
-        return path
+        self.saved, self.saved_at = self.step, time.monotonic()
 
     # ----------------------------------------------------------------------------------- the result
     def finish(self, next_step="agent.py", **extra):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lora_helpers import load, logits_of, peft_base, randomise, train_steps
 from safetensors.torch import load_file, save_file
+from saving import training
 
 import lora
 from experiment.checkpoint import write_checkpoint
@@ -25,10 +26,10 @@ from lora import adapters
 
 
 def save_checkpoint(model, folder, step):
-    """Write a checkpoint as a run does, without an optimizer."""
+    """Write a checkpoint as a run does."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("seed: 1\n")
-    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", partial(save_model, model), None, None, {})
+    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", training(partial(save_model, model)), {}, {})
 
 
 def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):

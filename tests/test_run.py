@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from config_helpers import Config
+from saving import save, weights
 
 from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
@@ -165,7 +166,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(no step is saved\); --resume continues"):
         started(folder)
-    started(folder, resume="newest").save(4, weights)
+    save(started(folder, resume="newest"), 4)
     with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(4 steps are saved\); --resume continues"):
         started(folder)
     (folder / "result.json").write_text("{}")
@@ -256,7 +257,7 @@ def test_resume_drops_later_steps_and_cut_lines(tmp_path):
     for step in range(4):
         book.write_line(step, {"loss": step}, {})
         if step == 1:
-            book.save(2, weights)
+            save(book, 2)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
     book = started(tmp_path, resume="newest")
@@ -287,33 +288,24 @@ def update(model, optimizer, seed):
     optimizer.step()
 
 
-def weights(folder):
-    from safetensors.torch import save_file
-    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
-
-
 def test_save(tmp_path):
     book, model = started(tmp_path), small_model()
     optimizer = torch.optim.AdamW(model.parameters())
     update(model, optimizer, 1)
-
-    class Tokenizer:
-        def save_pretrained(self, folder):
-            (Path(folder) / "tokenizer.json").write_text("{}")
     assert newest_checkpoint(tmp_path) is None
-    path = book.save(7, weights, Tokenizer(), optimizer_tensors(optimizer), {"best": 0.5})
+    path = save(book, 7, optimizer=optimizer)
     assert path == tmp_path / "checkpoints/step_000007" == newest_checkpoint(str(tmp_path))
     state = read_state(path)
-    assert (state["step"], state["algorithm"], state["extra"]) == (7, "grpo", {"best": 0.5})
+    assert (state["step"], state["algorithm"], state["extra"]["before"]) == (7, "grpo", {})
     assert state["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert sorted(state["files"]) == ["model.safetensors", "optimizer.safetensors", "tokenizer.json"]
     assert state["files"]["tokenizer.json"]["bytes"] == 2
     assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "config.yaml").stat().st_mode}
-    book.save(7, weights)                                                   # what stands there is moved aside
-    assert sorted(file.name for file in path.iterdir()) == ["model.safetensors", "state.json"]
+    save(book, 7)                                                           # what stands there is moved aside
+    assert read_state(path)["files"] != state["files"]
     assert read_state(tmp_path / "checkpoints/kept_1_step_000007") == state
     for step in (1000000, 999999):
-        book.save(step, weights)
+        save(book, step)
     (tmp_path / "checkpoints/step_2000000").mkdir()                         # without a state.json it is none
     assert newest_checkpoint(tmp_path).name == "step_1000000"
 
@@ -321,19 +313,19 @@ def test_save(tmp_path):
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, OSError])
 def test_a_save_that_fails_leaves_nothing(tmp_path, fault):
     book = started(tmp_path)
-    good = book.save(1, weights)
+    good = save(book, 1)
 
     def broken(folder):
         weights(folder)
         raise fault("killed")
     for step in (1, 2):
         with pytest.raises(fault):
-            book.save(step, broken)
+            save(book, step, broken)
     assert os.listdir(tmp_path / "checkpoints") == ["step_000001"] and read_state(good)["step"] == 1
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
-    path = started(tmp_path).save(1, weights)
+    path = save(started(tmp_path), 1)
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1                                     # safetensors itself would load this silently
     (path / "model.safetensors").write_bytes(data)
