@@ -202,7 +202,7 @@ def dies_in(owner, name, after=0):
     setattr(owner, name, call)
 if os.environ["RANK"] == dead:
     owner, name, after = {"join": (torch.distributed, "init_process_group", 0), "load": (grpo, "load_model", 0), "evaluate": (grpo, "evaluate", 0),
-                          "rollout": (grpo, "rollout", 2), "update": (grpo, "clip_grad_norm_", 2), "save": (experiment.run.Run, "save", 1),
+                          "rollout": (grpo, "rollout", 2), "update": (grpo, "clip_grad_norm_", 2), "save": (experiment.run.Run, "_save", 1),
                           "finish": (experiment.run.Run, "finish", 0)}[place]
     dies_in(owner, name, after)
 program.main(grpo.Config, lambda config: grpo.train(config), "")
