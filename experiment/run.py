@@ -125,11 +125,7 @@ class Run:
 
     def __exit__(self, kind, error, traceback):
         """Save the last whole step if anything ends the block early."""
-        if error is None:
-            return
-        # It ends the run around this one, too. In a notebook others may follow.
-        self.ranks.runs = 0
-        if not self.looping:
+        if error is None or not self.looping:
             return
         self._save_last_whole_step()
         if not isinstance(error, Stop):
@@ -417,9 +413,7 @@ class Run:
         print_table(self.before, self.after, self.total, self.training_seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         command = next_command(next_step, self.config, *words)
-        # A run inside another one is a part of it, and what it wrote too.
-        if self.ranks.runs == 1:
-            print(f"written: {self.config.output_dir}\nnext:    {command}")
+        print(f"written: {self.config.output_dir}\nnext:    {command}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,
