@@ -140,6 +140,9 @@ def read_tensors(folder: str) -> dict:
     path = Path(folder, "adapter_model.safetensors")
     with reading(path):
         tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point():
+                raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
     check_finite(path, tensors)
     return tensors
 
