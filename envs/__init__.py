@@ -74,7 +74,7 @@ LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_
 # ------------------------------------------------------------------------------------- loading
 def names_of(env_names: str | None) -> list[str]:
     """Return the names in "equations, gsm8k", and none for None."""
-    return [name.strip() for name in env_names.split(",")] if env_names else []
+    return [] if env_names is None else [name.strip() for name in env_names.split(",")]
 
 
 def load(name: str) -> type:
@@ -196,12 +196,13 @@ def tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str |
     if path and len(names) > 1:
         raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
     extra = options(env_options, names)
+    share = None if n is None else -(-n // len(names))
     columns = []
     for env_name in names:
         if path and path != name:
             rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
         else:
-            rows = _tasks_of_environment(env_name, split, n, seed)
+            rows = _tasks_of_environment(env_name, split, share, seed)
         # Data never chooses which code runs: a row's own "env" is overwritten.
         columns.append([{**row, "env": env_name, **extra} for row in rows])
     return list(chain.from_iterable(zip(*columns)))[:n]

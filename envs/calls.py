@@ -67,7 +67,10 @@ def _fit(value, hint):
     elif kind is typing.Literal:
         if value in choices:
             return value
-    elif isinstance(kind, enum.EnumType) or (type(value), kind) in LOSSLESS:
+    elif isinstance(kind, enum.EnumType):
+        if value in [member.value for member in kind]:
+            return kind(value)
+    elif (type(value), kind) in LOSSLESS:
         return kind(value)
     elif kind is int and type(value) is float and value.is_integer():
         return int(value)

@@ -82,13 +82,15 @@ def read_split(read, path, eval_path, content, config):
     """
     items = read(path)
     if eval_path:
-        learned, held_out = items, read(eval_path)
+        learned, held_out = items, unseen(read(eval_path), items, content)
     else:
         held_out = [item for item in items if is_held_out(content(item))]
-        # One or two rows may all be in that tenth.
-        learned = [item for item in items if not is_held_out(content(item))] or items
-    held_out = shuffled(unseen(held_out, learned, content), config.seed)
-    return shuffled(learned, config.seed)[:config.max_samples], held_out[:HELD_OUT]
+        learned = [item for item in items if not is_held_out(content(item))]
+        if not learned:
+            # One or two rows may all be in that tenth.
+            learned, held_out = held_out, []
+    return (shuffled(learned, config.seed)[:config.max_samples],
+            shuffled(held_out, config.seed)[:HELD_OUT])
 
 
 def play_expert(config, tokenizer, split_name, n, seen=()):

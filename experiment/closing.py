@@ -18,12 +18,9 @@ def print_table(before, after, steps, seconds):
         print(f"{label:26}" + "".join(f"{metrics[name]:12.3f}" for name in COLUMNS))
 
 
-def next_command(program, config, *words, model_path=None):
-    """Return the command that continues with `program` from a run, or from another model.
-
-    It has the flags of the run that the program needs, too.
-    """
-    words = ["python", program, "--model_path", model_path or config.output_dir, *words]
+def next_command(program, config, *words):
+    """Return the command that continues from a run with `program`, with the flags it needs."""
+    words = ["python", program, "--model_path", config.output_dir, *words]
     # Without an environment the data set holds texts to learn from, not tasks to play.
     for name in KEPT_FLAGS if config.env else ("dtype",):
         value = getattr(config, name, None)
@@ -48,9 +45,12 @@ def first_notes(metrics, config, model):
             f"--max_new_tokens {config.max_new_tokens} (a turn), --max_tokens {config.max_tokens} "
             "(an episode)")
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
-        command = next_command("sft.py", config, model_path=config.model_path)
+        # Not the other flags: some are not sft.py's, and some mean another thing there.
+        words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
+        if config.dataset:
+            words += ["--dataset", config.dataset]
         notes.append(
             f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
             f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "
-            f"SFT first: {command}")
+            f"SFT first: {shlex.join(words)}")
     return notes

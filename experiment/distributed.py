@@ -102,7 +102,7 @@ class Ranks:
             self.store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             for peer in self._connections():
                 peer.sendall(f"{name}\n".encode())
-                lines = peer.makefile(encoding="utf-8")
+                lines = peer.makefile(encoding="utf-8", errors="replace")
                 other = lines.readline().strip()
                 # Without a name it has gone again, or was none of the ranks.
                 if other or self.rank:
@@ -143,8 +143,9 @@ class Ranks:
 
         They are smaller than batch_size where a rank would otherwise have none.
         """
-        if -(-n // batch_size) < self.world:
-            batch_size = max(1, n // self.world)
+        if -(-n // batch_size) < min(n, self.world):
+            share = self.share(n)
+            return [slice(share.start, share.stop)] if share else []
         starts = range(0, n, batch_size)[self.rank::self.world]
         return [slice(start, start + batch_size) for start in starts]
 

@@ -2,6 +2,7 @@
 import math
 import os
 import re
+import time
 from pathlib import Path
 
 import torch
@@ -37,7 +38,8 @@ def adapter_base(folder: str) -> str:
                         "write the base model's folder or hub id there")
     if not os.path.exists(base):
         for place in ("base", "../../base"):
-            beside = os.path.normpath(os.path.join(folder, place))
+            # The folder may be a link: its real place has the run around it.
+            beside = os.path.realpath(os.path.join(folder, place))
             if os.path.isdir(beside):
                 return beside
     return base
@@ -125,14 +127,17 @@ def _matching(pattern: str, names) -> list:
     """Return the names that a regular expression matches as a whole."""
     # Unlike re it takes a time limit; transformers depends on it too.
     import regex
+    matched, deadline = [], time.monotonic() + MATCHING_SECONDS
     try:
-        # Each name has its share of the time.
-        return [name for name in names
-                if regex.fullmatch(pattern, name, timeout=MATCHING_SECONDS / len(names))]
+        for name in names:
+            left = max(1e-3, deadline - time.monotonic())
+            if regex.fullmatch(pattern, name, timeout=left):
+                matched.append(name)
     except (regex.error, TimeoutError, RecursionError) as error:
         reason = f"takes over {MATCHING_SECONDS} s" if isinstance(error, TimeoutError) else error
         raise UserError(f"--lora_target_modules {pattern:.60}: as a regular expression it "
                         f"{reason}; list the names, separated by commas") from None
+    return matched
 
 
 def read_tensors(folder: str) -> dict:
@@ -152,5 +157,6 @@ def check_finite(path, tensors: dict):
     for name, tensor in tensors.items():
         # A sum is cheap, and not finite where a value is not, or where the sum is too large.
         if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
-            if bad := int((~tensor.isfinite()).sum()):
+            # In float32, which it becomes.
+            if bad := int((~tensor.float().isfinite()).sum()):
                 raise UserError(f"{path}: {name}: {bad} values are not finite; the file is damaged")

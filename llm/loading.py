@@ -27,7 +27,7 @@ from llm.attention import causal_attention, other_layers
 from llm.checkpointing import checkpoint_layers, tile_mlps
 from llm.facts import Facts, facts
 from llm.logprobs import head_logits, hidden_states
-from llm.memory import Techniques, techniques, techniques_of
+from llm.memory import PLAIN, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.quantization import pinned, round_weights
@@ -309,7 +309,7 @@ def save_model(model, folder: str):
 def load_weights(model, folder: str):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
     if not settings(model):
-        saved = type(model).from_pretrained(folder, dtype=torch.float32)
+        saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
         model.load_state_dict(saved.state_dict())
         return
     saved = read_tensors(folder)
@@ -326,10 +326,9 @@ def load_weights(model, folder: str):
 def fast_float32():
     """Let oneDNN run float32 matrix products with bf16 instructions where that stays accurate.
 
-    With AVX512-BF16 the split product is twice as fast with an error of
-    4e-7. With AMX the same switch really rounds. Before the first product this also bounds oneDNN's
-    cache of compiled shapes: its 1,024 entries, which batches of ever new lengths fill, hold over
-    1 GB.
+    With AVX512-BF16 the split product is twice as fast with an error of 4e-7. With AMX the same
+    switch really rounds. Before the first product this also bounds oneDNN's cache of compiled
+    shapes: its 1,024 entries, which batches of ever new lengths fill, hold over 1 GB.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:

@@ -89,7 +89,10 @@ def _check_result_id(result_id, call_id):
 def _loss(message):
     """Return 1 if a message is trained, else 0. OpenAI calls the field "weight"."""
     is_assistant = message["role"] == "assistant"
-    loss = message.get("loss", message.get("weight"))
+    # parquet writes null where a row has no such field
+    loss = message.get("loss")
+    if loss is None:
+        loss = message.get("weight")
     if loss is None:
         return int(is_assistant)
     if type(loss) is not int or loss not in (0, 1) or (loss and not is_assistant):

@@ -100,7 +100,7 @@ def test_only_rank_zero_writes_and_there_is_nothing_of_the_others(both):
     assert one == two
 
 
-@pytest.mark.parametrize("n, processes", [(0, 2), (1, 2), (7, 3), (12, 5), (16, 1)])
+@pytest.mark.parametrize("n, processes", [(0, 2), (1, 2), (7, 3), (12, 5), (11, 4), (16, 1)])
 def test_shares_are_whole_disjoint_and_even(n, processes):
     made = []
     for rank in range(processes):
@@ -113,6 +113,8 @@ def test_shares_are_whole_disjoint_and_even(n, processes):
         assert sorted(i for own in parts for part in own for i in range(n)[part]) == list(range(n))
         assert all(len(range(n)[part]) <= batch_size for own in parts for part in own)
         assert n < processes or all(parts), "a rank without work"
+        passes = -(-n // batch_size)
+        assert max(map(len, parts)) == -(-passes // processes), "the others wait for a rank"
 
 
 # ------------------------------------------------------------------------------------------------------- who is gone

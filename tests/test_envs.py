@@ -343,7 +343,18 @@ def test_lists_become_tuples_and_values_become_members_of_an_enum():
     class Color(enum.Enum):
         RED, TWO = "red", 2
 
+    class Rights(enum.IntFlag):
+        READ, WRITE = 1, 2
+
     class Environment:
+        def allow(self, rights: Rights) -> str:
+            """Allow.
+
+            Args:
+                rights: what
+            """
+            return rights.name
+
         def paint(self, color: Color, place: tuple[int, int] = (0, 0)) -> str:
             """Paint.
 
@@ -355,6 +366,8 @@ def test_lists_become_tuples_and_values_become_members_of_an_enum():
     assert envs.schemas(Environment)[0]["function"]["parameters"]["properties"]["color"]["enum"] == ["red", 2]
     assert envs.call(Environment(), "paint", {"color": "red", "place": [1, 2]}) == ("RED (1, 2)", False)
     assert envs.call(Environment(), "paint", {"color": 2}) == ("TWO (0, 0)", False)
+    assert envs.call(Environment(), "allow", {"rights": 2}) == ("WRITE", False)
+    assert envs.call(Environment(), "allow", {"rights": 3}) == ("error: allow: rights must be Rights, not 3", True)
     assert envs.call(Environment(), "paint", {"color": "blue"}) == ('error: paint: color must be Color, not "blue"', True)
 
 
@@ -545,6 +558,18 @@ def test_missing_fields_and_small_files(tmp_path, asks):
         envs.tasks("asks", "test", None, 0, rows_file(tmp_path, 1))
     with pytest.raises(UserError, match="makes no tasks of its own; give --dataset"):
         envs.tasks("asks", "train", None, 0)
+
+
+def test_several_environments_share_the_tasks(monkeypatch):
+    asked = []
+    monkeypatch.setattr(envs, "load", lambda name: type("Few", (), {
+        "reset": lambda self: "go", "_tasks": staticmethod(lambda split, n, seed: asked.append(n) or [{}] * n)}))
+    assert len(envs.tasks("a,b", "train", 5, 0)) == 5 and asked == [3, 3]
+
+
+def test_an_empty_name_is_no_environment():
+    with pytest.raises(UserError, match="unknown environment ''"):
+        envs.tasks("", "train", 5, 0)
 
 
 def test_a_row_does_not_choose_the_environment(tmp_path, asks):

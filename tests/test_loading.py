@@ -19,7 +19,7 @@ from experiment.checkpoint import write_checkpoint
 from experiment.errors import UserError
 from llm import adapter_files, model_files
 from llm.facts import facts
-from llm.loading import is_tiny, load_model, newest, save_model
+from llm.loading import is_tiny, load_model, load_weights, newest, save_model
 from llm.merge import merge
 from llm.tiny import make_tiny
 from lora import adapters
@@ -84,6 +84,12 @@ def test_full_model_round_trip(tiny, tmp_path):
     again = load(tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
     assert torch.equal(logits_of(again), logits_of(model))
+
+
+@pytest.mark.parametrize("make", ["incomplete", "not_finite"])
+def test_a_full_model_is_resumed_with_the_checks_of_one_that_is_loaded(tiny, tmp_path, make):
+    with pytest.raises(UserError, match=str(tmp_path)):
+        load_weights(load(tiny), globals()[make](tiny, tmp_path))
 
 
 def test_weights_that_train_are_not_rounded_on_the_way_in(tiny):
@@ -380,11 +386,14 @@ def test_a_regular_expression_cannot_hang_the_program(tiny, tmp_path, monkeypatc
     assert time.time() - began < 30
 
 
-@pytest.mark.parametrize("value, says", [(float("nan"), "1 values are not finite"), (float("inf"), "1 values are not finite")])
+@pytest.mark.parametrize("value, says", [(float("nan"), "1 values are not finite"), (float("inf"), "1 values are not finite"),
+                                         (1e300, "1 values are not finite")])
 def test_an_adapter_with_numbers_that_are_not_finite_is_refused_wherever_it_is_loaded(tiny, tmp_path, value, says):
     save_model(load(tiny, lora_r=4), tmp_path / "a")
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
-    tensors[sorted(tensors)[3]][1, 1] = value
+    name = sorted(tensors)[3]
+    tensors[name] = tensors[name].double()
+    tensors[name][1, 1] = value
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
     for go in (lambda: load(tmp_path / "a", lora_r=4), lambda: load(tmp_path / "a", train=False), lambda: merge(str(tmp_path / "a"), str(tmp_path / "m"))):
         with pytest.raises(UserError, match=says) as error:
@@ -406,6 +415,7 @@ def test_the_attention_that_a_config_names_is_not_used(tiny, tmp_path, named):
     edit_json(tmp_path / "m" / "config.json", _attn_implementation=named, attn_implementation=named)
     model = load(tmp_path / "m")
     assert model.config._attn_implementation == "causal_attention" and torch.equal(logits_of(model), logits_of(load(tiny)))
+    load_weights(model, tmp_path / "m")  # as --resume reads a checkpoint of all weights
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "state.json"])

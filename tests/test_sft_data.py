@@ -4,6 +4,7 @@ import json
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import sft
 from agent import Episode, Limits, Trajectory, collate
 from envs.demonstrations import imitates_rows, registered_envs
 from envs.expert import demonstrate
+from envs.imitation import read_split
+from envs.rows import is_held_out
 from envs.session import Session, Watch
 from experiment.errors import UserError
 from llm.chat import Chat
@@ -124,6 +127,8 @@ def test_trained_are_the_assistants_turns_and_loss_0_takes_one_out(chat, tokeniz
     assert tokenizer.decode(episode.token_ids).endswith("43<|im_end|>")  # what follows the last answer is cut
     assert recorded_ids(chat, [{**m, "weight": m.pop("loss")} if "loss" in m else m for m in map(dict, messages)]) == (
         episode.token_ids, episode.loss_mask)  # OpenAI's name for it
+    assert recorded_ids(chat, [{**m, "weight": m.pop("loss"), "loss": None} if "loss" in m else m for m in map(dict, messages)]) == (
+        episode.token_ids, episode.loss_mask)  # parquet's nulls
     assert recorded_ids(chat, [*messages, TOOL, SYSTEM]) == (episode.token_ids, episode.loss_mask)
 
 
@@ -542,3 +547,10 @@ def test_rows_of_a_kind_have_the_lengths_of_their_environment(tmp_path):
     chats = write(tmp_path, [{"prompt": "a", "completion": "b"}], "chats.jsonl")
     assert sft.settle(sft.Config(dataset=write(tmp_path, [NATALIA]))).max_new_tokens == envs.lengths("gsm8k")["max_new_tokens"] == 512
     assert sft.settle(sft.Config(dataset=chats)).max_new_tokens == 256
+
+
+def test_a_file_whose_rows_all_fall_into_the_held_out_tenth_is_learned_from(capsys):
+    held_out = next(text for text in map(str, range(100)) if is_held_out(text))
+    config = SimpleNamespace(max_samples=None, seed=0)
+    assert read_split(lambda path: [held_out], "a", None, str, config) == ([held_out], [])
+    assert not capsys.readouterr().out  # none is dropped for being seen
