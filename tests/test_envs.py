@@ -363,7 +363,7 @@ def test_lists_become_tuples_and_values_become_members_of_an_enum():
                 place: where
             """
             return f"{color.name} {place}"
-    assert envs.schemas(Environment)[0]["function"]["parameters"]["properties"]["color"]["enum"] == ["red", 2]
+    assert envs.schemas(Environment)[1]["function"]["parameters"]["properties"]["color"]["enum"] == ["red", 2]
     assert envs.call(Environment(), "paint", {"color": "red", "place": [1, 2]}) == ("RED (1, 2)", False)
     assert envs.call(Environment(), "paint", {"color": 2}) == ("TWO (0, 0)", False)
     assert envs.call(Environment(), "allow", {"rights": 2}) == ("WRITE", False)
