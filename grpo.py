@@ -1,8 +1,8 @@
 """Group-relative policy optimization (GRPO) for tool-calling agents. A group is its own baseline.
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
-updates the policy with the clipped probability ratio times the advantage. The equations
-above `train` are pure functions. Left out: adaptive KL coefficients, value networks, DAPO's overlong penalty, and
+updates the policy with the clipped probability ratio times the advantage. The equations above it
+are pure functions. Left out: adaptive KL coefficients, value networks, DAPO's overlong penalty, and
 TRL's loss bnpo, which divides by the tokens of a micro-batch.
 
     python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
