@@ -1,10 +1,9 @@
 """The agent's side of an episode: play it, record it, judge it.
 
-    rollout         play episodes: the model samples turns, tools run while other episodes decode
-    collect_groups  play groups of episodes until enough of them are worth learning from
-    evaluate        success, pass@k, reward and more of a model in an environment
+    rollout     play episodes: the model samples turns, tools run while other episodes decode
+    evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          chat with the agent (envs/talk.py)
+    python agent.py --model_path runs/grpo          chat with the agent (window/chat.py)
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
@@ -18,12 +17,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-import envs
 from envs import Limits, limits_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
 from experiment import (EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem, summarise,
-                        without_faults, without_too_long)
+                        without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -34,7 +32,6 @@ from lora import merged
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
-MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
 
 @dataclass
@@ -300,36 +297,6 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
-def collect_groups(play, tasks, config, step, run):
-    """Play the step's groups, and replace those outside the success-rate band by other tasks'.
-
-    `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
-    episodes, group after group: fewer if prompts are too long, environments fail, or MAX_RESAMPLE
-    rounds do not suffice.
-    """
-    kept = []  # episodes
-    drawn = dropped = 0  # groups
-    for _ in range(1 + MAX_RESAMPLE):
-        missing = config.tasks_per_step + dropped - drawn
-        if not missing:
-            break
-        fresh = envs.draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
-        # first_task gives every candidate a group id and random numbers of its own.
-        episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
-        drawn += missing
-        for _, group in groupby(episodes, key=lambda t: t.group_id):
-            group = list(group)
-            rate = sum(t.info["success"] for t in group) / len(group)
-            # A NaN is kept, too: `Run.accept_episodes` reports it and skips the step.
-            broken = any(math.isnan(t.reward) for t in group)
-            if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
-                kept += group
-            else:
-                dropped += 1
-    run.log(groups_dropped=dropped)
-    return kept
-
-
 def play_all(engine, episodes, run):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
     with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
@@ -407,4 +374,4 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
 
 
 if __name__ == "__main__":
-    runpy.run_module("envs.talk", run_name="__main__")
+    runpy.run_module("window.chat", run_name="__main__")

@@ -39,9 +39,10 @@ from tqdm import tqdm
 
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
-from envs.demonstrations import default_env, read_trajectories
-from envs.preferences import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
+from episodes.demonstrations import default_env, read_trajectories
+from episodes.pairs import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
                               split_pairs, write_pairs)
+from episodes.tasks import drop_seen, tasks_of
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, main, nearest, preference_learning_rate,
                         without_faults)
@@ -395,7 +396,7 @@ def train(config: Config) -> dict:
         pairs = make_pairs([play(model, tokenizer, tasks, config, run)], config)
     learned, held_out = split_pairs(pairs, config)
     write_pairs(run, learned, held_out)
-    test_tasks = envs.drop_seen(test_tasks, envs.tasks_of(chain(*learned, *held_out)))
+    test_tasks = drop_seen(test_tasks, tasks_of(chain(*learned, *held_out)))
     ref_sums = reference_sums(model, learned + held_out, config, run.ranks)
     optimizer = adamw(model, config.weight_decay, beta2=0.999)
     state = TrainingState(model, tokenizer, optimizer)

@@ -24,9 +24,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import collate, collect_groups, evaluate, rollout, rollout_options
+from agent import collate, evaluate, rollout, rollout_options
+from episodes.groups import collect_groups, group_shares
+from episodes.tasks import train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, check_accumulation, fill, flag, group_shares, main)
+                        UserError, auto, check_accumulation, fill, flag, main)
 from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs, turn_index)
 from lora import freeze_reference, kept_by_merging, merged, reference
@@ -372,7 +374,7 @@ def correct_importance(config, trainer_logprobs, sampled_logprobs, advantages, m
 def train(config: Config) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
-    tasks, held_out = envs.train_and_held_out(config, config.max_samples)
+    tasks, held_out = train_and_held_out(config, config.max_samples)
     if config.dry_run:
         return dry_run(config, config.tasks_per_step * config.group_size, len(held_out))
     run = Run(config, "grpo", envs.sources(config.env))  # output folder, resume, signals

@@ -8,9 +8,8 @@ that another adapter (DoRA, for instance, in tests/test_dora.py) is one subclass
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
-import importlib
 import math
-import sys
+import runpy
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -425,5 +424,5 @@ def _exchange(model, frozen):
 
 
 if __name__ == "__main__":
-    # By its name, because llm imports this file.
-    sys.exit(importlib.import_module("llm.merge").main(sys.argv[1:]))
+    # The command is a program of its own: it loads models, which imports this file.
+    runpy.run_module("window.merge", run_name="__main__")

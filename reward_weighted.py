@@ -30,7 +30,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
-from envs.demonstrations import default_env, read_trajectories
+from episodes.demonstrations import default_env, read_trajectories
+from episodes.tasks import draw_tasks, drop_seen, tasks_of, train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main,
                         shift_and_scale, without_faults)
@@ -291,7 +292,7 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     `play` is `rollout` with all but tasks, group size and step given.
     """
     n = config.tasks_per_step
-    round_tasks = envs.draw_tasks(tasks, config.seed, step, n, first=0, n=n)
+    round_tasks = draw_tasks(tasks, config.seed, step, n, first=0, n=n)
     episodes = without_faults(play(round_tasks, config.group_size, step=step))
     return episodes if run.accept_episodes(episodes) else []
 
@@ -318,7 +319,7 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
 def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
-    tasks, held_out = envs.train_and_held_out(config, config.max_samples)
+    tasks, held_out = train_and_held_out(config, config.max_samples)
     if config.dry_run:
         episodes = config.tasks_per_step * config.group_size if tasks else 0
         return dry_run(config, episodes, len(held_out))
@@ -327,7 +328,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
     data = recorded(config, model, tokenizer) if config.trajectories else []
-    held_out = envs.drop_seen(held_out, envs.tasks_of(data))
+    held_out = drop_seen(held_out, tasks_of(data))
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))

@@ -3,8 +3,8 @@
     sft_loss  -log pi(token | tokens before it), a mean over the demonstrator's tokens
     train     AdamW over shuffled epochs; loss and success on held-out data
 
-Demonstrations (envs/imitation.py) are episodes of an environment's scripted expert, or what a file
-holds: chats, completions, written solutions, recorded episodes.
+Demonstrations (episodes/imitation.py) are episodes of an environment's scripted expert, or what a
+file holds: chats, completions, written solutions, recorded episodes.
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
 are context. The other algorithms train through merged weights, so that an update rounds as the
@@ -25,9 +25,9 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate
-from envs.demonstrations import (EXPECTED, default_env, env_of_rows, imitates_rows,
+from episodes.demonstrations import (EXPECTED, default_env, env_of_rows, imitates_rows,
                                  registered_envs)
-from envs.imitation import demonstrations, held_out_tasks
+from episodes.imitation import demonstrations, held_out_tasks
 from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
                         imitation_learning_rate, main, replace_file, to_json)
 from llm import (TrainingState, adamw, batches_of_like_length, dry_run, is_tiny, load_model, merge,

@@ -22,8 +22,9 @@ from experiment.data import reading, whole  # noqa: E402
 from experiment.episodes import transcript  # noqa: E402
 from experiment.errors import UserError, printable  # noqa: E402
 from experiment.files import replace_file  # noqa: E402
-from experiment.records import Record, number  # noqa: E402
-from experiment.statistics import difference, wilson  # noqa: E402
+from window.curves import number  # noqa: E402
+from window.records import Record  # noqa: E402
+from window.statistics import difference, wilson  # noqa: E402
 
 CUT = ("max_tokens", "max_new_tokens")      # stop reasons of a truncated episode
 MAX_CALLS = 8           # rows of the histogram of calls per episode

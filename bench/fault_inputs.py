@@ -24,13 +24,14 @@ import dpo  # noqa: E402
 import grpo  # noqa: E402
 import reward_weighted  # noqa: E402
 import sft  # noqa: E402
-from experiment import report  # noqa: E402
+from window import report  # noqa: E402
+from episodes.tasks import load_tasks  # noqa: E402
 from experiment.program import main  # noqa: E402
 from llm.loading import load_model, save_model  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
 
 SECONDS = 20
-PROGRAMS = ("sft.py: ", "dpo.py: ", "grpo.py: ", "reward_weighted.py: ", "experiment.report: ")
+PROGRAMS = ("sft.py: ", "dpo.py: ", "grpo.py: ", "reward_weighted.py: ", "window.report: ")
 ODD = [None, True, 0, -1, 1.5, 1e300, 10**400, "", " ", "x", "\ud800", "\0", "\x1b]52;c;eA==\x07", "<|im_end|>",
        "../../x", [], {}, [None], [[]], [0], ["x"], {"a": None}, {"self": 1}, {"": ""}, "word " * 5000, float("nan")]
 RAW = {"deep": b"[" * 10**5, "digits": b"9" * 5000, "60 MB": b'"' + b"x" * 60_000_000 + b'"', "not UTF-8": b'"\xe9"',
@@ -122,7 +123,7 @@ def page(folder):
         try:
             report.main([str(folder)])
         except (report.UserError, OSError) as error:
-            print(f"experiment.report: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"window.report: {' '.join(str(error).split())}", file=sys.stderr)
             sys.exit(2)
     return run
 
@@ -194,9 +195,8 @@ def episodes(place, base):
 
 
 def tasks(place, base):
-    import envs
     path = place / "tasks.jsonl"
-    task = envs.tasks("equations", "train", 1, 0)[0]
+    task = load_tasks("equations", "train", 1, 0)[0]
     good = json.dumps(task).encode() + b"\n"
     words = "--tasks_per_step 2 --group_size 2 --batch_size 4 --max_new_tokens 4 --env equations --dataset".split()
     for name, data in mutations(task):

@@ -94,12 +94,12 @@ def ending_environment():
 
 def task_rows(seed, steps) -> list[dict]:
     """Return the tasks of all steps as grpo.py draws them, as rows for TRL."""
-    import envs
+    from episodes.tasks import draw_tasks, load_tasks
     from envs.equations import Equations
-    tasks = envs.tasks("equations", "train", 10_000, seed)
+    tasks = load_tasks("equations", "train", 10_000, seed)
     rows = []
     for step in range(steps):
-        rows += envs.draw_tasks(tasks, seed, step, TASKS_PER_STEP, 0, TASKS_PER_STEP)
+        rows += draw_tasks(tasks, seed, step, TASKS_PER_STEP, 0, TASKS_PER_STEP)
     # TRL appends the first observation to the user message.
     prompt = [{"role": "system", "content": Equations.system_prompt},
               {"role": "user", "content": ""}]
@@ -232,13 +232,13 @@ def plain(name) -> str:
 
 def our_gradient(model, tokenizer, config):
     """Return the episodes of a step and its loss; its gradient stays in the model."""
-    import envs
+    from episodes.tasks import draw_tasks, load_tasks
     import grpo
     from agent import collate, rollout, rollout_options
     from llm import token_logprobs
     from lora import merged, reference
     config = grpo.settle(config)
-    tasks = envs.draw_tasks(envs.tasks("equations", "train", 10_000, config.seed), config.seed, 0,
+    tasks = draw_tasks(load_tasks("equations", "train", 10_000, config.seed), config.seed, 0,
                             TASKS_PER_STEP, 0, TASKS_PER_STEP)
     batch = rollout(model, tokenizer, "equations", tasks, GROUP_SIZE, **rollout_options(config))
     token_ids, mask, sampled = collate(batch)  # (B, T) each

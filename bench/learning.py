@@ -42,10 +42,11 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
 
     The tasks are the same for every run, and so are the seeds that their episodes are sampled with.
     """
-    import envs
+    from envs import lengths
+    from episodes.tasks import load_tasks
     from agent import Limits, evaluate
-    limits = Limits(**envs.lengths("equations"))
-    held_out = envs.tasks("equations", "test", tasks, 0)
+    limits = Limits(**lengths("equations"))
+    held_out = load_tasks("equations", "test", tasks, 0)
     result = evaluate(model, tokenizer, "equations", held_out, SAMPLES, limits=limits)
     names = "success", "reward", "turns", "completion"
     return {name: round(result[name], 4) for name in names}

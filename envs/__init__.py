@@ -25,21 +25,15 @@ the total of the episode. They may be async. Each call comes from another thread
 """
 import importlib.util
 import inspect
-import json
 import os
 import sys
 import traceback
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
-
-import numpy as np
 
 from envs.calls import StepResult, call, schemas, step, tools, valid_actions
-from envs.rows import is_held_out, need, read_as, shuffled, unseen
 from experiment.config import nearest
 from experiment.errors import UserError
-from experiment.seeds import mix
 
 __all__ = ["StepResult", "call", "schemas", "step", "tools", "valid_actions"]  # of envs/calls.py
 
@@ -172,180 +166,9 @@ def need_expert(env_names: str):
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
 
 
-# --------------------------------------------------------------------------------------- tasks
-def tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
-          eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
-    """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
-
-    There are none without an environment.
-
-    Args:
-        name: the environment. Several ("a,b") take turns.
-        split: "train" or "test". The two never share a row of a file.
-        dataset: a task file, or None: the environment makes the tasks (`_tasks`).
-        eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
-            hash of its content.
-        env_options: "name=value,..." which every task passes to `reset` as well.
-
-    Each row gets "env": the name of its environment.
-    """
-    names = names_of(name)
-    if not names or n == 0:
-        return []
-    path = eval_dataset if split == "test" and eval_dataset else dataset
-    if path and len(names) > 1:
-        raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
-    extra = options(env_options, names)
-    share = None if n is None else -(-n // len(names))
-    columns = []
-    for env_name in names:
-        if path and path != name:
-            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
-        else:
-            rows = _tasks_of_environment(env_name, split, share, seed)
-        # Data never chooses which code runs: a row's own "env" is overwritten.
-        columns.append([{**row, "env": env_name, **extra} for row in rows])
-    return list(chain.from_iterable(zip(*columns)))[:n]
-
-
-def _tasks_of_environment(name, split, n, seed) -> list[dict]:
-    """Return the tasks that the environment makes itself."""
-    cls = load(name)
-    if not hasattr(cls, "_tasks"):
-        raise UserError(f"environment {name!r} makes no tasks of its own; "
-                        "give --dataset path/to/tasks.jsonl")
-    if not isinstance(inspect.getattr_static(cls, "_tasks"), (staticmethod, classmethod)):
-        raise UserError(f"environment {name!r}: _tasks(split, n, seed) must be a @staticmethod")
-    rows = cls._tasks(split, n, seed)
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) returned "
-                        f"{rows!r:.60}, it must be a list of dicts, the arguments of reset()")
-    try:
-        json.dumps(rows)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"environment {name!r}: _tasks: {error}; a task holds what JSON can, such "
-                        "as int(n) for a number n of NumPy") from None
-    return rows
-
-
-def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
-    """Return the rows of a task file, or only those of the split, in random order."""
-    cls = load(name)
-
-    def convert(row, _):
-        in_split = is_whole or is_held_out(row) == (split == "test")
-        # Rows of the other split are checked as well.
-        return in_split, _as_task(cls, row)
-
-    rows = [task for in_split, task in read_as(path, convert) if in_split]
-    if not rows:
-        raise UserError(f"{path}: too few rows to hold some out; "
-                        "give --eval_dataset path/to/test.jsonl")
-    return shuffled(rows, seed)
-
-
-def _as_task(cls, row: dict) -> dict:
-    """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
-    task = cls._row(row) if hasattr(cls, "_row") else row
-    need(task, *_needed(cls))
-    return task
-
-
-def is_task(name: str, row: dict) -> bool:
-    """True if the environment takes the row for a task, and its `reset` needs anything at all."""
-    if "," in name:
-        return False
-    cls = load(name)
-    try:
-        _as_task(cls, row)
-    except Exception:  # `_row` is not ours
-        return False
-    return bool(_needed(cls))
-
-
-def _needed(cls) -> list[str]:
+def needed(cls) -> list[str]:
     """Return the arguments without which the environment does not `reset`."""
     parameters = inspect.signature(cls.reset).parameters.values()
     return [p.name for p in parameters
             if p.name != "self" and p.default is p.empty
             and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-
-
-def options(text: str | None, env_names: list[str]) -> dict:
-    """Return what --env_options says: "num_turns=3,hard=true" is {"num_turns": 3, "hard": True}.
-
-    Values are JSON; what is not is text. `reset` of one of the environments must know the names.
-    """
-    parameters = {}
-    for env_name in env_names:
-        parameters.update(inspect.signature(load(env_name).reset).parameters)
-    # By convention **_ is thrown away, and **kwargs is read.
-    for name in ("self", "_"):
-        parameters.pop(name, None)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    out = {}
-    for item in filter(str.strip, (text or "").split(",")):
-        name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not name.isidentifier():
-            raise UserError(f"--env_options {item.strip()!r}: write name=value,name=value")
-        if name not in parameters and not takes_any:
-            otherwise = f"reset takes {', '.join(parameters)}"
-            raise UserError(f"--env_options {name}: {', '.join(env_names)}: no such argument of "
-                            f"reset; {nearest(name, parameters, otherwise=otherwise)}")
-        try:
-            out[name] = json.loads(value)
-        except ValueError:
-            out[name] = value
-    return out
-
-
-def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
-    """Return the held-out tasks that are no training tasks, and print how many were dropped.
-
-    Two tasks are the same if the arguments are that `reset` cannot do without; where it needs none,
-    if all are that held-out tasks have. The training tasks may be those of recorded episodes
-    (`info["task"]`).
-    """
-    needed = {key for name in {task["env"] for task in held_out} for key in _needed(load(name))}
-    # A task that was played has more entries than it was given: the expert's noise.
-    keys = needed or set().union(*held_out) - {"env"}
-
-    def content(task):
-        return {key: task[key] for key in task if key in keys}
-
-    return unseen(held_out, training_tasks, content)
-
-
-def tasks_of(episodes) -> list[dict]:
-    """Return the tasks that episodes recorded."""
-    tasks = [t.info.get("task") for t in episodes]
-    return [task for task in tasks if isinstance(task, dict)]
-
-
-def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
-    """Return n training tasks and the held-out tasks of a config; no task is in both.
-
-    There are none without an environment, and none to train on where episodes are recorded.
-    """
-    files = config.dataset, config.eval_dataset, config.env_options
-    if getattr(config, "trajectories", None):
-        n = 0
-    train = tasks(config.env, "train", n, config.seed, *files)
-    held_out = tasks(config.env, "test", config.eval_tasks, config.seed, *files)
-    return train, drop_seen(held_out, train)
-
-
-def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
-    """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
-
-    The first `tasks_per_step` are the epoch's next tasks in shuffled order, and where it ends, the
-    first ones of the next epoch; more are drawn at random.
-    """
-    if first:
-        return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
-    drawn = []
-    for number in range(step * tasks_per_step, step * tasks_per_step + n):
-        epoch, place = divmod(number, len(tasks))
-        order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
-        drawn.append(tasks[order[place]])
-    return drawn

@@ -16,9 +16,9 @@ import urllib.request
 from decimal import Decimal
 from pathlib import Path
 
-from envs.rows import need, shuffled
 from experiment.data import read_rows
 from experiment.errors import UserError
+from experiment.seeds import shuffled
 
 URL = ("https://raw.githubusercontent.com/openai/grade-school-math/"
        "3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data")
@@ -213,7 +213,6 @@ class GSM8K:
     @staticmethod
     def _row(row: dict) -> dict:
         """Return the row with "answer" as text, or raise ValueError. Other columns stay."""
-        need(row, "question", "answer")
         question, answer = row["question"], row["answer"]
         if not isinstance(question, str) or not question.strip():
             raise ValueError('"question" is empty or not text')

@@ -18,7 +18,6 @@ from experiment.config import (
     preference_learning_rate,
 )
 from experiment.episodes import (
-    group_shares,
     is_finite,
     pass_at_k,
     problem,

@@ -3,7 +3,7 @@ import math
 from statistics import fmean
 from types import SimpleNamespace
 
-from experiment.records import objects
+from experiment.data import objects
 
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 NAMES = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",

@@ -210,6 +210,24 @@ def read_json(path) -> dict:
         return parse_object(read_text(path))
 
 
+def objects(path, wanted=None):
+    """Yield (line number, object) of a .jsonl file, or only of its `wanted` lines.
+
+    A last line that was cut when the run was killed is left out.
+    """
+    for number, text in lines_of(path):
+        if not text.strip() or (wanted is not None and number not in wanted):
+            continue
+        try:
+            with reading(path, number):
+                row = parse_object(text)
+        except UserError:
+            if text.endswith("\n"):
+                raise
+            return
+        yield number, row
+
+
 # --------------------------------------------------------------------------------------- rows
 def read_rows(path: str) -> list[dict]:
     """Return the rows of a .jsonl, .csv or .parquet file, each with its line number as "_line".

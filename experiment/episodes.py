@@ -148,15 +148,3 @@ def shift_and_scale(trajectories: list, scaling: float, bias: float):
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
         t.reward = (t.reward - bias) * scaling
-
-
-def group_shares(batch, advantages):
-    """Return the shares of a step's groups that all succeed, all fail, differ, or teach nothing."""
-    successes, signal = {}, {}
-    for t, row in zip(batch, advantages):
-        successes.setdefault(t.group_id, []).append(t.info["success"])
-        signal[t.group_id] = signal.get(t.group_id, False) or bool(row.any())
-    right = sum(all(group) for group in successes.values()) / len(successes)
-    wrong = sum(not any(group) for group in successes.values()) / len(successes)
-    return {"groups_all_right": right, "groups_all_wrong": wrong, "groups_mixed": 1 - right - wrong,
-            "groups_without_signal": 1 - sum(signal.values()) / len(signal)}

@@ -4,16 +4,16 @@ Nothing is removed that a run of ours did not write, and nothing is written thro
 """
 import fcntl
 import os
+import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 
 from experiment.checkpoint import checkpoints, read_state, remove
 from experiment.config import convert, options
-from experiment.data import read_json, read_yaml, reading
+from experiment.data import open_file, read_json, read_yaml, reading
 from experiment.errors import UserError
 from experiment.files import disk_space, open_to_write, replace_file, to_json
-from experiment.records import algorithm_of
 
 CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
@@ -25,6 +25,16 @@ ONCE = ("overwrite", "resume")
 # What a resumed run may change without a word, and what it may change with a note.
 FREE = (*ONCE, "output_dir", "save_every", "dry_run")
 HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "eval_every")
+
+
+def algorithm_of(folder):
+    """Return the name of the program whose run an output folder holds, or None."""
+    path = Path(folder) / "config.yaml"
+    if not path.is_file():
+        return None
+    with reading(path), open_file(path) as file:
+        match = re.match(rb"# (\w+) run;", file.readline(100))
+    return match and match[1].decode()
 
 
 class OutputFolder:

@@ -27,9 +27,8 @@ from experiment.episodes import shift_and_scale, summarise
 from experiment.errors import Stop, UserError
 from experiment.files import check_space, disk_space, finite, sync, to_json
 from experiment.ingredients import ingredients
-from experiment.output_folder import OutputFolder
+from experiment.output_folder import OutputFolder, algorithm_of
 from experiment.process import peak_memory_mb
-from experiment.records import algorithm_of
 from experiment.seeds import mix
 from experiment.signals import active_signals
 
@@ -425,7 +424,7 @@ class Run:
 
     def _write_result(self, result):
         self.files.write("result.json", to_json(result, indent=1))
-        from experiment.report import write_html
+        from window.report import write_html
         try:
             write_html(self.folder)
         except (UserError, OSError) as error:

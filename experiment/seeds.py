@@ -10,3 +10,9 @@ def mix(*numbers_and_texts):
             raise TypeError(f"mix takes plain numbers and texts, not {numbers_and_texts}")
     digest = hashlib.sha256(repr(numbers_and_texts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def shuffled(items, seed):
+    """Return the items in random order."""
+    import numpy as np
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]

@@ -306,6 +306,13 @@ def save_model(model, folder: str):
     (folder / ADAPTER).write_text(json.dumps(config, indent=2))
 
 
+def merge(source: str, folder: str):
+    """Write the plain model folder, weights and tokenizer, of an adapter or output folder."""
+    model, tokenizer = load_model(source, dtype="auto", train=False, merge=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def load_weights(model, folder: str):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
     if not settings(model):

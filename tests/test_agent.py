@@ -23,12 +23,13 @@ import pytest
 import torch
 
 import agent
+from episodes.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, collate, evaluate, rollout
 from experiment import without_faults
-from envs import talk
-from envs.demonstrations import read_trajectories
-from envs.expert import demonstrate
+from window import chat as talk
+from episodes.demonstrations import read_trajectories
+from episodes.expert import demonstrate
 from experiment.distributed import Ranks
 from experiment.program import main
 from experiment.episodes import pass_at_k, summarise, transcript
@@ -954,7 +955,7 @@ def test_traces_come_from_the_training_split(tmp_path, monkeypatch):
     for split in ("train", "test"):
         assert cli("--num_tasks", 6, "--max_new_tokens", 4, "--output", tmp_path / f"{split}.jsonl", *(("--split", "test") if split == "test" else ())).returncode == 0
     traces = {split: [t.info["task"] for t in read_trajectories(str(tmp_path / f"{split}.jsonl"))] for split in ("train", "test")}
-    train, test = ({task["equation"] for task in envs.tasks("equations", split, None, 0)} for split in ("train", "test"))
+    train, test = ({task["equation"] for task in load_tasks("equations", split, None, 0)} for split in ("train", "test"))
     assert {t["equation"] for t in traces["train"]} <= train - test and {t["equation"] for t in traces["test"]} <= test - train
 
 
@@ -1050,7 +1051,7 @@ def answers(equation):
 
 
 def test_the_last_allowed_call_runs_and_is_shown(monkeypatch, capsys):
-    task = envs.tasks("equations", "train", 100, 0)[0]
+    task = load_tasks("equations", "train", 100, 0)[0]
     turns = answers(task)
     said = chat_in(monkeypatch, capsys, [""], turns, max_turns=len(turns))
     assert 'Action: state_answer -> Reward: 5.0 -> "right"' in said and "[done; success True" in said
@@ -1060,7 +1061,7 @@ def test_the_last_allowed_call_runs_and_is_shown(monkeypatch, capsys):
 
 def test_every_question_is_an_episode_of_its_own(monkeypatch, capsys):
     """The second question finds a fresh environment: its calls are not answered with "the episode is over"."""
-    tasks = envs.tasks("equations", "train", 100, 0)[:2]
+    tasks = load_tasks("equations", "train", 100, 0)[:2]
     said = chat_in(monkeypatch, capsys, ["", "solve it"], *map(answers, tasks))
     assert said.count("[done; success True") == 2 and "is over" not in said and "Task: Solve for x: " + tasks[1]["equation"] in said
 

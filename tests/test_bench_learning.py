@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from episodes.tasks import draw_tasks, load_tasks
 import envs
 import grpo
 
@@ -89,10 +90,9 @@ def test_every_trick_is_a_config():
 
 
 def test_trl_gets_our_tasks_and_learning_rates():
-    import envs
     rows = learn_vs_trl.task_rows(3, 2)
-    tasks = envs.tasks("equations", "train", 10_000, 3)
-    second = envs.draw_tasks(tasks, 3, 1, 8, 0, 8)
+    tasks = load_tasks("equations", "train", 10_000, 3)
+    second = draw_tasks(tasks, 3, 1, 8, 0, 8)
     assert [row["equation"] for row in rows[8:]] == [task["equation"] for task in second]
 
     from experiment.run import Run

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import dpo
-import envs
+from episodes.tasks import load_tasks
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
-from envs.expert import demonstrate
+from episodes.expert import demonstrate
 from llm.batches import prompt_of
 from experiment.distributed import join
 from experiment.errors import UserError
@@ -158,7 +158,7 @@ def start(tmp_path_factory):
 @pytest.fixture(scope="module")
 def recorded(tiny, tmp_path_factory):
     """Two episodes of each of 24 tasks: the expert's, and that of an expert who does the inverse of the right thing."""
-    tasks = envs.tasks("equations", "train", 24, seed=0)
+    tasks = load_tasks("equations", "train", 24, seed=0)
     good, bad = (demonstrate(tiny[1], "equations", [{**task, "noise": noise} for task in tasks]) for noise in (0, 1))
     path = tmp_path_factory.mktemp("recorded") / "t.jsonl"
     path.write_text("".join(json.dumps({"step": 0, **t.to_json()}) + "\n" for t in good + bad))
@@ -200,7 +200,7 @@ def test_the_environment_that_a_data_file_names_is_never_imported(start, recorde
 
 def test_held_out_tasks_are_none_that_the_pairs_are_of(start, tiny, tmp_path, monkeypatch):
     """Episodes recorded on the test split are documented as data: what they show is not evaluated."""
-    tasks = envs.tasks("equations", "test", 12, seed=0)
+    tasks = load_tasks("equations", "test", 12, seed=0)
     sides = [demonstrate(tiny[1], "equations", [{**task, "noise": noise} for task in tasks[:8]]) for noise in (0, 1)]
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(t.to_json()) + "\n" for side in sides for t in side))

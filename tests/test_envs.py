@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Optional
 import numpy as np
 import pytest
 
+from episodes.tasks import draw_tasks, drop_seen, load_tasks, parse_env_options
 import envs
 from experiment.errors import UserError
 
@@ -172,7 +173,7 @@ CONTRACT = "class Environment:\n    def reset(self, **_):\n        pass\n    def
 def test_an_environment_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        envs.tasks(f"{tmp_path / 'my.py'}:Environment", "train", 3, 0)
+        load_tasks(f"{tmp_path / 'my.py'}:Environment", "train", 3, 0)
     assert "my.py:Environment" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -220,14 +221,14 @@ def test_options_reach_reset(monkeypatch):
         def get_reward(self):
             pass
     monkeypatch.setattr(envs, "load", lambda name, load=envs.load: Anything if name == "anything" else load(name))
-    assert envs.options('num_turns=3, shaped=true,name=a b,x=1.5,none=null,quoted="7"', ["anything"]) == {
+    assert parse_env_options('num_turns=3, shaped=true,name=a b,x=1.5,none=null,quoted="7"', ["anything"]) == {
         "num_turns": 3, "shaped": True, "name": "a b", "x": 1.5, "none": None, "quoted": "7"}
-    assert envs.options(None, ["equations"]) == envs.options("", ["equations"]) == {}
+    assert parse_env_options(None, ["equations"]) == parse_env_options("", ["equations"]) == {}
     for text, says in [("num_turns", "write name=value"), ("a b=1", "write name=value"), ("noize=1", "did you mean noise")]:
         with pytest.raises(UserError, match=says):
-            envs.options(text, ["equations"])
-    tasks = envs.tasks("equations", "train", 3, 0, env_options="noise=0.5")
-    assert [task.pop("noise") for task in tasks] == [0.5] * 3 and tasks == envs.tasks("equations", "train", 3, 0)
+            parse_env_options(text, ["equations"])
+    tasks = load_tasks("equations", "train", 3, 0, env_options="noise=0.5")
+    assert [task.pop("noise") for task in tasks] == [0.5] * 3 and tasks == load_tasks("equations", "train", 3, 0)
 
 
 def test_an_expert_is_asked_for_at_once(tmp_path):
@@ -238,7 +239,7 @@ def test_an_expert_is_asked_for_at_once(tmp_path):
 
 
 def test_a_note_tells_when_the_tiny_tokenizer_spells_words_in_letters(tmp_path, capsys):
-    from envs.expert import demonstrate
+    from episodes.expert import demonstrate
     from llm.tiny import make_tiny
     tokenizer = make_tiny()[1]
     (tmp_path / "my.py").write_text(CONTRACT + '    def juxtapose(self, vicissitude: int) -> str:\n        """Do it.\n\n        Args:\n            vicissitude: a number\n        """\n'
@@ -246,7 +247,7 @@ def test_a_note_tells_when_the_tiny_tokenizer_spells_words_in_letters(tmp_path, 
     demonstrate(tokenizer, f"{tmp_path / 'my.py'}:Environment", [{}])
     assert "spells juxtapose, vicissitude of environment" in capsys.readouterr().out
     for name in ("equations", "meetings"):
-        demonstrate(tokenizer, name, envs.tasks(name, "train", 2, 0))
+        demonstrate(tokenizer, name, load_tasks(name, "train", 2, 0))
     assert "spells" not in capsys.readouterr().out
 
 
@@ -384,7 +385,7 @@ def test_a_tool_whose_arguments_have_no_names_is_refused(tool, says):
 def test_attributes_of_an_environment_that_cannot_be_used(monkeypatch, attributes, says):
     monkeypatch.setattr(envs, "load", lambda name: type("Odd", (), {"reset": lambda self: "go", **attributes}))
     with pytest.raises(UserError, match=f"environment 'odd': {says}"):
-        envs.tasks("odd", "train", 3, 0) if "_tasks" in attributes else envs.limits("odd")
+        load_tasks("odd", "train", 3, 0) if "_tasks" in attributes else envs.limits("odd")
 
 
 def test_args_and_kwargs_of_reset_are_no_arguments_that_a_task_needs(monkeypatch):
@@ -394,7 +395,7 @@ def test_args_and_kwargs_of_reset_are_no_arguments_that_a_task_needs(monkeypatch
             return "go"
     monkeypatch.setattr(envs, "load", lambda name: Wrapped)
     held_out = [{"n": i, "env": "wrapped"} for i in range(4)]
-    assert envs.drop_seen(held_out, [{"n": 2, "env": "wrapped"}]) == [held_out[i] for i in (0, 1, 3)]
+    assert drop_seen(held_out, [{"n": 2, "env": "wrapped"}]) == [held_out[i] for i in (0, 1, 3)]
 
 
 @pytest.mark.parametrize("name, row, says", [
@@ -406,7 +407,7 @@ def test_rows_of_a_task_file_are_checked_before_the_run(tmp_path, name, row, say
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in (good, {**good, **row})))
     with pytest.raises(UserError, match=re.escape(f"{path}:2: ") + ".*" + re.escape(says)):
-        envs.tasks(name, "train", 10, 0, str(path))
+        load_tasks(name, "train", 10, 0, str(path))
 
 
 def test_call_never_raises():
@@ -528,48 +529,48 @@ def keys(rows):
 
 def test_a_file_is_split_by_the_hash_of_its_rows(tmp_path, asks):
     path = rows_file(tmp_path, 1000)
-    train, test = (envs.tasks("asks", split, None, 0, path) for split in ("train", "test"))
+    train, test = (load_tasks("asks", split, None, 0, path) for split in ("train", "test"))
     assert not set(keys(train)) & set(keys(test)) and len(train) + len(test) == 1000 and 60 < len(test) < 140
     assert train[0]["env"] == "asks" and "_line" not in train[0]
-    other = envs.tasks("asks", "train", 10, 5, path)
-    assert envs.tasks("asks", "train", 10, 0, path) == train[:10] != other and set(keys(other)) <= set(keys(train))
-    more = envs.tasks("asks", "test", None, 0, rows_file(tmp_path, 1200, "more.jsonl"))
+    other = load_tasks("asks", "train", 10, 5, path)
+    assert load_tasks("asks", "train", 10, 0, path) == train[:10] != other and set(keys(other)) <= set(keys(train))
+    more = load_tasks("asks", "test", None, 0, rows_file(tmp_path, 1200, "more.jsonl"))
     assert set(keys(test)) <= set(keys(more))  # a row never changes sides when the file grows
     twice = write(tmp_path, Path(path).read_text() * 2, "twice.jsonl")
-    assert not set(keys(envs.tasks("asks", "train", None, 0, twice))) & set(keys(envs.tasks("asks", "test", None, 0, twice)))
+    assert not set(keys(load_tasks("asks", "train", None, 0, twice))) & set(keys(load_tasks("asks", "test", None, 0, twice)))
 
 
 def test_a_test_file_of_its_own(tmp_path, asks):
     path, held_out = rows_file(tmp_path, 50), write(tmp_path, '{"question": "held", "answer": "out"}\n', "test.jsonl")
-    assert sorted(keys(envs.tasks("asks", "train", None, 0, path, held_out))) == sorted(f"q{i}" for i in range(50))
-    assert keys(envs.tasks("asks", "test", 7, 0, path, held_out)) == ["held"]
+    assert sorted(keys(load_tasks("asks", "train", None, 0, path, held_out))) == sorted(f"q{i}" for i in range(50))
+    assert keys(load_tasks("asks", "test", 7, 0, path, held_out)) == ["held"]
 
 
 def test_missing_fields_and_small_files(tmp_path, asks):
     path = write(tmp_path, '{"question": "a", "answer": "b"}\n\n{"question": "a", "solution": "b"}\n')
     with pytest.raises(UserError) as error:
-        envs.tasks("asks", "train", None, 0, path)
+        load_tasks("asks", "train", None, 0, path)
     assert str(error.value) == f'{path}:3: no "answer" field; has: question, solution'
     path = write(tmp_path, '{"q": "a"}\n{"p": "a"}\n')
     with pytest.raises(UserError) as error:
-        envs.tasks("converts", "train", None, 0, path)
+        load_tasks("converts", "train", None, 0, path)
     assert str(error.value) == f'{path}:2: no "q" field; has: p'
     with pytest.raises(UserError, match="too few rows to hold some out; give --eval_dataset"):
-        envs.tasks("asks", "test", None, 0, rows_file(tmp_path, 1))
+        load_tasks("asks", "test", None, 0, rows_file(tmp_path, 1))
     with pytest.raises(UserError, match="makes no tasks of its own; give --dataset"):
-        envs.tasks("asks", "train", None, 0)
+        load_tasks("asks", "train", None, 0)
 
 
 def test_several_environments_share_the_tasks(monkeypatch):
     asked = []
     monkeypatch.setattr(envs, "load", lambda name: type("Few", (), {
         "reset": lambda self: "go", "_tasks": staticmethod(lambda split, n, seed: asked.append(n) or [{}] * n)}))
-    assert len(envs.tasks("a,b", "train", 5, 0)) == 5 and asked == [3, 3]
+    assert len(load_tasks("a,b", "train", 5, 0)) == 5 and asked == [3, 3]
 
 
 def test_an_empty_name_is_no_environment():
     with pytest.raises(UserError, match="unknown environment ''"):
-        envs.tasks("", "train", 5, 0)
+        load_tasks("", "train", 5, 0)
 
 
 def test_a_row_does_not_choose_the_environment(tmp_path, asks):
@@ -577,34 +578,34 @@ def test_a_row_does_not_choose_the_environment(tmp_path, asks):
     line = '{"question": "a%d", "answer": "b", "q": "c", "env": "/tmp/evil.py:Evil"}\n'
     path = write(tmp_path, "".join(line % i for i in range(40)))
     for name in ("asks", "converts"):
-        assert {row["env"] for split in ("train", "test") for row in envs.tasks(name, split, None, 0, path)} == {name}
+        assert {row["env"] for split in ("train", "test") for row in load_tasks(name, split, None, 0, path)} == {name}
 
 
 def test_held_out_tasks_that_were_trained_on_are_dropped_and_counted(capsys):
     """Whatever else a recorded task says (noise, seed, options): the equation is what makes it the same."""
-    held_out = envs.tasks("equations", "test", 20, 0)
+    held_out = load_tasks("equations", "test", 20, 0)
     learned = [{"equation": task["equation"], "noise": 0.3} for task in held_out[:5]]
-    assert envs.drop_seen(held_out, learned) == held_out[5:] and "5 of 20 held-out rows are also in the training data: dropped" in capsys.readouterr().out
-    assert envs.drop_seen(held_out, envs.tasks("equations", "train", None, 0)) == held_out and not capsys.readouterr().out
+    assert drop_seen(held_out, learned) == held_out[5:] and "5 of 20 held-out rows are also in the training data: dropped" in capsys.readouterr().out
+    assert drop_seen(held_out, load_tasks("equations", "train", None, 0)) == held_out and not capsys.readouterr().out
 
 
 def test_an_epoch_takes_every_task_once():
     tasks = list(range(10))
-    drawn = [task for step in range(5) for task in envs.draw_tasks(tasks, 0, step, 4, 0, 4)]
+    drawn = [task for step in range(5) for task in draw_tasks(tasks, 0, step, 4, 0, 4)]
     assert sorted(drawn[:10]) == tasks == sorted(drawn[10:]) and drawn[:10] != drawn[10:]
 
 
 @pytest.mark.parametrize("name", ["equations", "equations_hard", "meetings", str(ROOT / "envs" / "template.py") + ":HigherLower"])
 def test_train_and_held_out_share_no_task(name):
-    train, test = envs.tasks(name, "train", 500, 0), envs.tasks(name, "test", 200, 1)
-    assert envs.drop_seen(test, train) == test
+    train, test = load_tasks(name, "train", 500, 0), load_tasks(name, "test", 200, 1)
+    assert drop_seen(test, train) == test
 
 
 @pytest.mark.parametrize("name", ["equations", "equations_hard"])
 def test_environments_own_tasks(name):
-    train, test = (envs.tasks(name, split, 300, 3) for split in ("train", "test"))
+    train, test = (load_tasks(name, split, 300, 3) for split in ("train", "test"))
     assert len(train) == 300 and not {t["equation"] for t in train} & {t["equation"] for t in test} and train[0]["env"] == name
-    assert envs.tasks(name, "train", 300, 3, dataset=name) == train
+    assert load_tasks(name, "train", 300, 3, dataset=name) == train
 
 
 # ---------------------------------------------------------------------------------------------- an environment of the README's size
@@ -614,7 +615,7 @@ def test_the_readmes_environment_plays(tmp_path):
     name = readme_environment(tmp_path)
     assert len(README_ENV.strip().splitlines()) < 30
     model, tokenizer = make_tiny()
-    tasks = envs.tasks(name, "train", 3, 0)
+    tasks = load_tasks(name, "train", 3, 0)
     limits = agent.Limits(max_turns=3, max_new_tokens=8)
     episodes = agent.rollout(model.eval(), tokenizer, name, tasks, 2, limits=limits)
     assert len(episodes) == 6 and all(t.info["env"] == name and t.reward == 0.0 and t.messages[1]["content"] for t in episodes)

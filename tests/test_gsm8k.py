@@ -15,6 +15,7 @@ from decimal import Decimal
 
 import pytest
 
+from episodes.tasks import load_tasks
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
@@ -264,7 +265,7 @@ def test_every_row(name, count):
 
 @pytest.mark.skipif(not os.path.isdir(DATA), reason="the dataset is not here")
 def test_as_a_dataset():
-    rows = envs.tasks("gsm8k", "train", 5, 0, dataset=f"{DATA}/train.jsonl", eval_dataset=f"{DATA}/test.jsonl")
+    rows = load_tasks("gsm8k", "train", 5, 0, dataset=f"{DATA}/train.jsonl", eval_dataset=f"{DATA}/test.jsonl")
     assert len(rows) == 5 and set(rows[0]) == {"env", "question", "answer"}
 
 
@@ -297,7 +298,7 @@ def test_download_once(remote):
     assert rows == GSM8K._tasks("train", None, 3)[:7] and rows != GSM8K._tasks("train", 7, 4)
     assert len(GSM8K._tasks("train", None, 0)) == len(GSM8K._tasks("train", 999, 0)) == 20
     assert GSM8K._tasks("test", 2, 0)[0]["question"].startswith("test") and remote.calls == 2
-    assert envs.tasks("gsm8k", "train", 1, 3) == [{"env": "gsm8k", **rows[0]}]
+    assert load_tasks("gsm8k", "train", 1, 3) == [{"env": "gsm8k", **rows[0]}]
 
 
 @pytest.mark.parametrize("fault, why", [

@@ -11,8 +11,8 @@ import envs
 import grpo
 import reward_weighted
 import sft
-from envs import talk
-from envs.demonstrations import read_trajectories
+from window import chat as talk
+from episodes.demonstrations import read_trajectories
 from experiment.run import Run
 from llm.tiny import make_tiny
 

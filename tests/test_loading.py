@@ -1,4 +1,4 @@
-"""llm/loading.py and llm/merge.py: what a path means, saving, merging, and what is refused."""
+"""llm/loading.py and window/merge.py: what a path means, saving, merging, and what is refused."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from experiment.errors import UserError
 from llm import adapter_files, model_files
 from llm.facts import facts
 from llm.loading import is_tiny, load_model, load_weights, newest, save_model
-from llm.merge import merge
+from llm.loading import merge
 from llm.tiny import make_tiny
 from lora import adapters
 

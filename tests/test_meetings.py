@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from episodes.tasks import is_task, load_tasks
 import envs
 from envs import meetings
-from envs.expert import demonstrate
+from episodes.expert import demonstrate
 from envs.meetings import (
     COLUMNS,
     PERSONAS,
@@ -222,7 +223,7 @@ def test_shaped_terms():
     assert env._reward_parts == pytest.approx({"outcome": 1.0, "tools": 0.05, "calibration": 0.25 - (0.9 - env.outcome) ** 2})
     assert env.get_reward() == pytest.approx(sum(env._reward_parts.values()))
     assert set(environment()._reward_parts) == {"outcome"}
-    assert [task["shaped"] for task in envs.tasks("meetings", "train", 2, 0, env_options="shaped=true")] == [True] * 2
+    assert [task["shaped"] for task in load_tasks("meetings", "train", 2, 0, env_options="shaped=true")] == [True] * 2
 
 
 def test_calibration_pays_most_for_the_truth():
@@ -292,7 +293,7 @@ def test_noise_makes_the_expert_hasty_and_contrary():
 
 
 def test_demonstrations_end_with_the_answer(tokenizer):
-    episodes = demonstrate(tokenizer, "meetings", [{**t, "noise": 0.2, "noise_seed": i} for i, t in enumerate(envs.tasks("meetings", "train", 30, 0))])
+    episodes = demonstrate(tokenizer, "meetings", [{**t, "noise": 0.2, "noise_seed": i} for i, t in enumerate(load_tasks("meetings", "train", 30, 0))])
     chat = Chat(tokenizer, envs.schemas(Meetings))
     for t in episodes:
         last = t.messages[-1]
@@ -332,8 +333,8 @@ def test_the_csv_is_the_courses_and_the_environment_reads_it_back(table):
         text, target, reason = meetings.read_columns(row)
         assert text == made["prompt"] and float(row["ground_truth_prob"]) == pytest.approx(made["probability"], abs=1e-4)
         assert target == pytest.approx(made["probability"], abs=0.011) and reason in REASONS.values()
-        assert envs.is_task("meetings", row) and Meetings().reset(**row) == made["prompt"]
-    train, test = (envs.tasks("meetings", split, None, 0, str(table)) for split in ("train", "test"))
+        assert is_task("meetings", row) and Meetings().reset(**row) == made["prompt"]
+    train, test = (load_tasks("meetings", split, None, 0, str(table)) for split in ("train", "test"))
     assert len(train) + len(test) == 300 and test
 
 
@@ -348,7 +349,7 @@ def test_rows_that_cannot_be_read(change, says):
     with pytest.raises((ValueError, KeyError)) as error:
         meetings.read_columns({k: v for k, v in {**GOOD, **change}.items() if v is not None})
     assert str(error.value).startswith(says) and "\n" not in str(error.value)
-    assert not envs.is_task("meetings", GOOD)
+    assert not is_task("meetings", GOOD)
 
 
 def test_any_csv_of_these_columns_can_be_read():

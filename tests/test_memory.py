@@ -10,7 +10,7 @@ from experiment.config import MemoryFlags
 from experiment.errors import UserError
 from llm.loading import load_model
 from llm.memory import SETTINGS, Techniques, techniques
-from llm.merge import merge
+from llm.loading import merge
 from llm.quantization import Int8Embedding, Linear4bit
 from llm.training_state import adamw
 from lora import adapters

@@ -9,7 +9,7 @@ import lora
 from bench.completions import generate
 from llm.loading import load_model, save_model
 from llm.logprobs import token_logprobs
-from llm.merge import merge
+from llm.loading import merge
 from llm.static_engine import make_engine
 from lora import adapters, dithered, kept_by_merging, merged
 

@@ -10,9 +10,9 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-import envs
-from envs import talk
-from envs.expert import demonstrate
+from episodes.tasks import load_tasks
+from window import chat as talk
+from episodes.expert import demonstrate
 from experiment.command_line import parse
 from experiment.config import options
 
@@ -56,6 +56,6 @@ def test_what_ci_runs_is_what_the_readme_says():
 
 def test_the_template_environment_plays():
     from llm.tiny import make_tiny
-    tasks = envs.tasks("envs/template.py:HigherLower", "test", 3, seed=0)
+    tasks = load_tasks("envs/template.py:HigherLower", "test", 3, seed=0)
     for t in demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):
         assert t.info["success"] and t.reward == 1.0 and t.reward_parts == {"found": 1.0} and t.stop_reason == "done"

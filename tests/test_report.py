@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from experiment import report as view
-from experiment.curves import chart
+from window import report as view
+from window.curves import chart
 from experiment.errors import UserError
-from experiment.records import Record
-from experiment.report import MAX_EPISODES, token_texts
-from experiment.statistics import difference, wilson
+from window.records import Record
+from window.report import MAX_EPISODES, token_texts
+from window.statistics import difference, wilson
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
@@ -265,7 +265,7 @@ def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
 
 
 def command(*words, cwd=ROOT):
-    return subprocess.run([sys.executable, "-m", "experiment.report", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run([sys.executable, "-m", "window.report", *map(str, words)], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.mark.parametrize("words, said", [
@@ -274,7 +274,7 @@ def command(*words, cwd=ROOT):
 def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
     done = command(*words)
     assert done.returncode == 2 and said in done.stderr and not done.stdout and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(("experiment.report: ", "python -m experiment.report: error: "))
+    assert done.stderr.splitlines()[-1].startswith(("window.report: ", "python -m window.report: error: "))
 
 
 def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
@@ -284,6 +284,6 @@ def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
     (tmp_path / "t.html").unlink()
     (tmp_path / "t.html").mkdir()
     assert command(other).returncode == 2
-    code = f"import sys; from experiment import report as view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
+    code = f"import sys; from window import report as view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"

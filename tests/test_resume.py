@@ -21,9 +21,10 @@ import grpo
 import reward_weighted
 import sft
 from agent import Limits, rollout
-from envs import imitation, tasks
-from envs.demonstrations import read_trajectories
-from envs.expert import demonstrate
+from episodes import imitation
+from episodes.tasks import load_tasks
+from episodes.demonstrations import read_trajectories
+from episodes.expert import demonstrate
 from experiment import run
 from experiment.checkpoint import checkpoints, newest_checkpoint, read_state
 from experiment.run import Run
@@ -49,7 +50,7 @@ def place(tmp_path_factory):
         if name.endswith("lora.B"):
             torch.nn.init.normal_(p, std=0.05)
     save_model(model, folder / "adapter")
-    noisy = [{**task, "noise": 0.7, "noise_seed": seed} for task in tasks("equations", "train", 6, 0) for seed in range(3)]
+    noisy = [{**task, "noise": 0.7, "noise_seed": seed} for task in load_tasks("equations", "train", 6, 0) for seed in range(3)]
     episodes = demonstrate(tokenizer, "equations", noisy, Limits(max_turns=2))
     for i, t in enumerate(episodes):
         t.group_id = str(i // 3)

@@ -14,8 +14,8 @@ import grpo
 import reward_weighted as rw
 import sft
 from agent import Trajectory, collate, rollout
-from envs import tasks
-from envs.demonstrations import read_trajectories
+from episodes.tasks import load_tasks
+from episodes.demonstrations import read_trajectories
 from experiment.config import options
 from experiment.errors import UserError
 from llm.batches import turn_index
@@ -27,7 +27,7 @@ def place(tmp_path_factory):
     """A folder with a model that knows the bandit's format but not its answer, and 40 episodes that it played."""
     folder = tmp_path_factory.mktemp("bandit")
     model, tokenizer = load_model(bandit.school(folder / "base"), train=False)
-    write(folder / "episodes.jsonl", rollout(model, tokenizer, bandit.ENV, tasks(bandit.ENV, "train", 10, 0), 4))
+    write(folder / "episodes.jsonl", rollout(model, tokenizer, bandit.ENV, load_tasks(bandit.ENV, "train", 10, 0), 4))
     return folder
 
 
@@ -326,7 +326,7 @@ def test_offline_a_step_is_a_pass_and_max_steps_beats_epochs(place, tmp_path):
 
 def test_held_out_tasks_are_none_that_the_episodes_are_of(place, tmp_path, monkeypatch):
     env = bandit.ENV
-    held_out = tasks(env, "test", 6, 0)
+    held_out = load_tasks(env, "test", 6, 0)
     path = edited(place, tmp_path, lambda episodes: [t.info.update(task={"number": held_out[0]["number"]}) or setattr(t, "group_id", "g") for t in episodes])
     played = []
     monkeypatch.setattr(rw, "evaluate", lambda *args, **options: played.extend(args[3]) or {})

@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import envs
+from episodes.tasks import load_tasks
 import sft
 from agent import Trajectory, collate
-from envs.expert import demonstrate
+from episodes.expert import demonstrate
 from experiment.errors import UserError
 from llm.batches import batches_of_like_length
 from llm.loading import load_model
@@ -22,7 +22,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def demos(tiny):
-    return demonstrate(tiny[1], "equations", envs.tasks("equations", "train", 24, seed=0))
+    return demonstrate(tiny[1], "equations", load_tasks("equations", "train", 24, seed=0))
 
 
 def test_loss_by_hand():

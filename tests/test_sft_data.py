@@ -14,10 +14,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate
-from envs.demonstrations import imitates_rows, registered_envs
-from envs.expert import demonstrate
-from envs.imitation import read_split
-from envs.rows import is_held_out
+from episodes.demonstrations import imitates_rows, registered_envs
+from episodes.expert import demonstrate
+from episodes.imitation import read_split
+from episodes.tasks import is_held_out, is_task, load_tasks
 from envs.session import Session, Watch
 from experiment.errors import UserError
 from llm.chat import Chat
@@ -170,7 +170,7 @@ def test_a_mask_off_by_one_is_caught(tokenizer):
         ends = [i for i in range(len(ids)) if mask[i] and not [*mask, 0][i + 1]]
         return bool(starts) and all(ids[i - 3:i] == opening for i in starts) and all(ids[i] in chat.stop_ids for i in ends)
 
-    for t in demonstrate(tokenizer, "equations", envs.tasks("equations", "train", 4, seed=0)):
+    for t in demonstrate(tokenizer, "equations", load_tasks("equations", "train", 4, seed=0)):
         assert right(t.token_ids, t.loss_mask)
         assert not right(t.token_ids, [0, *t.loss_mask[:-1]]) and not right(t.token_ids, [*t.loss_mask[1:], 0])
 
@@ -184,7 +184,7 @@ def test_loss_and_gradient_are_trls(tokenizer, tmp_path):
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         head_dim=16, num_key_value_heads=1, initializer_range=0.1))
-    demos = demonstrate(tokenizer, "equations", envs.tasks("equations", "train", 6, seed=0))
+    demos = demonstrate(tokenizer, "equations", load_tasks("equations", "train", 6, seed=0))
     rows = Dataset.from_list([{"input_ids": t.token_ids, "assistant_masks": t.loss_mask} for t in demos])
     trainer = SFTTrainer(model, train_dataset=rows, processing_class=tokenizer, args=SFTConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=None, gradient_checkpointing=False))
@@ -487,8 +487,8 @@ def test_rows_to_learn_from_with_two_environments_are_tried_in_both(tmp_path):
 def test_held_out_solutions_are_the_environments_held_out_tasks(tokenizer, tmp_path):
     path = write(tmp_path, [{**NATALIA, "question": f"{NATALIA['question']} {n}"} for n in range(60)])
     held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test")}
-    assert held_out == {task["question"] for task in envs.tasks("gsm8k", "test", None, 0, path)} and held_out
-    assert envs.is_task("gsm8k", NATALIA) and registered_envs(t.info for t in read(path, tokenizer)) == "gsm8k"
+    assert held_out == {task["question"] for task in load_tasks("gsm8k", "test", None, 0, path)} and held_out
+    assert is_task("gsm8k", NATALIA) and registered_envs(t.info for t in read(path, tokenizer)) == "gsm8k"
 
 
 def test_an_experts_episode_that_is_too_long_is_dropped_not_cut(capsys):

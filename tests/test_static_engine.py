@@ -186,10 +186,10 @@ def test_attention_by_torchs_kernel_as_on_a_gpu():
 
 def test_rollout_with_tools_is_the_same_static(monkeypatch, graphs):
     """agent.rollout: tools in threads, rows that wait, the same episodes token by token."""
-    import envs
+    from episodes.tasks import load_tasks
     from agent import Limits, rollout
     model, tokenizer = make_tiny(0)
-    tasks = envs.tasks("equations", "train", 3, 0)
+    tasks = load_tasks("equations", "train", 3, 0)
     calls = tokenizer.encode('<tool_call>\n{"name": "add_terms", "arguments": {"value": "3"}}\n</tool_call><|im_end|>', add_special_tokens=False)
 
     def episodes(static):

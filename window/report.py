@@ -1,6 +1,6 @@
 """report.html: result, curves and episodes of one run, on one page without script or network.
 
-    python -m experiment.report RUN...      output folders, or .jsonl files of episodes
+    python -m window.report RUN...      output folders, or .jsonl files of episodes
 """
 import argparse
 import math
@@ -10,14 +10,14 @@ from html import escape
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
-from experiment.curves import curves
+from window.curves import curves, number
 from experiment.data import reading, whole
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
 from experiment.program import guard_streams
-from experiment.records import Record, number
-from experiment.statistics import difference, wilson
+from window.records import Record
+from window.statistics import difference, wilson
 
 MAX_EPISODES = 24  # on a page
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
@@ -193,7 +193,7 @@ def tokens_html(episode, tokenizer):
 # ------------------------------------------------------------------------------------ command
 def main(argv):
     """Write the pages that the command line asks for. Raises UserError or OSError."""
-    parser = argparse.ArgumentParser("python -m experiment.report", allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m window.report", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN",
                         help="an output folder, or a .jsonl of episodes")
     for name in parser.parse_args(argv).runs:
@@ -205,5 +205,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:
-        print(f"experiment.report: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"window.report: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

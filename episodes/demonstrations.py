@@ -13,7 +13,7 @@ from typing import NamedTuple
 import envs
 from agent import Trajectory
 from envs import gsm8k, meetings
-from envs.rows import first_row, read_as
+from episodes.tasks import first_row, is_task, read_as
 from experiment.data import reading
 from experiment.episodes import without_faults
 from experiment.errors import UserError
@@ -101,10 +101,10 @@ def imitates_rows(dataset: str | None, env: str | None) -> bool:
     kind = kind_of(row)
     if "token_ids" in row:
         raise UserError(f"{place}: a recorded episode; give the file with --trajectories")
-    if not env and not kind and not envs.is_task("equations", row):
+    if not env and not kind and not is_task("equations", row):
         raise UserError(f"{place}: neither a row to learn from ({EXPECTED}) nor a task of "
                         f"equations; name the environment with --env; has: {', '.join(row)}")
-    return kind is not None and not (env and envs.is_task(env, row))
+    return kind is not None and not (env and is_task(env, row))
 
 
 # --------------------------------------------------------------------------------------- messages

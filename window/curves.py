@@ -5,7 +5,6 @@ from operator import itemgetter
 from statistics import fmean
 
 from experiment.episodes import is_finite
-from experiment.records import number
 
 MAX_POINTS = 150  # of a curve; in longer runs several steps share a point
 PARTS = 20        # of a run, over each of which the bold curve is a mean
@@ -75,3 +74,10 @@ def chart(name, points):
 def buckets(items, size):
     """Return the items in lists of `size`, the last of which may be shorter."""
     return [items[i:i + size] for i in range(0, len(items), size)]
+
+
+def number(value, style=""):
+    """Return a number as a reader wants it: "1,888", "0.0168". None becomes "-"."""
+    if not isinstance(value, (int, float)):
+        return "-" if value is None else str(value)
+    return format(value, style or (",.0f" if 1000 <= abs(value) < 1e15 else ".3g"))

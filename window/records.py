@@ -5,8 +5,9 @@ torch is not imported, so a report is written at once.
 import re
 from pathlib import Path
 
-from experiment.data import lines_of, open_file, parse_object, read_json, read_yaml, reading
+from experiment.data import lines_of, objects, read_json, read_yaml, reading
 from experiment.errors import UserError
+from experiment.output_folder import algorithm_of
 
 LOGS = ("metrics.jsonl", "timing.jsonl")
 FILES = ("config.yaml", *LOGS, "trajectories.jsonl", "result.json")
@@ -64,38 +65,3 @@ class Record:
                 episode = {**OPTIONAL, **row, "reward": float(row["reward"])}
                 episode["info"] = {"tool_calls": 0, **row["info"]}
             yield number, episode
-
-
-def algorithm_of(folder):
-    """Return the name of the program whose run an output folder holds, or None."""
-    path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        return None
-    with reading(path), open_file(path) as file:
-        match = re.match(rb"# (\w+) run;", file.readline(100))
-    return match and match[1].decode()
-
-
-def objects(path, wanted=None):
-    """Yield (line number, object) of a .jsonl file, or only of its `wanted` lines.
-
-    A last line that was cut when the run was killed is left out.
-    """
-    for number, text in lines_of(path):
-        if not text.strip() or (wanted is not None and number not in wanted):
-            continue
-        try:
-            with reading(path, number):
-                row = parse_object(text)
-        except UserError:
-            if text.endswith("\n"):
-                raise
-            return
-        yield number, row
-
-
-def number(value, style=""):
-    """Return a number as a reader wants it: "1,888", "0.0168". None becomes "-"."""
-    if not isinstance(value, (int, float)):
-        return "-" if value is None else str(value)
-    return format(value, style or (",.0f" if 1000 <= abs(value) < 1e15 else ".3g"))

@@ -11,9 +11,8 @@ from itertools import combinations, takewhile
 import numpy as np
 from tqdm import tqdm
 
-import envs
-from envs.demonstrations import Conversation, Encoder, as_messages, without_loss
-from envs.rows import first_row, need, read_as
+from episodes.demonstrations import Conversation, Encoder, as_messages, without_loss
+from episodes.tasks import first_row, need, read_as, train_and_held_out
 from experiment.errors import UserError
 from experiment.episodes import shift_and_scale
 from experiment.files import replace_file, to_json
@@ -41,8 +40,8 @@ def compares_rows(config) -> bool:
 def choose_tasks(config) -> tuple[list[dict], list[dict]]:
     """Return the tasks to play pairs of and the held-out tasks; [] where there are none to play."""
     if compares_rows(config):
-        return envs.train_and_held_out(replace(config, dataset=None), 0)
-    return envs.train_and_held_out(config, config.num_tasks)
+        return train_and_held_out(replace(config, dataset=None), 0)
+    return train_and_held_out(config, config.num_tasks)
 
 
 def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:

@@ -9,12 +9,13 @@ from dataclasses import replace
 from operator import attrgetter
 
 import envs
-from envs.demonstrations import (Encoder, describe, imitates_rows, read_demonstrations,
+from episodes.demonstrations import (Encoder, describe, imitates_rows, read_demonstrations,
                                  read_trajectories)
-from envs.expert import demonstrate
-from envs.rows import first_row, is_held_out, shuffled, unseen
+from episodes.expert import demonstrate
+from episodes.tasks import (drop_seen, first_row, is_held_out, is_task, load_tasks, tasks_of,
+                            unseen)
 from experiment.errors import UserError
-from experiment.seeds import mix
+from experiment.seeds import mix, shuffled
 from llm.batches import prompt_of
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
@@ -32,7 +33,7 @@ def demonstrations(config, tokenizer, vocabulary: int):
         learned, held_out = encode_rows(config, tokenizer)
     else:
         learned = play_expert(config, tokenizer, "train", config.max_samples)
-        held_out = play_expert(config, tokenizer, "test", HELD_OUT, envs.tasks_of(learned))
+        held_out = play_expert(config, tokenizer, "test", HELD_OUT, tasks_of(learned))
     learned = drop_long(learned, config.max_tokens)
     if not learned:
         source = config.trajectories or config.dataset or config.env
@@ -98,8 +99,8 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
 
     No episode is of a task in `seen`.
     """
-    tasks = envs.tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
-    tasks = envs.drop_seen(tasks, seen)
+    tasks = load_tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
+    tasks = drop_seen(tasks, seen)
     if config.dataset:
         print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
     tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
@@ -127,8 +128,8 @@ def held_out_tasks(config, env, learned) -> list[dict]:
         return []
     files = (config.dataset, config.eval_dataset) if config.dataset else ()
     are_imitated = not config.trajectories and imitates_rows(config.dataset, config.env)
-    if are_imitated and not envs.is_task(env, first_row(config.dataset)[0]):
+    if are_imitated and not is_task(env, first_row(config.dataset)[0]):
         # Files of demonstrations hold no tasks: take the environment's own.
         files = ()
-    tasks = envs.tasks(env, "test", config.eval_tasks, config.seed, *files)
-    return envs.drop_seen(tasks, envs.tasks_of(learned))
+    tasks = load_tasks(env, "test", config.eval_tasks, config.seed, *files)
+    return drop_seen(tasks, tasks_of(learned))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import envs
 from agent import Episode, play_turns, rollout, rollout_options
-from envs.rows import first_row
+from episodes.tasks import first_row, is_task, load_tasks
 from envs.session import Session, Watch, load_environments
 from experiment.files import open_to_write, replace_file, to_json
 from experiment.program import main
@@ -18,7 +18,7 @@ from experiment.config import PlayFlags, fill, flag
 from experiment.data import read_yaml
 from experiment.episodes import message_lines, summarise, transcript
 from experiment.errors import UserError, printable
-from experiment.records import algorithm_of
+from experiment.output_folder import algorithm_of
 from llm.engine import Row
 from llm.loading import DTYPES, load_model
 from llm.static_engine import make_engine
@@ -67,7 +67,7 @@ def as_the_run(config: Config) -> Config:
                         "give --env yourself")
     files = ["dataset", "eval_dataset"]
     dataset = run.get("dataset")
-    if dataset and dataset != run["env"] and not envs.is_task(run["env"], first_row(dataset)[0]):
+    if dataset and dataset != run["env"] and not is_task(run["env"], first_row(dataset)[0]):
         # The run learned from conversations, which nobody can play.
         files = []
     taken = {name: run[name] for name in ("env", *files, "env_options")
@@ -179,7 +179,7 @@ def command(config: Config):
     config = settle(config)
     if not config.num_tasks and len(envs.names_of(config.env)) > 1:
         raise UserError(f"--env {config.env}: chat with one environment at a time")
-    tasks = envs.tasks(config.env, config.split, config.num_tasks or 100, config.seed,
+    tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
                        config.dataset, config.eval_dataset, config.env_options)
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
     if config.num_tasks:

@@ -1,6 +1,6 @@
-"""Merge an adapter into its base model.
+"""The command `python lora.py merge`: an adapter becomes a plain model folder.
 
-    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
+    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER
 """
 import os
 import shlex
@@ -8,14 +8,7 @@ import sys
 
 from experiment.errors import UserError
 from experiment.program import guard_streams
-from llm.loading import load_model
-
-
-def merge(source: str, folder: str):
-    """Write the plain model folder, weights and tokenizer, of an adapter or output folder."""
-    model, tokenizer = load_model(source, dtype="auto", train=False, merge=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+from llm.loading import merge
 
 
 def main(words: list[str]) -> int:
@@ -41,3 +34,7 @@ def main(words: list[str]) -> int:
         print(f"lora.py: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""Groups: the episodes of one task, which algorithms compare with each other."""
+import math
+from itertools import groupby
+
+from episodes.tasks import draw_tasks
+from experiment.episodes import without_faults
+
+MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
+
+
+def collect_groups(play, tasks, config, step, run):
+    """Play the step's groups, and replace those outside the success-rate band by other tasks'.
+
+    `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
+    episodes, group after group: fewer if prompts are too long, environments fail, or MAX_RESAMPLE
+    rounds do not suffice.
+    """
+    kept = []  # episodes
+    drawn = dropped = 0  # groups
+    for _ in range(1 + MAX_RESAMPLE):
+        missing = config.tasks_per_step + dropped - drawn
+        if not missing:
+            break
+        fresh = draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
+        # first_task gives every candidate a group id and random numbers of its own.
+        episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
+        drawn += missing
+        for _, group in groupby(episodes, key=lambda t: t.group_id):
+            group = list(group)
+            rate = sum(t.info["success"] for t in group) / len(group)
+            # A NaN is kept, too: `Run.accept_episodes` reports it and skips the step.
+            broken = any(math.isnan(t.reward) for t in group)
+            if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
+                kept += group
+            else:
+                dropped += 1
+    run.log(groups_dropped=dropped)
+    return kept
+
+
+def group_shares(batch, advantages):
+    """Return the shares of a step's groups that all succeed, all fail, differ, or teach nothing."""
+    successes, signal = {}, {}
+    for t, row in zip(batch, advantages):
+        successes.setdefault(t.group_id, []).append(t.info["success"])
+        signal[t.group_id] = signal.get(t.group_id, False) or bool(row.any())
+    right = sum(all(group) for group in successes.values()) / len(successes)
+    wrong = sum(not any(group) for group in successes.values()) / len(successes)
+    return {"groups_all_right": right, "groups_all_wrong": wrong, "groups_mixed": 1 - right - wrong,
+            "groups_without_signal": 1 - sum(signal.values()) / len(signal)}

@@ -1,0 +1,238 @@
+"""Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
+import inspect
+import json
+import zlib
+from itertools import chain
+
+import numpy as np
+
+import envs
+from experiment.config import nearest
+from experiment.data import read_rows, reading
+from experiment.errors import UserError
+from experiment.seeds import mix, shuffled
+
+
+def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
+               eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
+    """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
+
+    There are none without an environment.
+
+    Args:
+        name: the environment. Several ("a,b") take turns.
+        split: "train" or "test". The two never share a row of a file.
+        dataset: a task file, or None: the environment makes the tasks (`_tasks`).
+        eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
+            hash of its content.
+        env_options: "name=value,..." which every task passes to `reset` as well.
+
+    Each row gets "env": the name of its environment.
+    """
+    names = envs.names_of(name)
+    if not names or n == 0:
+        return []
+    path = eval_dataset if split == "test" and eval_dataset else dataset
+    if path and len(names) > 1:
+        raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
+    extra = parse_env_options(env_options, names)
+    share = None if n is None else -(-n // len(names))
+    columns = []
+    for env_name in names:
+        if path and path != name:
+            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
+        else:
+            rows = _tasks_of_environment(env_name, split, share, seed)
+        # Data never chooses which code runs: a row's own "env" is overwritten.
+        columns.append([{**row, "env": env_name, **extra} for row in rows])
+    return list(chain.from_iterable(zip(*columns)))[:n]
+
+
+def _tasks_of_environment(name, split, n, seed) -> list[dict]:
+    """Return the tasks that the environment makes itself."""
+    cls = envs.load(name)
+    if not hasattr(cls, "_tasks"):
+        raise UserError(f"environment {name!r} makes no tasks of its own; "
+                        "give --dataset path/to/tasks.jsonl")
+    if not isinstance(inspect.getattr_static(cls, "_tasks"), (staticmethod, classmethod)):
+        raise UserError(f"environment {name!r}: _tasks(split, n, seed) must be a @staticmethod")
+    rows = cls._tasks(split, n, seed)
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) returned "
+                        f"{rows!r:.60}, it must be a list of dicts, the arguments of reset()")
+    try:
+        json.dumps(rows)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"environment {name!r}: _tasks: {error}; a task holds what JSON can, such "
+                        "as int(n) for a number n of NumPy") from None
+    return rows
+
+
+def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
+    """Return the rows of a task file, or only those of the split, in random order."""
+    cls = envs.load(name)
+
+    def convert(row, _):
+        in_split = is_whole or is_held_out(row) == (split == "test")
+        # Rows of the other split are checked as well.
+        return in_split, _as_task(cls, row)
+
+    rows = [task for in_split, task in read_as(path, convert) if in_split]
+    if not rows:
+        raise UserError(f"{path}: too few rows to hold some out; "
+                        "give --eval_dataset path/to/test.jsonl")
+    return shuffled(rows, seed)
+
+
+def _as_task(cls, row: dict) -> dict:
+    """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
+    try:
+        task = cls._row(row) if hasattr(cls, "_row") else row
+    except (KeyError, TypeError):
+        # A missing column says more than the error that it leads to.
+        need(row, *envs.needed(cls))
+        raise
+    need(task, *envs.needed(cls))
+    return task
+
+
+def is_task(name: str, row: dict) -> bool:
+    """True if the environment takes the row for a task, and its `reset` needs anything at all."""
+    if "," in name:
+        return False
+    cls = envs.load(name)
+    try:
+        _as_task(cls, row)
+    except Exception:  # `_row` is not ours
+        return False
+    return bool(envs.needed(cls))
+
+
+def parse_env_options(text: str | None, env_names: list[str]) -> dict:
+    """Return what --env_options says: "num_turns=3,hard=true" is {"num_turns": 3, "hard": True}.
+
+    Values are JSON; what is not is text. `reset` of one of the environments must know the names.
+    """
+    parameters = {}
+    for env_name in env_names:
+        parameters.update(inspect.signature(envs.load(env_name).reset).parameters)
+    # By convention **_ is thrown away, and **kwargs is read.
+    for name in ("self", "_"):
+        parameters.pop(name, None)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    out = {}
+    for item in filter(str.strip, (text or "").split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not name.isidentifier():
+            raise UserError(f"--env_options {item.strip()!r}: write name=value,name=value")
+        if name not in parameters and not takes_any:
+            otherwise = f"reset takes {', '.join(parameters)}"
+            raise UserError(f"--env_options {name}: {', '.join(env_names)}: no such argument of "
+                            f"reset; {nearest(name, parameters, otherwise=otherwise)}")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+    return out
+
+
+def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
+    """Return the held-out tasks that are no training tasks, and print how many were dropped.
+
+    Two tasks are the same if the arguments are that `reset` cannot do without; where it needs none,
+    if all are that held-out tasks have. The training tasks may be those of recorded episodes
+    (`info["task"]`).
+    """
+    names = {task["env"] for task in held_out}
+    required = set().union(*(envs.needed(envs.load(name)) for name in names))
+    # A task that was played has more entries than it was given: the expert's noise.
+    keys = required or set().union(*held_out) - {"env"}
+
+    def content(task):
+        return {key: task[key] for key in task if key in keys}
+
+    return unseen(held_out, training_tasks, content)
+
+
+def tasks_of(episodes) -> list[dict]:
+    """Return the tasks that episodes recorded."""
+    tasks = [t.info.get("task") for t in episodes]
+    return [task for task in tasks if isinstance(task, dict)]
+
+
+def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
+    """Return n training tasks and the held-out tasks of a config; no task is in both.
+
+    There are none without an environment, and none to train on where episodes are recorded.
+    """
+    files = config.dataset, config.eval_dataset, config.env_options
+    if getattr(config, "trajectories", None):
+        n = 0
+    train = load_tasks(config.env, "train", n, config.seed, *files)
+    held_out = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files)
+    return train, drop_seen(held_out, train)
+
+
+def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
+    """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
+
+    The first `tasks_per_step` are the epoch's next tasks in shuffled order, and where it ends, the
+    first ones of the next epoch; more are drawn at random.
+    """
+    if first:
+        return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
+    drawn = []
+    for number in range(step * tasks_per_step, step * tasks_per_step + n):
+        epoch, place = divmod(number, len(tasks))
+        order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
+        drawn.append(tasks[order[place]])
+    return drawn
+
+
+# ---------------------------------------------------------------------------- rows of any file
+def read_as(path: str, convert) -> list:
+    """Return convert(row, place) for every row of a file.
+
+    `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
+    """
+    out = []
+    for row in read_rows(path):
+        place = f"{path}:{row.pop('_line')}"
+        with reading(place):
+            out.append(convert(row, place))
+    return out
+
+
+def first_row(path: str) -> tuple[dict, str]:
+    """Return the first row of a file and its place, "FILE:LINE"."""
+    row = read_rows(path)[0]
+    return row, f"{path}:{row.pop('_line')}"
+
+
+def need(row: dict, *fields: str):
+    """Raise ValueError if the row lacks one of the fields."""
+    for name in fields:
+        if row.get(name) is None:
+            raise ValueError(f'no "{name}" field; has: {", ".join(row)}')
+
+
+def is_held_out(content) -> bool:
+    """True for a tenth of all contents, by their hash: a row never changes sides."""
+    return zlib.crc32(_text(content)) % 10 == 0
+
+
+def unseen(held_out: list, training: list, content) -> list:
+    """Return the held-out items that are no training items, and print how many were dropped.
+
+    `content` is a function: what makes an item the same as another, as JSON can write it.
+    """
+    seen = {_text(content(item)) for item in training}
+    kept = [item for item in held_out if _text(content(item)) not in seen]
+    if len(kept) < len(held_out):
+        print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out rows are also in the "
+              "training data: dropped")
+    return kept
+
+
+def _text(content) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
