@@ -46,7 +46,7 @@ from episodes.tasks import drop_seen, tasks_of
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, main, nearest, preference_learning_rate,
                         without_faults)
-from llm import (TrainingState, adamw, dry_run, is_tiny, load_model, model_options,
+from llm import (TrainingState, adamw, is_tiny, load_model, model_options,
                  shuffled_batches, token_logprobs)
 from lora import merged
 from sft import teach_tiny
@@ -381,9 +381,6 @@ def train(config: Config) -> dict:
     """Pair episodes by their rewards, and raise each pair's margin over the reference policy."""
     config = settle(config)
     tasks, test_tasks = choose_tasks(config)
-    if config.dry_run:
-        episodes = len(tasks) * config.group_size
-        return dry_run(config, episodes, len(test_tasks), rows=2 * config.batch_size)
     run = Run(config, "dpo", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished

@@ -29,7 +29,7 @@ from episodes.groups import collect_groups, group_shares
 from episodes.tasks import train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, main)
-from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
+from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs, turn_index)
 from lora import freeze_reference, kept_by_merging, merged, reference
 from sft import teach_tiny
@@ -375,8 +375,6 @@ def train(config: Config) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, config.max_samples)
-    if config.dry_run:
-        return dry_run(config, config.tasks_per_step * config.group_size, len(held_out))
     run = Run(config, "grpo", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished

@@ -35,7 +35,7 @@ from episodes.tasks import draw_tasks, drop_seen, tasks_of, train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main,
                         shift_and_scale, without_faults)
-from llm import (TrainingState, adamw, cheapest_order, dry_run, is_tiny, load_model, model_options,
+from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
 from sft import teach_tiny
@@ -320,9 +320,6 @@ def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, config.max_samples)
-    if config.dry_run:
-        episodes = config.tasks_per_step * config.group_size if tasks else 0
-        return dry_run(config, episodes, len(held_out))
     run = Run(config, "reward_weighted", envs.sources(config.env))  # output folder, resume
     if run.finished:
         return run.finished

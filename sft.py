@@ -30,7 +30,7 @@ from episodes.demonstrations import (EXPECTED, default_env, env_of_rows, imitate
 from episodes.imitation import demonstrations, held_out_tasks
 from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
                         imitation_learning_rate, main, replace_file, to_json)
-from llm import (TrainingState, adamw, batches_of_like_length, dry_run, is_tiny, load_model, merge,
+from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
@@ -118,9 +118,6 @@ def settle(config: Config) -> Config:
 def train(config: Config) -> dict:
     """Imitate demonstrations: make every token that the demonstrator wrote more likely."""
     config = settle(config)
-    if config.dry_run:
-        sequences = min(config.batch_size, config.max_samples)
-        return dry_run(config, held_out=config.eval_tasks, rows=sequences, merge=False)
     run = Run(config, "sft", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished

@@ -164,12 +164,11 @@ class MemoryFlags:
     """How much memory a step may take."""
 
     heading = "memory"
-    memory: str = flag("plain", "what is traded for memory; --dry_run counts every setting",
+    memory: str = flag("plain", "what is traded for memory; bench/memory.py counts every setting",
                        choices=("plain", "checkpoint", "4bit", "small", "stream"))
     load_in_4bit: bool = flag(False, "keep the frozen weights in NF4 with double quantization")
     gradient_checkpointing: bool = flag(
         False, "recompute the layers in the backward pass: a third more time")
-    dry_run: bool = flag(False, "print what a step would need, try its longest batch, and stop")
 
 
 @dataclass(kw_only=True)

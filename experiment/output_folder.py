@@ -23,7 +23,7 @@ NAMES = (*FILES, "checkpoints", "base")
 # Permissions for one call, which config.yaml does not repeat.
 ONCE = ("overwrite", "resume")
 # What a resumed run may change without a word, and what it may change with a note.
-FREE = (*ONCE, "output_dir", "save_every", "dry_run")
+FREE = (*ONCE, "output_dir", "save_every")
 HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "eval_every")
 
 

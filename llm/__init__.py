@@ -4,7 +4,6 @@ Modules inside the package import each other by their full names and never from 
 """
 from llm.batches import (batches_of_like_length, cheapest_order, per_token, shuffled_batches,
                          turn_index)
-from llm.dry_run import dry_run
 from llm.loading import is_tiny, load_model, merge, model_options, save_model
 from llm.logprobs import score, token_logprobs
 from llm.training_state import TrainingState, adamw

@@ -9,7 +9,7 @@ Each setting adds to the one before it:
                   in host memory                                     llm/training_state.py
     stream        the base in host memory, two layers at a time on the device    llm/streaming.py
 
-No technique changes an equation. `llm/dry_run.py` counts what each setting needs.
+No technique changes an equation. `bench/memory.py` counts what each setting needs.
 """
 from typing import NamedTuple
 
