@@ -34,9 +34,12 @@ from lora import merged
 TOOL_STEPS = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class Trajectory:
-    """One episode in the order the model saw it. Entry t of the token lists belongs to token t."""
+    """One episode in the order the model saw it. Entry t of the token lists belongs to token t.
+
+    Two episodes with the same content are still two: == and hash are those of the object.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)  # 1 exactly where the policy sampled

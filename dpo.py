@@ -26,7 +26,6 @@ Shapes: B pairs, T tokens. Of 2B rows the first B are the chosen episodes, the o
 ones, in the same order.
 """
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -59,112 +58,125 @@ IN_RESULT = ("loss", "accuracy", "margin")  # of the held-out pairs, in result.j
 
 
 # ------------------------------------------------------------------------------------------ losses
-# To add a loss, write a function and put it into `LOSSES`, the choices of --loss. It takes
-# log(pi / pi_ref) of the chosen and of the rejected episodes, (B,) each: sums over the sampled
-# tokens, or means with --length_norm. It returns the losses of the pairs, (B,). By name it gets
-# `means` (both log-ratios as means over tokens), `nll` (-log pi(chosen), such that its mean over
-# pairs is the step's mean over tokens) and every flag of Config, such as beta. In the
-# docstrings c and r are beta x the log-ratios, x = c - r, and l(x) = -log sigmoid(x).
-def sigmoid(chosen, rejected, *, beta, **_):
+class Scores(NamedTuple):
+    """What a loss may use of B pairs, (B,) each. A log-ratio is log(policy / reference)."""
+
+    chosen: torch.Tensor  # log-ratio, summed over the sampled tokens; with --length_norm their mean
+    rejected: torch.Tensor
+    chosen_mean: torch.Tensor  # log-ratio, mean over the sampled tokens
+    rejected_mean: torch.Tensor
+    chosen_logprob: torch.Tensor  # log policy, summed over the sampled tokens
+    rejected_logprob: torch.Tensor
+    chosen_logprob_mean: torch.Tensor  # log policy, mean over the sampled tokens
+    rejected_logprob_mean: torch.Tensor
+    nll: torch.Tensor  # -log policy(chosen); its mean over pairs is the step's mean over tokens
+
+
+# A loss takes `Scores` and beta, and returns the losses of the pairs, (B,). In the docstrings c and
+# r are beta x the log-ratios, x = c - r, and l(x) = -log sigmoid(x).
+def sigmoid(scores, beta):
     """-log sigmoid(beta (chosen - rejected)): DPO, arXiv 2305.18290 eq. 7.
 
     Its gradient (section 4) is -beta sigmoid(beta (rejected - chosen)) (grad log pi(chosen) - grad
     log pi(rejected)): the more wrongly the implicit reward, beta x log-ratio, still orders a pair,
     the more the pair counts.
     """
-    return -F.logsigmoid(beta * (chosen - rejected))
+    return -F.logsigmoid(beta * (scores.chosen - scores.rejected))
 
 
-def hinge(chosen, rejected, *, beta, **_):
+def hinge(scores, beta):
     """max(0, 1 - beta (chosen - rejected)): SLiC, arXiv 2305.10425 section 2, on log-ratios as in
     RSO, arXiv 2309.06657."""
-    return (1 - beta * (chosen - rejected)).relu()
+    return (1 - beta * (scores.chosen - scores.rejected)).relu()
 
 
-def ipo(chosen, rejected, *, beta, means, **_):
+def ipo(scores, beta):
     """(chosen - rejected - 1 / (2 beta))^2: IPO, arXiv 2310.12036 eq. 17, where beta is called tau.
 
     Here the log-ratios are means over tokens, as the authors advised TRL. Eq. 17 has sums.
     """
-    return (means[0] - means[1] - 1 / (2 * beta)) ** 2
+    return (scores.chosen_mean - scores.rejected_mean - 1 / (2 * beta)) ** 2
 
 
-def exo_pair(chosen, rejected, *, beta, label_smoothing, **_):
+def exo_pair(scores, beta, label_smoothing=1e-3):
     """KL(policy's choice || (1 - eps, eps)): EXO, arXiv 2402.00856 eq. 16.
 
     eps is label_smoothing, which must be above 0.
     """
-    x = beta * (chosen - rejected)
+    x = beta * (scores.chosen - scores.rejected)
     right = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
     wrong = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
     return right + wrong
 
 
-def nca_pair(chosen, rejected, *, beta, **_):
+def nca_pair(scores, beta):
     """l(c) + (l(-c) + l(-r)) / 2: NCA, arXiv 2402.05369 section 4.1.
 
     It keeps the likelihood of the chosen episode up by itself.
     """
-    c, r = beta * chosen, beta * rejected
+    c, r = beta * scores.chosen, beta * scores.rejected
     return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
 
 
-def robust(chosen, rejected, *, beta, label_smoothing, **_):
+def robust(scores, beta, label_smoothing=0.0):
     """((1 - eps) l(x) - eps l(-x)) / (1 - 2 eps): rDPO, arXiv 2403.00409 section 3.1.
 
     It is unbiased where a share eps = label_smoothing < 1/2 of the pairs is swapped.
     """
-    x, eps = beta * (chosen - rejected), label_smoothing
+    x, eps = beta * (scores.chosen - scores.rejected), label_smoothing
     return (-(1 - eps) * F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1 - 2 * eps)
 
 
-def bco_pair(chosen, rejected, *, beta, **_):
+def bco_pair(scores, beta):
     """l(c) + l(-r): BCO, arXiv 2404.04656 section 4, without its reward shift."""
-    return -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
+    return -F.logsigmoid(beta * scores.chosen) - F.logsigmoid(-beta * scores.rejected)
 
 
-def sppo_hard(chosen, rejected, *, beta, **_):
+def sppo_hard(scores, beta):
     """(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2: SPPO, arXiv 2405.00675 eq. 4.7.
 
     The paper's eta is 1 / beta, and its P(chosen beats rejected) is 1.
     """
-    return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+    return (scores.chosen - 0.5 / beta) ** 2 + (scores.rejected + 0.5 / beta) ** 2
 
 
-def apo_zero(chosen, rejected, *, beta, **_):
+def apo_zero(scores, beta):
     """1 - sigmoid(c) + sigmoid(r): APO-zero, arXiv 2408.06266 eq. 7, for pairs of which the chosen
     episode is better than the model's own."""
-    return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+    return 1 - torch.sigmoid(beta * scores.chosen) + torch.sigmoid(beta * scores.rejected)
 
 
-def apo_down(chosen, rejected, *, beta, **_):
+def apo_down(scores, beta):
     """sigmoid(c) + 1 - sigmoid(x): APO-down, arXiv 2408.06266 eq. 8, for pairs of which even the
     chosen episode is worse than the model's own."""
-    return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
+    x = beta * (scores.chosen - scores.rejected)
+    return torch.sigmoid(beta * scores.chosen) + 1 - torch.sigmoid(x)
 
 
-def discopop(chosen, rejected, *, beta, discopop_tau=0.05, **_):
+def discopop(scores, beta, tau=0.05):
     """l(x) (1 - m) + exp(-x) m, m = sigmoid(x / tau): DiscoPOP, arXiv 2406.08414 eq. 5."""
-    x = beta * (chosen - rejected)
-    m = torch.sigmoid(x / discopop_tau)
+    x = beta * (scores.chosen - scores.rejected)
+    m = torch.sigmoid(x / tau)
     return -F.logsigmoid(x) * (1 - m) + torch.exp(-x) * m
 
 
-def sft_term(chosen, rejected, *, nll, **_):
+def sft_term(scores, beta):
     """-log pi(chosen), where every token of the step counts the same; in RPO's every pair does."""
-    return nll
+    return scores.nll
 
 
-def sigmoid_norm(chosen, rejected, *, beta, means, **_):
+def sigmoid_norm(scores, beta):
     """`sigmoid` of log-ratios that are means over tokens: Tulu 3, arXiv 2411.15124."""
-    return sigmoid(*means, beta=beta)
+    return -F.logsigmoid(beta * (scores.chosen_mean - scores.rejected_mean))
 
 
-LOSSES = {  # TRL's names and definitions
+# To add a loss, write one and put it here: the choices of --loss. The names are TRL's.
+LOSSES = {
     "sigmoid": sigmoid, "hinge": hinge, "ipo": ipo, "exo_pair": exo_pair, "nca_pair": nca_pair,
     "robust": robust, "bco_pair": bco_pair, "sppo_hard": sppo_hard, "apo_zero": apo_zero,
     "apo_down": apo_down, "discopop": discopop, "sft": sft_term, "sigmoid_norm": sigmoid_norm,
 }
+SMOOTHED = {"exo_pair", "robust"}  # the losses that take --label_smoothing
 
 
 class Counts(NamedTuple):
@@ -174,8 +186,7 @@ class Counts(NamedTuple):
     tokens: int  # sampled tokens of the chosen episodes
 
 
-def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=False, sft_coef=0.0,
-              **hyper):
+def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=False, sft_coef=0.0):
     """Compute the loss of a micro-batch of pairs.
 
     Args:
@@ -183,12 +194,11 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
         ref_sums: (2B,) log-probabilities of the episodes under the reference, summed over tokens.
         mask: (2B, T) 1 where the token was sampled.
         counts: pairs and tokens of the whole step.
-        losses: [(name, weight)]; their weighted sum is minimized.
+        losses: {name: (weight, loss)}; their weighted sum is minimized.
         beta: how closely the policy is held to the reference.
         length_norm: give every loss means over tokens in place of sums.
         sft_coef: weight of RPO's -log pi(chosen) / its tokens, a mean over the pairs (arXiv
             2404.19733 eq. 1). The loss "sft" is another term: its mean is over tokens.
-        hyper: what else a loss takes by name. `forward` gives every flag.
 
     Returns the loss and the metrics, which add up to those of the step. Log-probabilities are in
     nats, and "loss/NAME" are the weighted terms. Rewards are beta x log-ratio, a sum over tokens
@@ -197,21 +207,16 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
     """
     tokens = mask.sum(1).clamp(min=1)  # (2B,)
     sums = torch.where(mask.bool(), logprobs, 0.0).sum(1)  # (2B,)
-    chosen, rejected = (sums - ref_sums).chunk(2)  # (B,) each
-    means = ((sums - ref_sums) / tokens).chunk(2)
-    if length_norm:
-        chosen, rejected = means
-    chosen_logprob, rejected_logprob = sums.chunk(2)  # (B,) each
-    # Divided by the pairs below, this becomes a mean over the tokens of the step.
-    nll = -chosen_logprob * counts.pairs / counts.tokens
-    hyper |= {"beta": beta, "means": means, "nll": nll}
-    terms = {}
-    for name, weight in losses:
-        terms[name] = weight * LOSSES[name](chosen, rejected, **hyper)  # (B,)
+    ratios = sums - ref_sums
+    scores = Scores(
+        *(ratios / tokens if length_norm else ratios).chunk(2), *(ratios / tokens).chunk(2),
+        *sums.chunk(2), *(sums / tokens).chunk(2),
+        nll=-sums.chunk(2)[0] * counts.pairs / counts.tokens)  # (B,) each
+    terms = {name: weight * loss(scores, beta) for name, (weight, loss) in losses.items()}
     if sft_coef:
-        terms["rpo"] = -sft_coef * chosen_logprob / tokens.chunk(2)[0]
-    per_pair = sum(terms.values())
-    chosen_reward, rejected_reward = beta * chosen, beta * rejected
+        terms["rpo"] = -sft_coef * scores.chosen_logprob_mean
+    per_pair = sum(terms.values())  # (B,)
+    chosen_reward, rejected_reward = beta * scores.chosen, beta * scores.rejected
     metrics = {
         "loss": per_pair,
         **{f"loss/{name}": term for name, term in terms.items()},
@@ -219,8 +224,8 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
         "margin": chosen_reward - rejected_reward,
         "reward/chosen": chosen_reward,
         "reward/rejected": rejected_reward,
-        "logprobs/chosen": chosen_logprob,
-        "logprobs/rejected": rejected_logprob,
+        "logprobs/chosen": scores.chosen_logprob,
+        "logprobs/rejected": scores.rejected_logprob,
     }
     metrics = {name: x.detach().sum() / counts.pairs for name, x in metrics.items()}
     return per_pair.sum() / counts.pairs, metrics
@@ -260,8 +265,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                            low=0, aliases=("rpo_alpha",))
 
 
-def weighted_losses(config: Config) -> list[tuple[str, float]]:
-    """Return [(name, weight)] of --loss and --loss_weights. Raises UserError for clashes."""
+def weighted_losses(config: Config) -> dict:
+    """Return {name: (weight, loss)} of --loss and --loss_weights. Raises UserError for clashes."""
     names = [name.strip() for name in config.loss.split(",")]
     for name in names:
         if name not in LOSSES:
@@ -280,10 +285,14 @@ def weighted_losses(config: Config) -> list[tuple[str, float]]:
     if "exo_pair" in names and not eps or "robust" in names and eps >= 0.5:
         raise UserError(f"--label_smoothing {eps}: exo_pair needs it above 0 (paper: 0.001), "
                         "robust below 0.5")
-    if eps and not {"exo_pair", "robust"} & {*names}:
+    if eps and not SMOOTHED & {*names}:
         raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
                         "use --loss robust")
-    return list(zip(names, weights))
+    losses = {}
+    for name, weight in zip(names, weights):
+        smoothed = partial(LOSSES[name], label_smoothing=eps)
+        losses[name] = weight, smoothed if name in SMOOTHED else LOSSES[name]
+    return losses
 
 
 def settle(config: Config) -> Config:
@@ -307,7 +316,7 @@ def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Traj
     return make_pairs(files, config)
 
 
-def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
+def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     """Return group_size episodes of every task. A resumed run reads those that it has played."""
     if run.checkpoint:
         return read_trajectories(str(run.folder / "trajectories.jsonl"))
@@ -327,15 +336,14 @@ def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
 
 # -------------------------------------------------------------------------------------------- loop
 @torch.no_grad()
-def reference_sums(model, pairs, config: Config, ranks) -> dict[int, float]:
-    """Return {id(episode): log pi_ref, summed over its sampled tokens} of every pair's episodes.
+def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, float]:
+    """Return {episode: log pi_ref, summed over its sampled tokens} of every pair's episodes.
 
     Call it before `run.steps`, which loads the checkpoint of a resumed run: until then the policy
     is the reference, whether its adapter is fresh or old, or all weights train.
     """
     # An episode may be in several pairs.
-    episodes = list({id(t): t for t in chain(*pairs)}.values())
-    episodes.sort(key=lambda t: len(t.token_ids))
+    episodes = sorted(dict.fromkeys(chain(*pairs)), key=lambda t: len(t.token_ids))
     sums = torch.zeros(len(episodes), device=model.device)
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
     model.eval()
@@ -344,20 +352,21 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[int, float]:
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each
             logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (b, T)
             sums[rows] = logprobs.sum(1)
-    return {id(t): value for t, value in zip(episodes, ranks.add(sums).tolist())}
+    return dict(zip(episodes, ranks.add(sums).tolist()))
 
 
-def forward(model, pairs, ref_sums, counts: Counts, config: Config):
-    """Compute `pair_loss` of B pairs in one forward pass, with `reference_sums` of all episodes."""
+def batch_loss(model, pairs, ref_sums, counts: Counts, config: Config):
+    """Return `pair_loss` of B pairs, both sides in one forward pass."""
     chosen, rejected = zip(*pairs)
     episodes = [*chosen, *rejected]
     token_ids, mask, _ = collate(episodes, model.device)  # (2B, T) each
     logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (2B, T)
-    references = torch.tensor([ref_sums[id(t)] for t in episodes], device=model.device)  # (2B,)
-    return pair_loss(logprobs, references, mask, counts, weighted_losses(config), **vars(config))
+    references = torch.tensor([ref_sums[t] for t in episodes], device=model.device)  # (2B,)
+    return pair_loss(logprobs, references, mask, counts, weighted_losses(config), beta=config.beta,
+                     length_norm=config.length_norm, sft_coef=config.sft_coef)
 
 
-def count(pairs) -> Counts:
+def counts_of(pairs) -> Counts:
     """Return the divisors of a step with these pairs."""
     return Counts(len(pairs), sum(sum(chosen.loss_mask) for chosen, _ in pairs))
 
@@ -365,16 +374,15 @@ def count(pairs) -> Counts:
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> dict:
     """Return `evaluate` of held-out tasks, and the metrics of held-out pairs as "pairs/NAME"."""
-    counts = count(pairs)
-    totals = Counter()  # its update() adds
+    counts = counts_of(pairs)
+    metrics = []
     model.eval()
     with merged(model, update=True):
-        for start in range(0, len(pairs), config.batch_size):
-            batch = pairs[start:start + config.batch_size]
-            _, metrics = forward(model, batch, ref_sums, counts, config)
-            totals.update({f"pairs/{name}": value.item() for name, value in metrics.items()})
+        for rows in run.micro_batches(len(pairs), "held out"):
+            metrics.append(batch_loss(model, pairs[rows], ref_sums, counts, config)[1])
+    totals = run.ranks.total(metrics)
     played = evaluate(model, tokenizer, config.env, tasks, **rollout_options(config, run))
-    return {**totals, **played}
+    return {**{f"pairs/{name}": value for name, value in totals.items()}, **played}
 
 
 def train(config: Config) -> dict:
@@ -390,7 +398,7 @@ def train(config: Config) -> dict:
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     if tasks:  # no pairs were given: play them
-        pairs = make_pairs([play(model, tokenizer, tasks, config, run)], config)
+        pairs = make_pairs([collect(model, tokenizer, tasks, config, run)], config)
     learned, held_out = split_pairs(pairs, config)
     write_pairs(run, learned, held_out)
     test_tasks = drop_seen(test_tasks, tasks_of(chain(*learned, *held_out)))
@@ -408,21 +416,20 @@ def train(config: Config) -> dict:
             batch.sort(key=lambda pair: len(longer(pair).token_ids))
 
             # 2. Targets: the log-probs of the reference are in ref_sums already.
-            counts = count(batch)
+            counts = counts_of(batch)
 
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
-            totals = Counter()  # its update() adds
+            metrics = []
             model.train()
             # The adapter is merged as in reference_sums, so that both round alike.
             with merged(model, update=True):
-                # `forward` pads its own rows: the columns of the index are not needed.
-                for rows, _ in run.micro_batches([chosen for chosen, _ in batch], step):
-                    loss, metrics = forward(model, batch[rows], ref_sums, counts, config)
+                for rows in run.micro_batches(len(batch), step):
+                    loss, numbers = batch_loss(model, batch[rows], ref_sums, counts, config)
                     loss.backward()
-                    totals.update({name: value.item() for name, value in metrics.items()})
-                    del loss, metrics  # free the graph: the next one needs room
+                    metrics.append(numbers)
+                    del loss  # free the graph: the next one needs room
             run.ranks.add_gradients(model)
-            totals = run.ranks.total(totals)
+            totals = run.ranks.total(metrics)
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
             if run.accept_update(chain(*batch), totals["loss"], grad_norm):
                 optimizer.step()

@@ -10,12 +10,15 @@ TRL's loss bnpo, which divides by the tokens of a micro-batch.
 
 Shapes: B sequences of T tokens, (b, t) in a micro-batch; N rewards. Column t of a (B, T) tensor
 belongs to token t. A mask is 1 exactly where the policy sampled the token. sg is stop_gradient.
-Log-probs, of the same tokens: sampled by the decoder, trainer by the same weights in the update's
-forward pass, ref by the policy that the run started from, old is the ratio's denominator (sampled,
-or trainer with --importance_correction), and those without a prefix are of the policy in training.
+Five log-probs of the same tokens:
+
+    logprobs            of the policy in training
+    sampled_logprobs    of the sampler, when the episode was played
+    trainer_logprobs    of the sampler's weights, computed by the update's forward pass
+    old_logprobs        the ratio's denominator: sampled, or trainer with --importance_correction
+    ref_logprobs        of the policy that this run started from, for the KL penalty
 """
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -28,10 +31,10 @@ from agent import collate, evaluate, rollout, rollout_options
 from episodes.groups import collect_groups, group_shares
 from episodes.tasks import train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, check_accumulation, fill, flag, main)
+                        UserError, auto, check_accumulation, fill, flag, main, members)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
-                 per_token, score, token_logprobs, turn_index)
-from lora import freeze_reference, kept_by_merging, merged, reference
+                 per_token, score, token_logprobs)
+from lora import freeze_reference, merged, reference
 from sft import teach_tiny
 
 
@@ -47,65 +50,69 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
     """
     advantages = torch.zeros_like(rewards)
-    for group in set(group_ids):
-        members = [i for i, owner in enumerate(group_ids) if owner == group]
-        if len(members) == 1:
+    for group in members(group_ids):  # the indices of its rewards
+        G = len(group)
+        if G == 1:
             continue
         # Shift first: the mean of equal floats may differ from them by rounding, and Adam would
         # scale that up to full steps.
-        r = rewards[members] - rewards[members[0]]
-        # In a group of G, r_i - mean of the others = (r_i - mean) G / (G - 1).
-        factor = len(members) / (len(members) - 1) if leave_one_out else 1.0
+        r = rewards[group] - rewards[group[0]]
+        # r_i - mean of the others = (r_i - mean) G / (G - 1).
+        factor = G / (G - 1) if leave_one_out else 1.0
         std = {"group": r.std() + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
-        advantages[members] = factor * (r - r.mean()) / std
+        advantages[group] = factor * (r - r.mean()) / std
     return advantages
 
 
-# To add an advantage estimator, write a credit function and put it into `CREDITS`, the choices of
-# --credit. It takes the turn rewards (B lists) and B group ids, and returns the advantages of all
-# turns in one tensor, episode after episode. Its options are those of `group_advantages`.
-def episode_credit(turn_rewards, group_ids, **options):
+# A credit function takes B episodes (`Trajectory`: rewards of its turns, group_id, messages, info)
+# and returns the advantages of all their turns in one tensor, episode after episode. Its options
+# are those of `group_advantages`.
+def episode_credit(episodes, **options):
     """Give all turns their episode's advantage: outcome supervision (2402.03300 section 4.1.2)."""
-    totals = torch.tensor([math.fsum(rewards) for rewards in turn_rewards])  # (B,)
-    lengths = torch.tensor([len(rewards) for rewards in turn_rewards])  # (B,)
-    return group_advantages(totals, group_ids, **options).repeat_interleave(lengths)
+    totals = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)
+    turns = torch.tensor([len(t.rewards) for t in episodes])  # (B,)
+    group_ids = [t.group_id for t in episodes]
+    return group_advantages(totals, group_ids, **options).repeat_interleave(turns)
 
 
-def turn_credit(turn_rewards, group_ids, **options):
+def turn_credit(episodes, **options):
     """Compare a turn's return-to-go with its group's mean at this turn, 0 if no other got there."""
     returns, peers = [], []
-    for group, rewards in zip(group_ids, turn_rewards):
-        for turn in range(len(rewards)):
-            returns.append(math.fsum(rewards[turn:]))
-            peers.append((group, turn))
+    for t in episodes:
+        for turn in range(len(t.rewards)):
+            returns.append(math.fsum(t.rewards[turn:]))
+            peers.append((t.group_id, turn))
     return group_advantages(torch.tensor(returns), peers, **options)
 
 
-def process_credit(turn_rewards, group_ids, **options):
+def process_credit(episodes, **options):
     """Sum a turn's and all later rewards, normalized over the group: process supervision (4.1.3).
 
     Beware where the reward comes at the end: every turn before it then counts -mean / std, so that
     each further turn costs, however correct it is. In eight correct episodes of three turns the
     first call gets 0, the second 0.69 and the answer 1.38: an answer in the first turn gains most.
     """
-    lengths = [len(rewards) for rewards in turn_rewards]
-    flat = torch.tensor([float(reward) for rewards in turn_rewards for reward in rewards])
-    owners = [group for group, rewards in zip(group_ids, turn_rewards) for _ in rewards]
-    normalized = group_advantages(flat, owners, **options).split(lengths)  # B of (turns,)
-    return torch.cat([r.flip(0).cumsum(0).flip(0) for r in normalized])
+    rewards, owners = [], []
+    for t in episodes:
+        rewards += t.rewards
+        owners += [t.group_id] * len(t.rewards)
+    normalized = group_advantages(torch.tensor(rewards), owners, **options)
+    per_episode = normalized.split([len(t.rewards) for t in episodes])  # B of (turns,)
+    return torch.cat([r.flip(0).cumsum(0).flip(0) for r in per_episode])
 
 
+# To add an advantage estimator, write a credit function and put it here: the choices of --credit.
 CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit,
            "rloo": partial(episode_credit, leave_one_out=True)}
 
 
-def token_advantages(turn_rewards, mask, group_ids, credit="episode", **options):
+def token_advantages(episodes, mask, credit="episode", **options):
     """Give every sampled token the advantage of its turn, and all others 0: (B, T).
 
-    turn_rewards: B lists. mask: (B, T), a run of 1s is a turn. Raises ValueError on a mismatch.
+    mask: (B, T), a run of 1s is a turn. Raises ValueError if an episode has other turns.
     """
-    lengths = [len(rewards) for rewards in turn_rewards]
-    per_turn = CREDITS[credit](turn_rewards, group_ids, **options).split(lengths)  # B of (turns,)
+    turns = [len(t.rewards) for t in episodes]
+    per_turn = CREDITS[credit](episodes, **options).split(turns)  # B of (turns,)
     return per_token(per_turn, mask)
 
 
@@ -154,16 +161,14 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log(policy / reference).
 
-    k1: x (joschu.net/blog/kl-approx.html). Its mean gradient is 0, so it goes into the reward.
-    k2: x^2 / 2. Its gradient is that of KL(policy || reference).
+    k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference),
+        and so what k1 = x would give in the reward.
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
         and explodes where a token has become unlikely.
     k3_ratio: k3 * policy / old (arXiv 2512.02556). Value and gradient are unbiased if old is what
         sampled. The default of TRL 1.16, which in gspo and luspo takes the sequence's ratio.
     """
     x = masked(logprobs - ref_logprobs, mask)
-    if kind == "k1":
-        return x
     if kind == "k2":
         return x**2 / 2
     k3 = torch.exp(-x) - 1 + x
@@ -222,7 +227,9 @@ def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0)
     return -phi * advantages * logprobs, {"phi": phi}
 
 
-LOSSES = {  # surrogate, normalizer; partial(cispo, clip_max=4) binds what else a surrogate takes
+# To add a loss, put a surrogate and a normalizer here: the choices of --loss. What else a surrogate
+# takes is bound like this: partial(cispo, clip_max=4).
+LOSSES = {
     "grpo": (clipped, sequence_mean),  # arXiv 2402.03300 eq. 3
     "dapo": (clipped, token_mean),  # arXiv 2503.14476 eq. 8
     "dr_grpo": (clipped, constant_mean),  # arXiv 2503.20783 section 3.2
@@ -273,8 +280,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                                       above=0, aliases=("clip_eps",))
     clip_eps_high: float | None = auto(lower_clip, "ratio up to 1 + this", above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
-    kl_estimator: str = flag("k3_ratio", "k1 goes into the reward, the others into the loss",
-                             choices=("k1", "k2", "k3", "k3_ratio"))
+    kl_estimator: str = flag("k3_ratio", "of the KL in the loss", choices=("k2", "k3", "k3_ratio"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     importance_correction: float | None = flag(
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
@@ -302,73 +308,27 @@ def settle(config):
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
-    The KL shares the normalizer, and the entropy is a mean over tokens for every loss. k1 is in the
-    rewards and only logged here. All tensors are (b, t). Returns the loss and its share of what the
+    The KL shares the normalizer, and the entropy is a mean over tokens for every loss. All tensors
+    are (b, t); without kl_coef ref_logprobs is None. Returns the loss and its share of what the
     step logs: the loss, and means over tokens. approx_kl is KL(old || policy).
     """
     surrogate, normalizer = LOSSES[config.loss]
-    kl = torch.zeros_like(logprobs)
-    if config.kl_coef:
-        kl = kl_estimate(logprobs, ref_logprobs, mask, config.kl_estimator, old_logprobs)
     log_ratio = masked(logprobs - old_logprobs, mask)
     token_loss, to_log = surrogate(
         log_ratio, masked(logprobs, mask), advantages, mask,
         clip_eps_low=config.clip_eps_low, clip_eps_high=config.clip_eps_high)
-    if config.kl_estimator != "k1":
+    if config.kl_coef:
+        kl = kl_estimate(logprobs, ref_logprobs, mask, config.kl_estimator, old_logprobs)
         token_loss = token_loss + config.kl_coef * kl
+        to_log["kl"] = kl
     loss = normalizer(token_loss, mask, counts)
-    loss = loss - config.entropy_coef * token_mean(entropy, mask, counts)
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * token_mean(entropy, mask, counts)
     to_log |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
-               "log_ratio_abs": log_ratio.abs(), "entropy": entropy, "kl": kl,
-               "advantage_abs": advantages.abs()}
+               "entropy": entropy, "advantage_abs": advantages.abs()}
     metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, counts)
                for name, x in to_log.items()}
     return loss, {**metrics, "loss": loss.detach()}
-
-
-def recompute_logprobs(config, model, start_policy, batch, token_ids, mask, run):
-    """Return the log-probs of the trainer and of the reference, (B, T) each.
-
-    The trainer has the sampler's weights and the update's forward pass, which rounds differently.
-    What no option needs is left 0, and not read. start_policy is what `freeze_reference` returned.
-    """
-    ref_logprobs = trainer_logprobs = torch.zeros(mask.shape, device=mask.device)
-    score_now = partial(score, model, token_ids, mask, config.temperature, run, batch)
-    if config.kl_coef:
-        with reference(model, start_policy):
-            ref_logprobs = score_now()
-    if config.importance_correction or (config.kl_coef and config.kl_estimator == "k1"):
-        with merged(model, update=True):
-            trainer_logprobs = score_now()
-    return trainer_logprobs, ref_logprobs
-
-
-def subtract_k1(config, turn_rewards, trainer_logprobs, ref_logprobs, mask):
-    """Return turn_rewards (B lists), with --kl_estimator k1 less kl_coef x k1 of the turn's tokens.
-
-    Where the group's std divides them, in a group of equal rewards kl_coef all but cancels.
-    """
-    if not config.kl_coef or config.kl_estimator != "k1":
-        return turn_rewards
-    k1 = kl_estimate(trainer_logprobs, ref_logprobs, mask, "k1")  # (B, T)
-    out = []
-    for rewards, token_k1, turn_of in zip(turn_rewards, k1, turn_index(mask)):
-        out.append([reward - config.kl_coef * token_k1[turn_of == turn].sum().item()
-                    for turn, reward in enumerate(rewards)])
-    return out
-
-
-def correct_importance(config, trainer_logprobs, sampled_logprobs, advantages, mask):
-    """Return the old log-probs and the advantages, (B, T) each.
-
-    Old is sampled. With --importance_correction it is trainer, and each advantage is multiplied by
-    its truncated importance weight.
-    """
-    if not config.importance_correction:
-        return sampled_logprobs, advantages
-    weights = truncated_importance_weights(
-        trainer_logprobs, sampled_logprobs, mask, config.importance_correction)  # (B, T)
-    return trainer_logprobs, advantages * weights
 
 
 def train(config: Config) -> dict:
@@ -386,48 +346,52 @@ def train(config: Config) -> dict:
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
     with run:  # whatever ends it early saves the last whole step
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
-            # 1. Rollout: group_size episodes of each drawn task. Log-probs that options need.
+            # 1. Rollout: group_size episodes of each drawn task.
             trajectories = collect_groups(play, tasks, config, step, run)
             if not run.accept_episodes(trajectories):  # also scales the rewards, and logs
                 continue
             batch = cheapest_order(trajectories, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
-            trainer_logprobs, ref_logprobs = recompute_logprobs(
-                config, model, start_policy, batch, token_ids, mask, run)  # (B, T) each
+            counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
             # 2. Advantages: a sampled token gets the advantage of its episode, or of its turn.
-            rewards = subtract_k1(config, [t.rewards for t in batch],
-                                  trainer_logprobs, ref_logprobs, mask)
-            advantages = token_advantages(rewards, mask, [t.group_id for t in batch],
-                                          config.credit, scale=config.scale_rewards)  # (B, T)
-            run.log(**group_shares(batch, advantages), merge_kept=kept_by_merging(model))
-            old_logprobs, advantages = correct_importance(
-                config, trainer_logprobs, sampled_logprobs, advantages, mask)  # (B, T) each
-            counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
+            advantages = token_advantages(
+                batch, mask, config.credit, scale=config.scale_rewards)  # (B, T)
+            run.log(**group_shares(batch, advantages))
+            old_logprobs = sampled_logprobs
+            score_by = partial(score, model, token_ids, mask, config.temperature, run)
+            if config.importance_correction:
+                old_logprobs = score_by(merged(model, update=True))  # trainer_logprobs, (B, T)
+                advantages = advantages * truncated_importance_weights(
+                    old_logprobs, sampled_logprobs, mask, config.importance_correction)
+            if config.kl_coef:
+                ref_logprobs = score_by(reference(model, start_policy))  # (B, T)
 
             # 3. Update, in micro-batches, through the weights that sampled (`merged`).
             model.train()
             for update in range(config.updates_per_step):
-                totals = Counter()  # its update() adds
+                metrics = []  # of every micro-batch; they add up to the step's
                 with merged(model, update=True):
-                    for rows in run.micro_batches(batch, step, update):  # (rows, columns) of (B, T)
+                    for rows in run.micro_batches(len(batch), step, update):
                         logprobs, entropy = token_logprobs(
-                            model, token_ids[rows], mask[rows], config.temperature)  # (b, t) each
-                        loss, metrics = total_loss(
+                            model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each
+                        loss, numbers = total_loss(
                             config, counts, logprobs, entropy, old_logprobs[rows],
-                            ref_logprobs[rows], advantages[rows], mask[rows])
+                            ref_logprobs[rows] if config.kl_coef else None,
+                            advantages[rows], mask[rows])
                         loss.backward()
-                        totals.update({name: value.item() for name, value in metrics.items()})
+                        gap = (logprobs.detach() - sampled_logprobs[rows]).abs()
+                        metrics.append({**numbers, "gap": token_mean(gap, mask[rows], counts)})
                         del logprobs, entropy, loss  # free the graph: the next one needs room
                 run.ranks.add_gradients(model)
-                totals = run.ranks.total(totals)
+                totals = run.ranks.total(metrics)
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
                 if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step):
                     optimizer.step()
                 optimizer.zero_grad()
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
-                if update == 0:  # ratio 1, |log ratio| 0, but for rounding and dropout
-                    run.log(first_ratio=totals["ratio"], first_log_ratio=totals["log_ratio_abs"])
+                if update == 0:  # ratio 1 and gap 0, but for rounding and dropout
+                    run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
     return run.finish()
 
 

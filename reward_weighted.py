@@ -21,9 +21,9 @@ Shapes: B sequences, T tokens, N weighted things: episodes, or turns. Column t o
 belongs to token t.
 """
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -34,7 +34,7 @@ from episodes.demonstrations import default_env, read_trajectories
 from episodes.tasks import draw_tasks, drop_seen, tasks_of, train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main,
-                        shift_and_scale, without_faults)
+                        members, shift_and_scale, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
@@ -72,21 +72,13 @@ def advantages(values, groups, turns, baseline="group", scale="none"):
     else:
         peers = turns if baseline == "batch" else list(zip(groups, turns, strict=True))
         out = torch.zeros_like(values)
-        for rows in members(peers):
+        for group in members(peers):  # the indices of what shares a baseline
             # Shift first, so that equal values give exactly 0: rounding must not become a weight.
-            shifted = values[rows] - values[rows[0]]
-            out[rows] = shifted - shifted.mean()
+            shifted = values[group] - values[group[0]]
+            out[group] = shifted - shifted.mean()
     if scale == "batch":
         out = out / (out.std(correction=0) + 1e-5)
     return out
-
-
-def members(ids) -> list[list[int]]:
-    """Return the indices of each id, in the order of their first appearance."""
-    rows = {}
-    for i, name in enumerate(ids):
-        rows.setdefault(name, []).append(i)
-    return list(rows.values())
 
 
 def exp_weights(advantages, beta, max_weight=None):
@@ -113,11 +105,11 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
     if min_reward is not None:
         return (values >= min_reward).to(values)
     out = torch.zeros_like(values)
-    for rows in members(pools):
-        ranked = values[rows].sort(descending=True).values
+    for pool in members(pools):  # the indices of its values
+        ranked = values[pool].sort(descending=True).values
         # In floating point 0.07 x 100 exceeds 7.
-        threshold = ranked[math.ceil(top_share * len(rows) - 1e-9) - 1]
-        out[rows] = (values[rows] >= threshold).to(values)
+        threshold = ranked[math.ceil(top_share * len(pool) - 1e-9) - 1]
+        out[pool] = (values[pool] >= threshold).to(values)
     return out
 
 
@@ -163,7 +155,7 @@ def weigh(episodes: list[Trajectory], config) -> tuple[list[list[float]], dict]:
                "ess": effective_sample_size(weights) if largest else 0.0}
     # In float32, as in the loss: what is 0 there teaches nothing, and its episode is left out.
     weights = (weights / (largest or 1.0)).float()
-    return [row.tolist() for row in weights.split(lengths)], metrics
+    return [of_turns.tolist() for of_turns in weights.split(lengths)], metrics
 
 
 # -------------------------------------------------------------------------------------------- loss
@@ -303,16 +295,15 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
     Every episode of positive weight is in each pass, and batches are as even as possible. With
     --trajectories a step is a single pass.
     """
-    weights_of = {id(t): weights for t, weights in zip(episodes, turn_weights) if any(weights)}
-    kept = [t for t in episodes if id(t) in weights_of]
-    if not kept:
+    weights_of = {t: weights for t, weights in zip(episodes, turn_weights) if any(weights)}
+    if not weights_of:
         return []
     out = []
     per_update = config.batch_size * config.gradient_accumulation_steps
     for epoch in range(1 if config.trajectories else config.num_epochs):
-        for batch in shuffled_batches(kept, per_update, config.seed, step, epoch):
+        for batch in shuffled_batches(list(weights_of), per_update, config.seed, step, epoch):
             batch = cheapest_order(batch, config.batch_size)
-            out.append((batch, [weights_of[id(t)] for t in batch]))
+            out.append((batch, [weights_of[t] for t in batch]))
     return out
 
 
@@ -344,30 +335,31 @@ def train(config: Config) -> dict:
             log_weights(run, step, metrics)
 
             # 3. Updates. The losses of the micro-batches add up to the loss of the update.
-            totals = Counter()  # its update() adds
+            losses, grad_norms = [], []  # of each update
             model.train()
-            batches = minibatches(episodes, turn_weights, config, step)
-            for update, (batch, weights) in enumerate(batches):
+            updates = minibatches(episodes, turn_weights, config, step)
+            for update, (batch, weights) in enumerate(updates):
                 token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
                 w = token_weights(weights, loss_mask)  # (B, T)
                 loss_sum = 0.0
                 # The adapter is merged as in the rollout, so that both round alike.
                 with merged(model, update=True):
-                    for rows in run.micro_batches(batch, step, update):
+                    for rows in run.micro_batches(len(batch), step, update):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
-                                                     config.temperature)  # (b, t)
+                                                     config.temperature)  # (b, T)
                         loss = reward_weighted_loss(logprobs, w[rows], w.sum())
                         loss.backward()
                         loss_sum += loss.item()
                         del logprobs, loss  # free the graph: the next one needs room
                 run.ranks.add_gradients(model)
-                loss_sum = sum(run.ranks.gather(loss_sum))
+                losses.append(sum(run.ranks.gather(loss_sum)))
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                if run.accept_update(batch, loss_sum, grad_norm, len(batches)):
+                grad_norms.append(grad_norm)
+                if run.accept_update(batch, losses[-1], grad_norm, len(updates)):
                     optimizer.step()
                 optimizer.zero_grad()
-                totals.update(loss=loss_sum, grad_norm=grad_norm)
-            run.log(updates=len(batches), **{k: x / len(batches) for k, x in totals.items()})
+            if updates:
+                run.log(updates=len(updates), loss=fmean(losses), grad_norm=fmean(grad_norms))
     return run.finish()
 
 

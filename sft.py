@@ -146,7 +146,7 @@ def train(config: Config) -> dict:
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
             model.train()
             loss_sum = 0.0
-            for rows in run.micro_batches(batch, step):  # (rows, columns) of (B, T)
+            for rows in run.micro_batches(len(batch), step):
                 logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, t)
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 loss.backward()

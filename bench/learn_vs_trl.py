@@ -239,11 +239,10 @@ def our_gradient(model, tokenizer, config):
     from lora import merged, reference
     config = grpo.settle(config)
     tasks = draw_tasks(load_tasks("equations", "train", 10_000, config.seed), config.seed, 0,
-                            TASKS_PER_STEP, 0, TASKS_PER_STEP)
+                       TASKS_PER_STEP, 0, TASKS_PER_STEP)
     batch = rollout(model, tokenizer, "equations", tasks, GROUP_SIZE, **rollout_options(config))
     token_ids, mask, sampled = collate(batch)  # (B, T) each
-    advantages = grpo.token_advantages(
-        [t.rewards for t in batch], mask, [t.group_id for t in batch], config.credit)
+    advantages = grpo.token_advantages(batch, mask, config.credit)
     counts = grpo.Counts(len(batch), int(mask.sum()), config.max_tokens)
     with reference(model, None):
         ref_logprobs = token_logprobs(model, token_ids, mask)[0].detach()

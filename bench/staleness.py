@@ -73,7 +73,7 @@ def worker(args):
         importance_correction=CORRECTIONS[name]))
     times = clock.read()
     model, tokenizer = load_model(str(folder), train=False)
-    metrics = "reward", "kl", "grad_norm", "first_log_ratio", "clip_low", "clip_high"
+    metrics = "reward", "kl", "grad_norm", "sampler_gap", "clip_low", "clip_high"
     write_row(args, run, seed, {
         **exam(model, tokenizer, args.tasks), **times,
         **{metric: series(folder, metric) for metric in metrics}})

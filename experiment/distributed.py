@@ -174,12 +174,15 @@ class Ranks:
             raise error
         return out
 
-    def total(self, numbers: dict) -> Counter:
-        """Return the sums of all ranks' numbers, name by name."""
-        out = Counter()
-        for item in self.gather(numbers):
-            out.update(item)
-        return out
+    def total(self, metrics: list[dict]) -> dict:
+        """Return the sums of some dicts of numbers, name by name, over all ranks."""
+        sums = Counter()
+        for numbers in metrics:
+            sums.update({name: float(value) for name, value in numbers.items()})
+        everywhere = Counter()
+        for numbers in self.gather(sums):
+            everywhere.update(numbers)
+        return everywhere
 
     def add(self, tensor):
         """Add up all ranks' tensors in place, and return the tensor."""

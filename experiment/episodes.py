@@ -72,6 +72,14 @@ def is_finite(number) -> bool:
     return type(number) in (int, float) and -1e300 < number < 1e300
 
 
+def members(ids) -> list[list[int]]:
+    """Return the indices of each id, in the order of their first appearance."""
+    indices = {}
+    for i, name in enumerate(ids):
+        indices.setdefault(name, []).append(i)
+    return list(indices.values())
+
+
 def summarise(trajectories: list) -> dict:
     """Return shares from 0 to 1, and rewards and counts as means per episode."""
     def mean(values):

@@ -3,7 +3,7 @@
     run = Run(config, "grpo", sources)   enter the folder, verify the checkpoint to resume
     with run:                            whatever ends the block early saves the last whole step
         for step in run.steps(...):      resume, evaluate, log, save, stop on signals
-            for rows in run.micro_batches(batch, step): ...
+            for rows in run.micro_batches(len(batch), step): ...
             if run.accept_update(batch, loss, grad_norm): ...
             run.log(loss=loss)
     return run.finish()
@@ -243,18 +243,16 @@ class Run:
             timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update
         return timing
 
-    def micro_batches(self, batch, *seed):
-        """Yield this rank's micro-batches of a list of episodes, as an index of (B, T) tensors.
+    def micro_batches(self, sequences, *seed):
+        """Yield the slices of a step's sequences that this rank forwards, batch_size at a time.
 
-        The tensors are right-padded. The index takes the rows of the micro-batch and as many
-        columns as its longest episode has. `seed` names the pass: each of its micro-batches draws
-        its own dropout.
+        `seed` names the pass over them: each of its micro-batches draws its own dropout.
         """
         import torch
-        for rows in self.ranks.micro_batches(len(batch), self.config.batch_size):
+        for rows in self.ranks.micro_batches(sequences, self.config.batch_size):
             self.check()
             torch.manual_seed(mix(self.config.seed, "dropout", *seed, rows.start))
-            yield rows, slice(0, max(len(t.token_ids) for t in batch[rows]))
+            yield rows
 
     # ------------------------------------------------------------------------------------ the logs
     def log(self, **metrics):

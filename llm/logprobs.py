@@ -58,23 +58,24 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
 
 
 @torch.no_grad()
-def score(model, token_ids, mask, temperature: float, run, batch):
+def score(model, token_ids, mask, temperature: float, run, policy):
     """Return a step's log-probabilities (B, T), in the run's micro-batches, by all its ranks.
 
-    It leaves the model without dropout, in `eval` mode.
+    It leaves the model in `eval` mode, without dropout.
 
     Args:
-        model: the policy
+        model: the model
         token_ids: (B, T), right-padded
         mask: (B, T), 1 where a log-probability is wanted
         temperature: the logits are divided by it
         run: shares out the micro-batches and adds up what the ranks computed
-        batch: the step's episodes
+        policy: a context in which the model is the policy to score: lora.merged or lora.reference
     """
     logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
     model.eval()
-    for rows in run.micro_batches(batch, "score"):
-        logprobs[rows], _ = token_logprobs(model, token_ids[rows], mask[rows], temperature)
+    with policy:
+        for rows in run.micro_batches(len(token_ids), "score"):
+            logprobs[rows], _ = token_logprobs(model, token_ids[rows], mask[rows], temperature)
     return run.ranks.add(logprobs)
 
 

@@ -72,12 +72,12 @@ def on_the_device(monkeypatch):
         monkeypatch.setattr(module, "load_model", partial(load_model, device="meta"))
     monkeypatch.setattr("agent.make_engine", StaticEngine)
     # It refuses turns that do not match the mask, which has no numbers here: its own work is done on the host.
-    monkeypatch.setattr(grpo, "token_advantages", lambda turn_rewards, mask, *_, **__: torch.zeros(mask.shape, device=mask.device))
+    monkeypatch.setattr(grpo, "token_advantages", lambda episodes, mask, *_, **__: torch.zeros(mask.shape, device=mask.device))
 
 
 @pytest.mark.parametrize("module, options", [
     (grpo, {**SMALL, "kl_coef": 0.1}), (grpo, {"memory": "stream"}), (grpo, {"importance_correction": 2.0}),
-    (grpo, {"kl_coef": 0.1, "kl_estimator": "k1", "credit": "episode", "dtype": "float16"}),
+    (grpo, {"kl_coef": 0.1, "kl_estimator": "k2", "credit": "episode", "dtype": "float16"}),
     (grpo, {"lora_r": 0, "kl_coef": 0.1, "entropy_coef": 0.1, "loss": "vespo"}), (grpo, {"lora_dropout": 0.1}),
     (sft, SMALL), (sft, {"lora_r": 0}), (dpo, SMALL), (dpo, {"lora_r": 0}), (reward_weighted, SMALL), (reward_weighted, {"lora_r": 0}),
 ], ids=lambda x: x.__name__ if hasattr(x, "__name__") else x.get("memory") or "-".join(x))

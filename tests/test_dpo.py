@@ -1,5 +1,6 @@
 """dpo.py: losses by hand, against TRL's DPOTrainer, by the paper's gradient; pairs, invariants, and it learns."""
 import json
+from functools import partial
 import math
 import re
 from collections import Counter, defaultdict
@@ -22,7 +23,13 @@ from experiment.errors import UserError
 from llm.loading import load_model
 from llm.tiny import make_tiny
 
-HYPER = {"beta": 0.3, "label_smoothing": 0.1, "discopop_tau": 0.05}
+HYPER = {"label_smoothing": 0.1, "discopop_tau": 0.05}
+
+
+def losses_of(weights, label_smoothing=0.1, discopop_tau=0.05):
+    """What pair_loss takes, for [(name, weight)]."""
+    bound = {"exo_pair": {"label_smoothing": label_smoothing}, "robust": {"label_smoothing": label_smoothing}, "discopop": {"tau": discopop_tau}}
+    return {name: (weight, partial(LOSSES[name], **bound.get(name, {}))) for name, weight in weights}
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def hand_batch():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_by_hand(name, float64):
-    loss, metrics = pair_loss(*hand_batch(), Counts(1, 2), [(name, 1.0)], **{**HYPER, "beta": 0.5})
+    loss, metrics = pair_loss(*hand_batch(), Counts(1, 2), losses_of([(name, 1.0)]), beta=0.5)
     assert float(loss) == pytest.approx(BY_HAND[name], abs=1e-9)
     assert float(metrics["loss"]) == float(loss)
     shown = {"accuracy": 1.0, "margin": 0.7, "reward/chosen": 0.3, "reward/rejected": -0.4, "logprobs/chosen": -1.4,
@@ -73,16 +80,27 @@ def test_by_hand(name, float64):
 
 
 def test_weights_length_norm_and_sft_term_by_hand(float64):
-    batch, options = hand_batch(), {**HYPER, "beta": 0.5}
-    two = pair_loss(*batch, Counts(1, 2), [("hinge", 2.0), ("sft", 0.5)], **options)[0]
+    batch, options = hand_batch(), {"beta": 0.5}
+    two = pair_loss(*batch, Counts(1, 2), losses_of([("hinge", 2.0), ("sft", 0.5)]), **options)[0]
     assert float(two) == pytest.approx(2 * 0.3 + 0.5 * 0.7)
-    norm = pair_loss(*batch, Counts(1, 2), [("sigmoid", 1.0)], length_norm=True, **options)[0]
+    norm = pair_loss(*batch, Counts(1, 2), losses_of([("sigmoid", 1.0)]), length_norm=True, **options)[0]
     assert float(norm) == pytest.approx(BY_HAND["sigmoid_norm"])
     for name in ("ipo", "sigmoid_norm"):  # means already: not divided twice
-        same = pair_loss(*batch, Counts(1, 2), [(name, 1.0)], length_norm=True, **options)[0]
+        same = pair_loss(*batch, Counts(1, 2), losses_of([(name, 1.0)]), length_norm=True, **options)[0]
         assert float(same) == pytest.approx(BY_HAND[name])
-    rpo = pair_loss(*batch, Counts(1, 2), [("hinge", 1.0)], sft_coef=0.1, **options)[0]
+    rpo = pair_loss(*batch, Counts(1, 2), losses_of([("hinge", 1.0)]), sft_coef=0.1, **options)[0]
     assert float(rpo) == pytest.approx(0.3 + 0.1 * 0.7)
+
+
+def test_simpo_fits_and_a_misspelt_keyword_fails(float64):
+    """SimPO, arXiv 2405.14734 eq. 6: -log sigmoid(beta (mean log pi(chosen) - mean log pi(rejected)) - gamma)."""
+    def simpo(scores, beta, gamma=0.4):
+        return -torch.nn.functional.logsigmoid(beta * (scores.chosen_logprob_mean - scores.rejected_logprob_mean) - gamma)
+
+    loss, _ = pair_loss(*hand_batch(), Counts(1, 2), {"simpo": (1.0, simpo)}, beta=2.0)  # 2 (-0.7 + 0.5) - 0.4
+    assert float(loss) == pytest.approx(-log_sigmoid(-0.8))
+    with pytest.raises(TypeError, match="gama"):
+        pair_loss(*hand_batch(), Counts(1, 2), {"simpo": (1.0, partial(simpo, gama=0.4))}, beta=2.0)
 
 
 # ----------------------------------------------------------------------------------------------------------- TRL
@@ -127,11 +145,11 @@ COMBINED = [("sigmoid", 1.0), ("sft", 0.2)], [("sigmoid", 0.8), ("bco_pair", 0.2
 def test_value_and_gradient_equal_trl(losses, float64):
     for seed, beta in enumerate((0.1, 0.5, 2.0)):
         logprobs, ref, mask = random_pairs(seed)
-        hyper = {**HYPER, "beta": beta, "discopop_tau": 0.5}
+        hyper = {**HYPER, "discopop_tau": 0.5}
         counts = Counts(len(mask) // 2, int(mask[:len(mask) // 2].sum()))
-        loss, metrics = pair_loss(logprobs, (ref * mask).sum(1), mask, counts, losses, **hyper)
+        loss, metrics = pair_loss(logprobs, (ref * mask).sum(1), mask, counts, losses_of(losses, **hyper), beta=beta)
         grad, = torch.autograd.grad(loss, logprobs)
-        trl, trl_grad, logged = trl_loss(logprobs, ref, mask, losses, **hyper)
+        trl, trl_grad, logged = trl_loss(logprobs, ref, mask, losses, beta=beta, **hyper)
         assert abs(loss.detach() - trl) <= 1e-12 * max(abs(trl), 1)
         assert (grad - trl_grad).abs().max() <= 1e-12 * max(trl_grad.abs().max(), 1) and grad.abs().max() > 0
         for ours, theirs in (("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"),
@@ -176,12 +194,12 @@ def run(start, folder, recorded=None, **options):
 def test_every_pair_is_trained_in_every_epoch(start, recorded, tmp_path, monkeypatch):
     """24 pairs in steps of 9: three steps of 8. Once the last 6 of each epoch's shuffled pairs were left out."""
     seen = []
-    forward = dpo.forward
+    batch_loss = dpo.batch_loss
 
     def watched(model, pairs, *rest):
         seen.extend(id(chosen) for chosen, _ in pairs)
-        return forward(model, pairs, *rest)
-    monkeypatch.setattr(dpo, "forward", watched)
+        return batch_loss(model, pairs, *rest)
+    monkeypatch.setattr(dpo, "batch_loss", watched)
     result, _ = run(start, tmp_path, recorded, batch_size=9, max_steps=None, num_epochs=2, eval_share=0.0, pairs="best_worst")
     assert result["steps"] == 6 and sorted(Counter(seen).values()) == [2] * 24
 
@@ -219,8 +237,8 @@ def test_a_bad_row_is_refused_before_the_tiny_model_is_taught(tmp_path, monkeypa
 
 
 def test_the_terms_of_the_loss_are_shown_apart(float64):
-    batch, options = hand_batch(), {**HYPER, "beta": 0.5}
-    _, metrics = pair_loss(*batch, Counts(1, 2), [("hinge", 2.0), ("sft", 0.5)], sft_coef=0.1, **options)
+    batch, options = hand_batch(), {"beta": 0.5}
+    _, metrics = pair_loss(*batch, Counts(1, 2), losses_of([("hinge", 2.0), ("sft", 0.5)]), sft_coef=0.1, **options)
     terms = {"hinge": 0.6, "sft": 0.35, "rpo": 0.07}
     assert {name: float(metrics[f"loss/{name}"]) for name in terms} == pytest.approx(terms)
     assert float(metrics["loss"]) == pytest.approx(sum(terms.values()))
@@ -244,7 +262,7 @@ def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
     ref = torch.stack([v.detach() for v in values]) + torch.tensor([0.4, -0.9])  # policy and reference differ
     r_chosen, r_rejected = beta * (torch.stack(values).detach() - ref)
     factor = -beta * torch.sigmoid(r_rejected - r_chosen)
-    loss, _ = dpo.forward(model, [pair], dict(zip(map(id, pair), ref.tolist())), dpo.count([pair]), dpo.Config(beta=beta, sft_coef=0.0))
+    loss, _ = dpo.batch_loss(model, [pair], dict(zip(pair, ref.tolist())), dpo.counts_of([pair]), dpo.Config(beta=beta, sft_coef=0.0))
     ours = torch.autograd.grad(loss, weights)
     scale = max(g.abs().max() for g in ours)
     assert all((a - factor * (c - r)).abs().max() < 1e-5 * scale for a, c, r in zip(ours, *grads))
@@ -256,10 +274,10 @@ def test_batch_mates_and_padding_change_nothing(tiny, recorded):
     ref = {t: value + i / 7 for i, (t, value) in enumerate(dpo.reference_sums(model, pairs, config, join()).items())}
     assert len({len(t.token_ids) for pair in pairs for t in pair}) > 2  # they do need padding
     with torch.no_grad():
-        whole = dpo.forward(model, pairs, ref, dpo.count(pairs), config)[1]
+        whole = dpo.batch_loss(model, pairs, ref, dpo.counts_of(pairs), config)[1]
         parts = Counter()
         for i in range(4):
-            parts.update(dpo.forward(model, pairs[i:i + 1], ref, dpo.count(pairs), config)[1])
+            parts.update(dpo.batch_loss(model, pairs[i:i + 1], ref, dpo.counts_of(pairs), config)[1])
     assert {k: float(v) for k, v in whole.items()} == pytest.approx({k: float(v) for k, v in parts.items()}, rel=1e-5, abs=1e-5)
 
 

@@ -47,14 +47,20 @@ def test_micro_batch_size_changes_no_gradient(base, tmp_path):
 
 def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_trainer(base, tmp_path):
     _, (metrics,) = run(base, tmp_path)
-    assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["first_log_ratio"] < 1e-5 and metrics["clip_high"] == 0
+    assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["sampler_gap"] < 1e-5 and metrics["clip_high"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_where_policy_and_start_are_one_k1_makes_no_advantage(base, tmp_path, dtype):
-    """The sampler's log-probs differ from the trainer's by rounding: a group's std must not make an advantage of that."""
-    _, (metrics,) = run(base, tmp_path, dtype=dtype, kl_coef=0.3, kl_estimator="k1", reward_scaling=0.0)
-    assert metrics["advantage_abs"] == 0
+def test_without_a_kl_penalty_there_is_no_kl_in_the_log(base, tmp_path):
+    _, (without,) = run(base, tmp_path / "a", kl_coef=0.0)
+    _, (with_kl,) = run(base, tmp_path / "b", kl_coef=0.1)
+    assert "kl" not in without and abs(with_kl["kl"]) < 1e-6
+
+
+def test_the_samplers_gap_is_logged_with_importance_correction_too(base, tmp_path):
+    """Old log-probs are then the trainer's, whose ratio says nothing of the sampler."""
+    _, (plain,) = run(base, tmp_path / "a", dtype="bfloat16")
+    _, (corrected,) = run(base, tmp_path / "b", dtype="bfloat16", importance_correction=2.0)
+    assert plain["sampler_gap"] == pytest.approx(corrected["sampler_gap"], rel=1e-3) and plain["sampler_gap"] > 1e-4
 
 
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
@@ -74,7 +80,7 @@ def test_the_same_command_twice_gives_the_same_bytes(base, tmp_path):
 
 @pytest.mark.parametrize("options", [
     *({"loss": name} for name in grpo.LOSSES), {"credit": "turn"}, {"credit": "process"}, {"credit": "rloo"},
-    {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"kl_coef": 0.1, "kl_estimator": "k1"}, {"kl_coef": 0.1, "kl_estimator": "k2"},
+    {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"kl_coef": 0.1, "kl_estimator": "k2"},
     {"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"updates_per_step": 2}, {"importance_correction": 2.0},
     {"lora_r": 0, "learning_rate": 1e-5}, {"lora_dropout": 0.1}, {"dtype": "bfloat16"},
     {"clip_eps_high": 0.28}, {"gradient_checkpointing": True}, {"reward_scaling": 0.1, "reward_bias": 1.0}, {"env": "equations,gsm8k"},

@@ -18,7 +18,6 @@ from grpo import (
     group_advantages,
     truncated_importance_weights,
     kl_estimate,
-    subtract_k1,
     token_advantages,
     total_loss,
 )
@@ -150,36 +149,20 @@ def test_by_hand_clips_kl_entropy():
         1.575 + 0.1 * ((k3[0] + k3[1]) / 2 + k3[2]) / 2
     )
     b = hand_batch()
-    for kind, value in (("k1", math.log(1.5 * 0.5)), ("k2", (math.log(1.5) ** 2 + math.log(0.5) ** 2) / 2)):
-        assert float(kl_estimate(b["logprobs"].detach(), b["ref"], b["mask"], kind)[0].sum()) == pytest.approx(value)
-
-
-def test_k1_is_subtracted_from_the_reward_of_the_turn_whose_tokens_it_is_of():
-    """Two turns of two tokens and one: k1 = log(trainer / ref) = 1 + 2 and -3, at a coefficient of 0.1."""
-    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]])
-    trainer = torch.tensor([[9.0, 1.0, 2.0, 9.0, -3.0], [9.0, 0.5, 9.0, 9.0, 9.0]])  # what is masked does not count
-    config = SimpleNamespace(kl_coef=0.1, kl_estimator="k1")
-    rewards = subtract_k1(config, [[0.0, 1.0], [2.0]], trainer, torch.zeros(2, 5), mask)
-    assert [[round(r, 12) for r in turns] for turns in rewards] == [[-0.3, 1.3], [1.95]]
-    for other in ({"kl_coef": 0.0, "kl_estimator": "k1"}, {"kl_coef": 0.1, "kl_estimator": "k3"}):
-        assert subtract_k1(SimpleNamespace(**other), [[1.0]], trainer, None, mask) == [[1.0]]
+    k2 = (math.log(1.5) ** 2 + math.log(0.5) ** 2) / 2
+    assert float(kl_estimate(b["logprobs"].detach(), b["ref"], b["mask"], "k2")[0].sum()) == pytest.approx(k2)
 
 
 def test_kl_gradients_on_policy():
-    """Exact expectation over a vocabulary of 5: k1 averages to 0, k2 to grad KL(p || ref), k3 to grad KL(ref || p)."""
+    """Exact expectation over a vocabulary of 5: k2 averages to grad KL(p || ref), k3 to grad KL(ref || p)."""
     logits, ref = torch.randn(5, requires_grad=True), torch.randn(5).log_softmax(0)
     p = logits.log_softmax(0)
-    mean = {k: (p.detach().exp() * kl_estimate(p, ref, torch.ones(5), k)).sum() for k in ("k1", "k2", "k3")}
+    mean = {k: (p.detach().exp() * kl_estimate(p, ref, torch.ones(5), k)).sum() for k in ("k2", "k3")}
     grad = {k: torch.autograd.grad(v, logits, retain_graph=True)[0] for k, v in mean.items()}
     reverse, forward = (p.exp() * (p - ref)).sum(), (ref.exp() * (ref - p)).sum()
-    assert grad["k1"].abs().max() < 1e-15
     assert torch.allclose(grad["k2"], torch.autograd.grad(reverse, logits, retain_graph=True)[0], atol=1e-14)
     assert torch.allclose(grad["k3"], torch.autograd.grad(forward, logits)[0], atol=1e-14)
-    assert (
-        float(mean["k1"].detach())
-        == pytest.approx(float(reverse.detach()))
-        == pytest.approx(float(mean["k3"].detach()))
-    )  # all estimate KL
+    assert float(mean["k3"].detach()) == pytest.approx(float(reverse.detach()))
 
 
 # ------------------------------------------------------------------------------------------ second implementation
@@ -459,7 +442,7 @@ def test_masked_garbage_changes_nothing(name, bad):
     assert torch.equal(loss, dirty_loss) and torch.equal(grad, dirty_grad) and metrics == dirty_metrics
     weights = truncated_importance_weights(dirty["logprobs"], dirty["old"], dirty["mask"], 2.0)
     assert torch.isfinite(weights).all() and not weights.requires_grad
-    for kind in ("k1", "k2", "k3"):
+    for kind in ("k2", "k3"):
         assert torch.isfinite(kl_estimate(dirty["logprobs"], dirty["ref"], dirty["mask"], kind)).all()
 
 
@@ -571,6 +554,11 @@ def test_group_advantages_invariants():
         group_advantages(rewards, ids, "groups")
 
 
+def episodes_of(turn_rewards, group_ids):
+    """What a credit function sees: episodes with these rewards."""
+    return [SimpleNamespace(rewards=rewards, group_id=group) for rewards, group in zip(turn_rewards, group_ids, strict=True)]
+
+
 MASKS = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0]])
 
 
@@ -581,21 +569,21 @@ def test_turns_are_runs_of_sampled_tokens():
 
 def test_episode_credit_by_hand():
     """Two groups: rewards 0 + 1 against 2 (mean 1.5), 1.5 against 0.5; all tokens of an episode get the same."""
-    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], MASKS, [7, 7, 8, 8], scale="none")
+    a = token_advantages(episodes_of([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], [7, 7, 8, 8]), MASKS, scale="none")
     assert torch.allclose(a, torch.tensor([-0.5, 0.5, 0.5, -0.5])[:, None] * MASKS)
     with pytest.raises(ValueError, match=r"\[1, 1\] turns, but the mask has \[2, 1\]"):
-        token_advantages([[1.0], [2.0]], MASKS[:2], [7, 7])
+        token_advantages(episodes_of([[1.0], [2.0]], [7, 7]), MASKS[:2])
 
 
 def test_process_credit_by_hand():
     """arXiv 2402.03300 section 4.1.3: R = {0, 1, 2}, mean 1, unbiased std 1; normalized (eps aside) -1, 0 | 1."""
-    a = token_advantages([[0, 1], [2], [0.5, 0.5, 0.5], [0.5]], MASKS, [7, 7, 8, 8], "process")
+    a = token_advantages(episodes_of([[0.0, 1.0], [2.0], [0.5, 0.5, 0.5], [0.5]], [7, 7, 8, 8]), MASKS, "process")
     e = 1 / 1.0001
     expected = torch.tensor([[0, -e, -e, 0, 0, 0], [0, 0, e, e, e, e], [0] * 6, [0] * 6])
     assert torch.allclose(a, expected, atol=1e-12) and (a[2:] == 0).all()
     # Rewards paid later count for earlier turns, never the other way round.
     pair = MASKS[2:3].repeat(2, 1)
-    a = token_advantages([[0, 5.0, 0], [0, 0, 0]], pair, ["g", "g"], "process", scale="none")
+    a = token_advantages(episodes_of([[0, 5.0, 0], [0, 0, 0]], "gg"), pair, "process", scale="none")
     m = 5 / 6
     assert torch.allclose(a[0], torch.tensor([5 - 3 * m, 0, 5 - 2 * m, 0, -m, 0]))
 
@@ -604,23 +592,23 @@ def test_the_trap_of_process_credit_and_that_the_others_do_not_have_it():
     """Eight correct episodes of three turns, paid at the end: nothing tells them apart, so no turn deserves a push."""
     mask = torch.tensor([[0, 1, 0, 1, 0, 1]]).repeat(8, 1)
     rewards, ids = [[0.0, 0.0, 1.0]] * 8, ["g"] * 8
-    process = token_advantages(rewards, mask, ids, "process")[0][mask[0] == 1]
+    process = token_advantages(episodes_of(rewards, ids), mask, "process")[0][mask[0] == 1]
     assert process.tolist() == pytest.approx([0, 0.69, 1.38], abs=0.01)
     for credit in ("episode", "turn"):
-        assert (token_advantages(rewards, mask, ids, credit) == 0).all()
+        assert (token_advantages(episodes_of(rewards, ids), mask, credit) == 0).all()
     # One episode is correct after seven turns, another wrong after one: the longer way must not look worse.
     masks = torch.zeros(2, 14, dtype=torch.long)
     masks[0, ::2], masks[1, 0] = 1, 1
     rewards = [[0.0] * 6 + [1.0], [0.0]]
     for credit, sign in (("episode", 1), ("turn", 1)):
-        first = token_advantages(rewards, masks, ["g", "g"], credit)[:, 0]
+        first = token_advantages(episodes_of(rewards, "gg"), masks, credit)[:, 0]
         assert first[0] > 0 > first[1]
 
 
 def test_turn_credit_by_hand():
     """Return-to-go against the same turn number: turn 0: 3 + 1 against 0 + 2, turn 1: 1 against 2, turn 2 is alone."""
     mask = torch.tensor([[1, 0, 1, 0, 0], [1, 0, 1, 0, 1]])
-    a = token_advantages([[3.0, 1.0], [0.0, 2.0, 0.0]], mask, "gg", "turn", scale="none")
+    a = token_advantages(episodes_of([[3.0, 1.0], [0.0, 2.0, 0.0]], "gg"), mask, "turn", scale="none")
     assert torch.allclose(a, torch.tensor([[1.0, 0, -0.5, 0, 0], [-1.0, 0, 0.5, 0, 0]]))
 
 
@@ -630,12 +618,13 @@ def test_credit_permutes_with_the_episodes_and_is_group_advantages_where_all_hav
     mask = torch.tensor([episode_mask(rng, 30, 3) for _ in range(6)])
     turns, ids = turn_index(mask), [0, 1, 0, 1, 0, 1]
     rewards = [[rng.random() for _ in range(int(t.max()) + 1)] for t in turns]
-    a = token_advantages(rewards, mask, ids, credit)
+    episodes = episodes_of(rewards, ids)
+    a = token_advantages(episodes, mask, credit)
     order = [3, 0, 5, 2, 1, 4]
-    permuted = token_advantages([rewards[i] for i in order], mask[order], [ids[i] for i in order], credit)
+    permuted = token_advantages([episodes[i] for i in order], mask[order], credit)
     assert torch.allclose(permuted, a[order], atol=1e-12) and (a[mask == 0] == 0).all()
     ones = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 1]])
-    a = token_advantages([[1.0], [0.0], [4.0]], ones, "ggg", credit)
+    a = token_advantages(episodes_of([[1.0], [0.0], [4.0]], "ggg"), ones, credit)
     plain = group_advantages(torch.tensor([1.0, 0, 4]), "ggg", leave_one_out=credit == "rloo")
     assert torch.allclose(a, plain[:, None] * ones)
 

@@ -127,7 +127,7 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
         max_tokens=160, learning_rate=1e-2, kl_coef=0.1, memory="small"))
     assert result["steps"] == 2
     lines = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
-    assert all(abs(line["first_ratio"] - 1) < 1e-3 and line["first_log_ratio"] < 1e-4 for line in lines)  # unmerged in both
+    assert all(abs(line["first_ratio"] - 1) < 1e-3 and line["sampler_gap"] < 1e-4 for line in lines)  # unmerged in both
     played = load_model(str(tmp_path / "grpo"), train=False, device="cpu")[0]  # on the base that it was trained on
     trained = load_model(str(tmp_path / "grpo"), lora_r=16, device="cpu")[0]
     assert all(sum(isinstance(m, Linear4bit) for m in model.modules()) == 28 for model in (played, trained))
