@@ -11,7 +11,7 @@ import runpy
 import time
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import groupby, product
+from itertools import product
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -20,8 +20,8 @@ from tqdm import tqdm
 from envs import Limits, limits_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
-from experiment import (EnvironmentFault, UserError, is_finite, mix, pass_at_k, problem, summarise,
-                        without_too_long)
+from experiment import (EnvironmentFault, UserError, is_finite, members, mix, pass_at_k, problem,
+                        summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -89,14 +89,18 @@ def ends_on_fault(method):
 class Episode:
     """The bookkeeping of one episode, the same for the model and for a scripted expert.
 
-    `next_ids` are tokens that the trajectory already holds and the engine does not: tool results or
-    a reply. `calls` and `errors` are the last turn's, `stop_id` is the token that ended it.
+    Attributes:
+        calls, errors: what the last turn called, and what of it could not be read.
+        stop_id: the token that ended the last turn.
+        calling: True while the last turn's calls run: `take_results` must follow.
+        next_ids: tokens that the trajectory holds and the engine does not: tool results, a reply.
     """
 
     def __init__(self, session: Session, chat: Chat, limits: Limits, group_id: str):
         self.session = session
         self.chat = chat
         self.limits = limits
+        self.calling = False
         self.next_ids = None
         self.tool_tokens = 0
         counts = ("tool_calls", "tool_errors", "unreadable_calls", "parsed_turns", "timeouts")
@@ -133,10 +137,10 @@ class Episode:
         return not self.trajectory.stop_reason and self.turn_budget > 0
 
     @ends_on_fault
-    def take_turn(self, ids: list[int], logprobs: list[float]) -> bool | None:
-        """Append a sampled turn, and start its tool calls. True if `take_results` must follow.
+    def take_turn(self, ids: list[int], logprobs: list[float]):
+        """Append a sampled turn and start its tool calls (`calling`).
 
-        Otherwise the episode has ended (`trajectory.stop_reason`) or continues with `next_ids`.
+        Without calls the episode ends (`trajectory.stop_reason`) or continues with `next_ids`.
         """
         t = self.trajectory
         t.token_ids += ids
@@ -164,7 +168,7 @@ class Episode:
         if not self.calls and not self.errors:
             return self.take_answer(text)
         self.session.submit(self.calls)
-        return True
+        self.calling = True
 
     def take_answer(self, text: str):
         """Continue an answer without a tool call by the environment's reply, or end the episode."""
@@ -179,6 +183,7 @@ class Episode:
     def take_results(self):
         """Wait for the results of the turn's calls, and append them."""
         t = self.trajectory
+        self.calling = False
         results = self.session.results()
         t.info["timeouts"] = int(self.session.stuck)
         # A token has about three characters.
@@ -246,7 +251,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            run=None) -> list[Trajectory]:
+            run=None, engine=make_engine) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -258,6 +263,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
+        engine: what samples: an engine (llm/engine.py states the protocol), or a function that
+            makes one from the arguments that `make_engine` takes.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the
@@ -288,8 +295,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         if started:
             stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
             slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
-            engine = make_engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
-                                 temperature=temperature, top_k=top_k, top_p=top_p)
+            if callable(engine):
+                engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
+                                temperature=temperature, top_k=top_k, top_p=top_p)
             play_all(engine, started, run)
         watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
@@ -321,16 +329,20 @@ def play_turns(engine, episodes: dict, run=None):
         if run:
             run.check()
         for row in engine.step() if engine.busy else []:
-            if episodes[row].take_turn(row.turn, row.logprobs):
+            episode = episodes[row]
+            episode.take_turn(row.turn, row.logprobs)
+            if episode.calling:
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
-                yield next_turn(engine, row, episodes[row])
+                next_turn(engine, row, episode)
+                yield episode
         # While nothing decodes the clock stands still: continue with those that are due next.
         now = engine.clock // TOOL_STEPS if engine.busy else min(waiting.values(), default=0)
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
             episodes[row].take_results()
-            yield next_turn(engine, row, episodes[row])
+            next_turn(engine, row, episodes[row])
+            yield episodes[row]
 
 
 def next_turn(engine, row, episode):
@@ -340,7 +352,6 @@ def next_turn(engine, row, episode):
         engine.release(row)
     else:
         engine.extend(row, episode.next_ids, episode.turn_budget)
-    return episode
 
 
 def rollout_options(config, run=None) -> dict:
@@ -371,8 +382,8 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
     if not trajectories:  # every prompt is too long
         return {}
-    groups = groupby(trajectories, key=lambda t: t.group_id)
-    successes = [[t.info["success"] for t in group] for _, group in groups]
+    successes = [[trajectories[i].info["success"] for i in group]
+                 for group in members(t.group_id for t in trajectories)]
     return {**summarise(trajectories), **pass_at_k(successes)}
 
 

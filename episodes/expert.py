@@ -36,7 +36,8 @@ def expert_turn(episode: Episode):
     except EnvironmentFault as fault:
         return episode.fail(str(fault))
     ids = episode.chat.turn(text, calls)
-    if episode.take_turn(ids, [0.0] * len(ids)):
+    episode.take_turn(ids, [0.0] * len(ids))
+    if episode.calling:
         episode.take_results()
 
 

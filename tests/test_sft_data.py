@@ -88,7 +88,8 @@ def test_same_chat_through_sft_and_rollout_gives_the_same_ids(case):
     written = list(episode.trajectory.messages)
     for content, calls in (("", [CALL]), ("" if case == "gptoss" else "Again:", [CALL]), ("#### 71", []), ("#### 72", [])):
         ids, place = chat.turn(content, calls), len(episode.trajectory.messages) + 1
-        if episode.take_turn(ids, [0.0] * len(ids)):
+        episode.take_turn(ids, [0.0] * len(ids))
+        if episode.calling:
             episode.take_results()
         written += [{"role": "assistant", "content": content, "tool_calls": calls}, *episode.trajectory.messages[place:]]
     played = episode.trajectory
