@@ -34,12 +34,9 @@ from lora import merged
 TOOL_STEPS = 4
 
 
-@dataclass(eq=False)
+@dataclass
 class Trajectory:
-    """One episode in the order the model saw it. Entry t of the token lists belongs to token t.
-
-    Two episodes with the same content are still two: == and hash are those of the object.
-    """
+    """One episode in the order the model saw it. Entry t of the token lists belongs to token t."""
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)  # 1 exactly where the policy sampled
@@ -51,6 +48,9 @@ class Trajectory:
     stop_reason: str = ""  # "done", "malformed", "error", or the name of the limit that ended it
     messages: list[dict] = field(default_factory=list)  # the same as text, to read
     info: dict = field(default_factory=dict)  # env, task, success, tool calls, tool errors
+
+    # As the key of a dict an episode is itself, whatever another one holds.
+    __hash__ = object.__hash__
 
     @property
     def truncated(self) -> bool:
