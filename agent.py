@@ -251,7 +251,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            run=None, engine=make_engine) -> list[Trajectory]:
+            run=None, engine=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -264,7 +264,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
         engine: what samples: an engine (llm/engine.py states the protocol), or a function that
-            makes one from the arguments that `make_engine` takes.
+            makes one from the arguments that `make_engine` takes, the default.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the
@@ -295,6 +295,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         if started:
             stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
             slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
+            engine = engine or make_engine
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature, top_k=top_k, top_p=top_p)
