@@ -403,12 +403,6 @@ def test_a_weight_that_is_zero_in_float32_leaves_its_episode_out():
     assert batches and all(batch == [episodes[1]] for batch, _ in batches)
 
 
-def test_recorded_episodes_need_no_tasks_to_play(monkeypatch):
-    monkeypatch.setattr(rw, "dry_run", lambda config, episodes, held_out: (episodes, held_out))
-    for path, wanted in (("t.jsonl", (0, 5)), (None, (256, 5))):
-        assert rw.train(rw.Config(trajectories=path, env="equations", eval_tasks=5, dry_run=True)) == wanted
-
-
 def test_the_next_command_plays_no_texts():
     from experiment.closing import next_command
     texts = rw.Config(output_dir="o", env=None, dataset="pairs.jsonl", dtype="float32")

@@ -7,7 +7,7 @@ from memory_helpers import IDS, load
 from safetensors.torch import load_file, save_file
 
 from experiment.errors import UserError
-from llm.budget import Bytes, Workload, measure
+from bench.budget import Bytes, Workload, measure
 from llm.loading import load_model
 from llm.memory import Techniques
 from llm.quantization import Linear4bit
