@@ -25,9 +25,8 @@ from llm.adapter_files import (
 )
 from llm.attention import causal_attention, other_layers
 from llm.checkpointing import checkpoint_layers, tile_mlps
-from llm.facts import Facts, facts
 from llm.logprobs import head_logits, hidden_states
-from llm.memory import PLAIN, Techniques, techniques, techniques_of
+from llm.memory import PLAIN, Facts, Techniques, facts, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.quantization import pinned, round_weights
@@ -91,8 +90,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         tokenizer = read_tokenizer(path)
     stream = Stream(layers_of(model), device) if chosen.stream_layers else None
     model.to(device).requires_grad_(False).eval()
-    model.techniques = chosen
-    model.facts = Facts(source, seed)
+    model.facts = Facts(source, seed, chosen)
     _check_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
     if device.type != "meta":

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from llm.checkpointing import recompute
-from llm.facts import facts
+from llm.memory import facts
 from llm.quantization import BLOCK_ROWS, Int8Head, blocks
 from lora import GRADIENT_SCALE
 

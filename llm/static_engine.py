@@ -14,7 +14,7 @@ import torch
 
 from experiment.errors import first_line
 from llm.engine import Engine
-from llm.facts import facts
+from llm.memory import facts
 
 WINDOW = 4  # decode steps between two looks at the results
 SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one is twice as long

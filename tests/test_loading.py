@@ -18,7 +18,7 @@ import lora
 from experiment.checkpoint import write_checkpoint
 from experiment.errors import UserError
 from llm import adapter_files, model_files
-from llm.facts import facts
+from llm.memory import facts
 from llm.loading import is_tiny, load_model, load_weights, newest, save_model
 from llm.loading import merge
 from llm.tiny import make_tiny

@@ -23,7 +23,7 @@ from lora_helpers import (
 from torch.nn import functional as F
 
 from experiment.errors import UserError
-from llm.facts import facts
+from llm.memory import facts
 from llm.loading import load_model, save_model
 from llm.logprobs import token_logprobs
 from lora import adapters, add_lora, freeze_reference, merged, reference

@@ -1,4 +1,4 @@
-"""llm/skeleton.py: a model that is read one tensor at a time is the stock model of its weights."""
+"""llm/model_files.py: a model that is read one tensor at a time is the stock model of its weights."""
 from pathlib import Path
 
 import pytest

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm import loading
 from llm.attention import causal_attention
-from llm.facts import facts
+from llm.memory import facts
 from llm.logprobs import token_logprobs
 
 
