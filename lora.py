@@ -182,7 +182,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: on the adapter's input, only while training.
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
-            output head), or a list of names or last parts of names.
+            output head), or names or last parts of names, in a list or with commas between them.
         seed: of the draws for A.
         apart: see `Adapter`.
         device: where A and B live, if not beside their weights.
@@ -206,8 +206,8 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by
 
 def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
-    linears = linears_of(model)
-    if targets == "all-linear":
+    linears, targets = linears_of(model), target_names(targets)
+    if targets == ["all-linear"]:
         targets = _text_targets(model, linears)
     chosen, known = {}, set()
     for name, linear in linears.items():
@@ -221,6 +221,13 @@ def _targeted(model, targets):
         raise UserError("--lora_target_modules: no Linear called "
                         f"{', '.join(unknown) or 'all-linear'}; the model has: {ends}")
     return chosen, targets
+
+
+def target_names(targets) -> list:
+    """Return target modules as a list, which may be given with commas between them."""
+    if isinstance(targets, str):
+        return [target.strip() for target in targets.split(",")]
+    return list(targets)
 
 
 def _text_targets(model, linears) -> list:

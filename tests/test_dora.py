@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lora
-from llm.loading import load_model, save_model
+from llm import load_model, save_model
 from llm.logprobs import token_logprobs
 from lora import adapters, add_lora, merged
 

@@ -7,7 +7,7 @@ import torch
 
 import lora
 from bench.completions import generate
-from llm.loading import load_model, save_model
+from llm import load_model, save_model
 from llm.logprobs import token_logprobs
 from llm.loading import merge
 from llm.static_engine import make_engine
