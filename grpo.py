@@ -31,7 +31,7 @@ from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, Tr
                         UserError, auto, check_accumulation, fill, flag, main)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs, turn_index)
-from lora import freeze_reference, kept_by_merging, merged, reference
+from lora import freeze_reference, merged, reference
 from sft import teach_tiny
 
 
@@ -400,7 +400,7 @@ def train(config: Config) -> dict:
                                   trainer_logprobs, ref_logprobs, mask)
             advantages = token_advantages(rewards, mask, [t.group_id for t in batch],
                                           config.credit, scale=config.scale_rewards)  # (B, T)
-            run.log(**group_shares(batch, advantages), merge_kept=kept_by_merging(model))
+            run.log(**group_shares(batch, advantages))
             old_logprobs, advantages = correct_importance(
                 config, trainer_logprobs, sampled_logprobs, advantages, mask)  # (B, T) each
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)

@@ -58,8 +58,7 @@ def main():
         with open(os.path.join(folder, "metrics.jsonl")) as file:
             lines = [json.loads(line) for line in file]
         row = rows.setdefault(rate, {"runs": []})
-        row["runs"].append({**result, "success_in_training": [line["success"] for line in lines],
-                            "merge_kept": [line.get("merge_kept") for line in lines]})
+        row["runs"].append({**result, "success_in_training": [line["success"] for line in lines]})
         for name in ("success_before", "success_after"):
             values = [run[name] for run in row["runs"]]
             row[name] = {"values": values, **spread(values)}

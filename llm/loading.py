@@ -128,7 +128,7 @@ def _adapt(model, adapter: dict, dropout: float, seed: int, folder: str | None):
     try:
         add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, adapter["target_modules"],
                  adapter.get("use_rslora", False), seed,
-                 apart=chosen.load_in_4bit or chosen.stream_layers,
+                 mergeable=not (chosen.load_in_4bit or chosen.stream_layers),
                  device="cpu" if chosen.adamw_on_host else None)
     except UserError as error:
         place = f"{folder}: {ADAPTER}: " if folder else ""

@@ -11,7 +11,7 @@ Each setting adds to the one before it:
                   in host memory                                     llm/training_state.py
     stream        the base in host memory, two layers at a time on the device    llm/streaming.py
 
-No technique changes an equation. `python bench/memory.py` with a run's flags counts what each needs.
+No technique changes an equation. With a run's flags, bench/memory.py counts what each needs.
 """
 from dataclasses import dataclass
 from typing import NamedTuple

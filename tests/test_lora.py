@@ -269,7 +269,7 @@ def test_merging_takes_the_adapter_to_where_the_base_is(tiny):
     for linear in adapters(model).values():
         linear.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     with merged(model):
-        assert all(linear.weight.is_meta and linear.lora.base is not None for linear in adapters(model).values())
+        assert all(linear.weight.is_meta and linear.lora.mode == "merged" for linear in adapters(model).values())
 
 
 # ---------------------------------------------------------------------------------------- what "all-linear" stands for
@@ -329,4 +329,4 @@ def test_merged_twice_is_merged_once(tiny):
         with merged(model):
             assert torch.equal(logits_of(model), outer)
         assert torch.equal(logits_of(model), outer)
-    assert all(linear.lora.base is None for linear in adapters(model).values())
+    assert all(linear.lora.mode == "beside" and linear.lora.kept is None for linear in adapters(model).values())
