@@ -22,7 +22,8 @@ CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
 GPU_PIECE = 2**21
 
 
-def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
+def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
+                   return_hidden: bool = False):
     """Return log pi(token t | tokens before t) and the policy's entropy there, in nats.
 
     Column t belongs to token t and is predicted from column t - 1; column 0 is 0.0. The head runs
@@ -34,8 +35,12 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
         token_ids: (B, T), right-padded
         loss_mask: (B, T), 1 where a log-probability is wanted
         temperature: the logits are divided by it
+        return_hidden: True also returns what the head saw, for a head that a fork adds
 
     Returns logprobs (B, T) and entropy (B, T), float32, differentiable, 0.0 where the mask is 0.
+    With return_hidden also hidden (B, T, D), of the same kind: column t holds the last hidden state
+    before token t. The scale of float16 gradients lies behind it (see `scale_gradient`), so what is
+    computed from it in float32, such as values V = value_head(hidden), gets plain gradients.
     """
     prefix = shared_prefix(model, token_ids, loss_mask)
     hidden, index = hidden_states(model, token_ids, prefix)  # (N, D), (B, T)
@@ -54,7 +59,14 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
         scale_gradient(entropy)
     zeros = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     columns = F.pad(predicted, (1, 0))  # (B, T)
-    return zeros.masked_scatter(columns, logprobs), zeros.masked_scatter(columns, entropy)
+    results = zeros.masked_scatter(columns, logprobs), zeros.masked_scatter(columns, entropy)
+    if not return_hidden:
+        return results
+    exact = hidden.float()  # (n, D)
+    if exact.requires_grad and hidden.dtype == torch.float16:
+        scale_gradient(exact)
+    padded = exact.new_zeros(*token_ids.shape, exact.shape[1])  # (B, T, D)
+    return *results, padded.masked_scatter(columns[..., None], exact)
 
 
 @torch.no_grad()
