@@ -223,9 +223,9 @@ def _check_tokenizer(model, tokenizer, path):
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
-    rows = len(model.get_input_embeddings().weight)
-    if len(tokenizer) > rows:
-        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}: "
+    vocabulary = len(model.get_input_embeddings().weight)
+    if len(tokenizer) > vocabulary:
+        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
                         "they belong to different models")
 
 
@@ -291,8 +291,8 @@ def fast_float32():
     except (AttributeError, RuntimeError):
         return
     generator = torch.Generator().manual_seed(0)
-    for rows in (1, 33, 512):
-        x = torch.randn(rows, 384, generator=generator)
+    for tokens in (1, 33, 512):
+        x = torch.randn(tokens, 384, generator=generator)
         w = torch.randn(384, 129, generator=generator)
         exact = x.double() @ w.double()
         if ((x @ w).double() - exact).abs().max() > 3e-6 * exact.abs().max():

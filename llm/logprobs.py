@@ -85,8 +85,8 @@ def score(model, token_ids, mask, temperature: float, run, batch):
     """
     logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
     model.eval()
-    for rows in run.micro_batches(batch, "score"):
-        logprobs[rows], _ = token_logprobs(model, token_ids[rows], mask[rows], temperature)
+    for index in run.micro_batches(batch, "score"):
+        logprobs[index], _ = token_logprobs(model, token_ids[index], mask[index], temperature)
     return run.ranks.add(logprobs)
 
 
@@ -128,29 +128,29 @@ def hidden_states(model, token_ids, prefix: int):
         prefix: how many tokens, the same in all rows, go through the model once; or 0
     """
     B, T = token_ids.shape
-    columns = torch.arange(T, device=token_ids.device)
-    rows = torch.arange(B, device=token_ids.device)[:, None]
+    column = torch.arange(T, device=token_ids.device)
+    row = torch.arange(B, device=token_ids.device)[:, None]
     if not prefix:
         hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1), rows * T + columns
+        return hidden.flatten(0, 1), row * T + column
     packed = torch.cat([token_ids[0, :prefix], token_ids[:, prefix:].flatten()])  # (N,)
-    positions = torch.cat([columns[:prefix], columns[prefix:].repeat(B)])  # (N,)
+    positions = torch.cat([column[:prefix], column[prefix:].repeat(B)])  # (N,)
     # Without a mask transformers would make one, square in all of the row's tokens.
     no_mask = token_ids.new_ones(1, 1, 1, 1)
     hidden = model.base_model(
         input_ids=packed[None], position_ids=positions[None], use_cache=False,
         attention_mask=no_mask, shared_prefix=(prefix, B)).last_hidden_state[0]  # (N, D)
-    return hidden, torch.where(columns < prefix, columns, rows * (T - prefix) + columns)
+    return hidden, torch.where(column < prefix, column, row * (T - prefix) + column)
 
 
-def head_logits(model, hidden, rows: slice | None = None):
+def head_logits(model, hidden, block: slice | None = None):
     """Return the logits (N, V) of hidden states (N, D), scaled as Cohere, Granite and Gemma 2 do.
 
-    With `rows`, only that slice of V is computed, by a head whose weight is in int8.
+    With `block`, only that slice of V is computed, by a head whose weight is in int8.
     """
     head = model.get_output_embeddings()
     config = model.config
-    logits = head(hidden) if rows is None else head.block(hidden, rows)
+    logits = head(hidden) if block is None else head.block_logits(hidden, block)
     if getattr(config, "logit_scale", None):
         logits = logits * config.logit_scale
     if getattr(config, "logits_scaling", None):
@@ -177,12 +177,12 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.model = model
         ctx.temperature = temperature
         ctx.weights = weights
-        ctx.rows = max(1, CHUNK // len(model.get_output_embeddings().weight))
+        ctx.chunk_size = max(1, CHUNK // len(model.get_output_embeddings().weight))
         keep = ctx.needs_input_grad[1] and not weights
         slope = torch.empty_like(hidden) if keep else None  # (N, D)
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
-        for chunk in blocks(len(hidden), ctx.rows):
+        for chunk in blocks(len(hidden), ctx.chunk_size):
             with torch.set_grad_enabled(keep):
                 h = hidden[chunk].detach().requires_grad_(keep)
                 logits = head_logits(model, h)  # (n, V)
@@ -203,7 +203,7 @@ class _HeadLogprobs(torch.autograd.Function):
             return None, grad_hidden, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weights = [torch.zeros_like(weight) for weight in ctx.weights]
-        for chunk in blocks(len(hidden), max(1, ctx.rows // 2)):
+        for chunk in blocks(len(hidden), max(1, ctx.chunk_size // 2)):
             with torch.enable_grad():
                 h = hidden[chunk].detach().requires_grad_()
                 logits = head_logits(ctx.model, h)  # (n, V)
@@ -219,7 +219,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
-    """Write the targets' log-probabilities (n,) and the entropy (n,), a piece of rows at a time.
+    """Write the targets' log-probabilities (n,) and the entropy (n,), a few tokens at a time.
 
     Args:
         logits: (n, V) in the model's dtype

@@ -25,7 +25,7 @@ def plain_model_of(model, folder):
                 plain.get_submodule(name).weight.copy_(module.dequantize(torch.float32))
         embedding = model.get_input_embeddings()
         if isinstance(embedding, Int8Embedding):
-            plain.get_input_embeddings().weight.copy_(embedding.table.rows(slice(None), "cpu"))
+            plain.get_input_embeddings().weight.copy_(embedding.table.dequantize(slice(None), "cpu"))
     return plain
 
 
