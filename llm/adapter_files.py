@@ -28,7 +28,7 @@ UNDERSTOOD = {
     "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
     "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
     "qalora_group_size", "runtime_config", "ensure_weight_tying"}
-# How the metadata of the tensors say in which form the base was stored.
+# The words by which the metadata of the tensors say in which form the base was stored.
 FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
 

@@ -175,10 +175,10 @@ class Chat:
             return turn_ids
         # The prompt may end with "<think>", "\n" where the turn has "<think>", "\n\n": one token
         # across the seam.
-        for count in range(1, len(missing.encode()) + 2):
-            text = self._template.decode(turn_ids[:count])
+        for end in range(1, len(missing.encode()) + 2):
+            text = self._template.decode(turn_ids[:end])
             if text.startswith(missing):
-                return self._template.encode(text[len(missing) :]) + turn_ids[count:]
+                return self._template.encode(text[len(missing) :]) + turn_ids[end:]
         # The template's own turns do not have a thought.
         if missing.strip() == "<think>":
             return self._template.encode("</think>\n\n") + turn_ids

@@ -7,22 +7,21 @@
             engine.extend(row, tool_result_ids, 64)  # continues in the same cache
             engine.release(row)                      # or leaves, and a waiting row takes its slot
 
-This is the protocol of every engine, also of one that asks a server, in words:
+These six are the protocol of every engine, also of one that asks a server:
 
-    add(rows)                Take new rows. A row's first turn continues its prompt, `row.pending`.
-    step()                   Sample on, and return the rows whose turn has ended, perhaps none. It is
-                             called while `busy` is True.
-    extend(row, ids, limit)  Append ids that the model did not sample to a row whose turn has ended,
-                             and start its next turn, of at most `limit` tokens.
-    release(row)             Forget a row whose turn has ended.
-    busy                     True while a turn is not over. Rows that wait for `extend` do not count.
-    clock                    How many decode steps were taken; it tells when a tool's result is due.
+    add(rows)                takes new rows; a row's first turn continues its prompt, `row.pending`
+    step()                   samples on and returns the rows whose turn has ended, perhaps none
+    extend(row, ids, limit)  appends ids that the model did not sample to a row whose turn has
+                             ended, and starts its next turn, of at most `limit` tokens
+    release(row)             forgets a row whose turn has ended
+    busy                     True while `step` has something to do; then alone it is called
+    clock                    how many decode steps were taken: it decides when tool results are due
 
-The caller makes a Row (prompt, group, seed, limit) and afterwards only reads what the engine writes:
-`row.turn`, the ids sampled in the turn, with the stop id that ended it if one did, and
-`row.logprobs`, their log-probabilities in nats under the distribution that they were drawn from. A
-turn ends with one of the engine's stop ids, or with its `limit`-th token. Two runs with equal seeds
-sample the same, whoever shares the batch. Everything else in a Row belongs to the engine.
+The caller makes each Row with its prompt, group, seed and limit. After that it only reads what the
+engine has written: `row.turn`, the ids sampled in this turn, with the stop id that ended it if one
+did, and `row.logprobs`, their log-probabilities in nats under the distribution that they were drawn
+from. A turn ends with one of the engine's stop ids or with its `limit`-th token. What a row samples
+follows from its ids and its seed. Everything else in a Row belongs to the engine.
 
 Every row writes at its own position of the cache (kv_cache.py), and attention masks what lies
 beyond (attention.py). The rows that decode are kept in the first slots, so that a step reads a
@@ -133,7 +132,10 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True while a row can be decoded. Rows that wait for `extend` do not count."""
+        """True while a row can be decoded.
+
+        Rows that wait for `extend`, or for the slot of such a row, do not count.
+        """
         can_enter = self.waiting and None in self.owner
         return bool(can_enter or self.in_state("prefill") or self.in_state("decode"))
 

@@ -154,7 +154,7 @@ def _use_techniques(model, chosen: Techniques, stream):
 
 
 def _check_trainable(chosen, memory, dtype, lora_r):
-    """Refuse techniques that only frozen weights can have, and those that need recomputation."""
+    """Refuse techniques and dtypes that only frozen weights can have."""
     if not lora_r and (chosen.frozen_base or chosen.adamw_on_host):
         flag = f"--memory {memory}" if memory not in ("plain", "checkpoint") else "--load_in_4bit"
         raise UserError(f"{flag} is for weights that stay as they are; "
@@ -162,9 +162,6 @@ def _check_trainable(chosen, memory, dtype, lora_r):
     if not lora_r and dtype.endswith("16"):
         raise UserError("--dtype is for weights that stay as they are; "
                         "give --lora_r, e.g. 16, or --dtype float32")
-    if (chosen.stream_layers or chosen.offload_activations) and not chosen.gradient_checkpointing:
-        raise ValueError("streaming and offloading need gradient_checkpointing: "
-                         "the backward pass runs each layer again")
 
 
 def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:

@@ -55,9 +55,12 @@ def techniques(memory: str | Techniques, load_in_4bit: bool = False,
         gradient_checkpointing: True adds recomputation
     """
     chosen = SETTINGS[memory] if isinstance(memory, str) else memory
+    # The backward pass has to run a layer again whose weights or input are not on the device.
+    needs_checkpoints = chosen.stream_layers or chosen.offload_activations
     return chosen._replace(
         load_in_4bit=chosen.load_in_4bit or load_in_4bit,
-        gradient_checkpointing=chosen.gradient_checkpointing or gradient_checkpointing)
+        gradient_checkpointing=(
+            chosen.gradient_checkpointing or gradient_checkpointing or needs_checkpoints))
 
 
 @dataclass

@@ -105,7 +105,7 @@ class StaticEngine(Engine):
             self.static_steps(width, span)
 
     def static_steps(self, width: int, span: int):
-        """Run decode steps of the first `width` rows. Nothing here looks at a value on the device."""
+        """Run decode steps of the first rows. Nothing here looks at a value on the device."""
         token, position = self.inputs[:2, :width].long()  # (R,) each
         uniforms, forced = self.inputs[2:, :width].chunk(2)  # (WINDOW, R) each
         for step in range(WINDOW):

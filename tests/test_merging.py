@@ -8,9 +8,8 @@ import torch
 import lora
 from bench.completions import generate
 from bench.merging import kept_by_merging
-from llm import load_model, save_model
+from llm import load_model, merge, save_model
 from llm.logprobs import token_logprobs
-from llm.loading import merge
 from llm.static_engine import make_engine
 from lora import adapters, dithered, merged
 
