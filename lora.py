@@ -35,16 +35,15 @@ class Settings:
 
 
 class Adapter(nn.Module):
-    """The LoRA of one Linear: its parameters, and which weight the Linear holds at the moment.
+    """The LoRA of one Linear: its parameters, and how they take part at the moment.
 
     Attributes:
         A: (r, in), drawn uniformly as PEFT does (kaiming_uniform with a = sqrt(5)).
         B: (out, r), zero at the start.
-        active: False makes the Linear the plain one.
-        apart: True where the weight cannot hold a merged adapter (4-bit or streamed weights).
-        base: the frozen weight while the Linear holds the merged one, else None.
-        cast: while decoding unmerged, A and B in the model's dtype from their first use on, [] up
-            to then; else None.
+        mode: "beside" adds the update to W x. "cached" does too, and while decoding it casts A and
+            B only once. "merged" has the update in the Linear's weight. "off" leaves W x alone.
+        kept: W in mode "merged", the cast A and B in mode "cached", else None.
+        mergeable: False where the weight cannot hold an update (4-bit or streamed weights).
         peft_entries: what adapter_config.json says of this kind besides the settings.
     """
     peft_entries = {}
@@ -57,9 +56,9 @@ class Adapter(nn.Module):
         self.B = nn.Parameter(torch.zeros(linear.out_features, r, device=device))
         self.scale = scale
         self.dropout = dropout
-        self.active = True
-        self.apart = False
-        self.base = self.cast = None
+        self.mode = "beside"
+        self.kept = None
+        self.mergeable = True
 
     def tensors(self) -> dict:
         """Return the parameters under the names that PEFT saves them by."""
@@ -87,27 +86,29 @@ class Adapter(nn.Module):
 
     def factors(self, x):
         """Return A and B in the dtype and on the device of x."""
-        keep = self.cast is not None and torch.is_inference_mode_enabled()
-        if keep and self.cast:
-            return self.cast
+        caches = self.mode == "cached" and torch.is_inference_mode_enabled()
+        if caches and self.kept:
+            return self.kept
         factors = Cast.apply(self.A, x), Cast.apply(self.B, x)
-        if keep:
-            self.cast = factors
+        if caches:
+            self.kept = factors
         return factors
 
     def frozen_weight(self, linear):
         """Return W, whether the Linear holds it or the merged weight."""
-        return linear.weight.data if self.base is None else self.base
+        return self.kept if self.mode == "merged" else linear.weight.data
 
     def merge(self, linear):
         """Put the effective weight in place of the frozen one, which `unmerge` brings back."""
-        self.base = self.frozen_weight(linear)
-        linear.weight.data = dithered(self.effective_weight(self.base), self.base.dtype)
+        self.kept = weight = self.frozen_weight(linear)
+        self.mode = "merged"
+        linear.weight.data = dithered(self.effective_weight(weight), weight.dtype)
 
     def unmerge(self, linear):
-        if self.base is not None:
-            linear.weight.data = self.base
-        self.base = self.cast = None
+        """Go back to "beside"."""
+        linear.weight.data = self.frozen_weight(linear)
+        self.mode = "beside"
+        self.kept = None
 
 
 def adapted_forward(linear, x):
@@ -115,9 +116,11 @@ def adapted_forward(linear, x):
     adapter = linear.lora
     whole_weight(linear)  # a decoder may have freed it
     output = type(linear).forward(linear, x)
-    if adapter.base is None:
-        return adapter(linear, x, output) if adapter.active else output
-    return adapter.give_gradients(linear, x, output) if torch.is_grad_enabled() else output
+    if adapter.mode in ("beside", "cached"):
+        return adapter(linear, x, output)
+    if adapter.mode == "merged" and torch.is_grad_enabled():
+        return adapter.give_gradients(linear, x, output)
+    return output
 
 
 # Activations that backward can compute again: tensor -> function without arguments.
@@ -172,7 +175,7 @@ class Cast(torch.autograd.Function):
 
 # -------------------------------------------------------------------------------- adding and asking
 def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear",
-             use_rslora: bool = False, seed: int = 0, apart: bool = False, device=None,
+             use_rslora: bool = False, seed: int = 0, mergeable: bool = True, device=None,
              kind=Adapter):
     """Give every targeted Linear an adapter, and freeze everything else.
 
@@ -182,9 +185,9 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: on the adapter's input, only while training.
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
-            output head), or a list of names or last parts of names.
+            output head), or names or last parts of names, in a list or with commas between them.
         seed: of the draws for A.
-        apart: see `Adapter`.
+        mergeable: see `Adapter`.
         device: where A and B live, if not beside their weights.
         kind: the class of the adapters.
     """
@@ -194,7 +197,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     scale = alpha / (math.sqrt(r) if use_rslora else r)
     for linear in linears.values():
         linear.lora = kind(linear, r, scale, dropout, generator, device or linear.weight.device)
-        linear.lora.apart = apart
+        linear.lora.mergeable = mergeable
         linear.forward = partial(adapted_forward, linear)
     model.lora_settings = Settings({
         "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
@@ -206,8 +209,8 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by
 
 def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
-    linears = linears_of(model)
-    if targets == "all-linear":
+    linears, targets = linears_of(model), target_names(targets)
+    if targets == ["all-linear"]:
         targets = _text_targets(model, linears)
     chosen, known = {}, set()
     for name, linear in linears.items():
@@ -221,6 +224,13 @@ def _targeted(model, targets):
         raise UserError("--lora_target_modules: no Linear called "
                         f"{', '.join(unknown) or 'all-linear'}; the model has: {ends}")
     return chosen, targets
+
+
+def target_names(targets) -> list:
+    """Return target modules as a list, which may be given with commas between them."""
+    if isinstance(targets, str):
+        return [target.strip() for target in targets.split(",")]
+    return list(targets)
 
 
 def _text_targets(model, linears) -> list:
@@ -268,7 +278,7 @@ def adapter_tensors(model) -> dict:
 
 def whole_policy(module) -> bool:
     """True if the weight alone gives the output: no adapter, a merged one, or one switched off."""
-    return not is_adapted(module) or not module.lora.active or module.lora.base is not None
+    return not is_adapted(module) or module.lora.mode in ("merged", "off")
 
 
 # ---------------------------------------------------------------------------------- 16-bit rounding
@@ -315,11 +325,11 @@ class _DitheredSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output, update):
-        # The sum is written over the update, some rows in float32 at a time: what a CPU's cache
+        # The sum is written over the update, some tokens in float32 at a time: what a CPU's cache
         # holds, and on a GPU, where each piece is six kernels, 8 MiB.
         ctx.mark_dirty(update)
-        rows = max(1, 2**(18 if output.device.type == "cpu" else 21) // output.shape[-1])
-        for y, u in zip(output.flatten(0, -2).split(rows), update.flatten(0, -2).split(rows)):
+        tokens = max(1, 2**(18 if output.device.type == "cpu" else 21) // output.shape[-1])
+        for y, u in zip(output.flatten(0, -2).split(tokens), update.flatten(0, -2).split(tokens)):
             u.copy_(dithered(y.float().add_(u), y.dtype, by_column=True))
         return update
 
@@ -343,28 +353,15 @@ def merged(model, update: bool = False):
                and not (update and linear.lora.dropout)]
     try:
         for linear in linears:
-            if linear.lora.apart:
-                linear.lora.cast = []
-            else:
+            if linear.lora.mergeable:
                 linear.lora.merge(linear)
+            else:
+                linear.lora.mode = "cached"
         yield
     finally:
         for linear in linears:
             linear.lora.unmerge(linear)
         give_back_memory()
-
-
-def kept_by_merging(model) -> float:
-    """Return <merged - W, update> / <update, update> over some Linears: 1.0 if nothing is lost."""
-    kept = whole = 0.0
-    linears = [linear for linear in adapters(model).values() if not linear.lora.apart]
-    for linear in linears[::max(1, len(linears) // 4)]:
-        base = linear.lora.frozen_weight(linear)
-        effective = linear.lora.effective_weight(base)
-        update = effective - base
-        kept += float((update * (dithered(effective, base.dtype).float() - base)).sum())
-        whole += float(update.square().sum())
-    return kept / whole if whole else 1.0
 
 
 def merge_adapter(model):
@@ -378,7 +375,7 @@ def merge_adapter(model):
 def free_merged(linears):
     """Free the merged weights of these Linears: a decoder has them in its own layout."""
     for linear in linears:
-        if is_adapted(linear) and linear.lora.base is not None:
+        if is_adapted(linear) and linear.lora.mode == "merged":
             linear.weight.data = linear.weight.data.new_empty(0)
 
 
@@ -414,10 +411,10 @@ def reference(model, frozen: dict | None):
 def _exchange(model, frozen):
     """Swap what trains with its frozen copy, or switch the adapter off or on if there is none."""
     for linear in adapters(model).values():
-        if linear.lora.base is not None:
+        if linear.lora.mode in ("merged", "cached"):
             raise RuntimeError("leave the block of lora.merged before entering lora.reference")
         if frozen is None:
-            linear.lora.active = not linear.lora.active
+            linear.lora.mode = "off" if linear.lora.mode == "beside" else "beside"
     for name, p in model.named_parameters():
         if frozen and name in frozen:
             p.data, frozen[name] = frozen[name], p.data

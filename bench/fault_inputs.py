@@ -27,7 +27,7 @@ import sft  # noqa: E402
 from window import report  # noqa: E402
 from episodes.tasks import load_tasks  # noqa: E402
 from experiment.program import main  # noqa: E402
-from llm.loading import load_model, save_model  # noqa: E402
+from llm import load_model, save_model  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
 
 SECONDS = 20

@@ -1,20 +1,29 @@
-"""The memory that training takes, for models and flags, counted on a machine without a GPU.
+"""The memory that a run takes at every setting of --memory, counted on a machine that need not have it.
 
-    python bench/memory.py                  prints the README's table; the last line is JSON
+    python bench/memory.py --model_path X --max_tokens 4096 ...       the flags of grpo.py
+    python bench/memory.py sft.py --model_path X --batch_size 8 ...   those of another algorithm, or of a fork
+    python bench/memory.py                                            the README's table; the last line is JSON
 
-One micro-batch of one sequence through lora.token_logprobs, backward and AdamW, whose gradients and moments are there
-from the steps before, rank 16 on all Linears, bfloat16: the code of a run, on the meta device (budget.py). MiB of
-tensors on the GPU; CUDA's context comes on top, 300 to 500.
+With flags: what one of the run's steps needs on this machine's GPU, or without one in its memory, and the first setting
+that fits. Without: one micro-batch of one sequence, rank 16 on all Linears, bfloat16, on a GPU. It is the code of a run
+on the meta device (budget.py), whose AdamW has the gradients and moments of the steps before. MiB of tensors; CUDA's
+context comes on top, 300 to 500.
 """
+import importlib
 import json
-import os
 import sys
 import tempfile
+from pathlib import Path
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import torch
 
-from llm.budget import MIB, Workload, measure  # noqa: E402
-from llm.memory import SETTINGS  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.budget import MIB, Workload, measure  # noqa: E402
+from experiment.command_line import parse  # noqa: E402
+from experiment.errors import UserError  # noqa: E402
+from llm.loading import model_options  # noqa: E402
+from llm.memory import SETTINGS, techniques  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
 
 # hidden, layers, heads, KV heads, MLP, vocabulary, tied: config.json of the Qwen2.5 models
@@ -34,7 +43,8 @@ def update_bytes(name: str, tokens: int, memory: str) -> dict:
         return measure({"path": folder, "lora_r": 16, "dtype": "bfloat16", "memory": memory}, Workload(1, tokens))
 
 
-def main():
+def print_models():
+    """Print the README's table."""
     print(f"{'MiB':14}{'tokens':>8}" + "".join(f"{name:>15}" for name in SETTINGS))
     last = {}
     for name in MODELS:
@@ -47,6 +57,96 @@ def main():
                 key = ("Qwen2.5-7B-streamed", "stream") if name == "Qwen2.5-7B" else (name, "small")
                 last[key[0]] = round(row[key[1]], 1)
     print(json.dumps(last))
+
+
+# ------------------------------------------------------------------------------------------------ the memory of one run
+def print_settings(arguments: list[str]) -> dict:
+    """Print what a step of a run needs at every setting, and return it in MiB: {setting: {phase: MiB}}.
+
+    arguments: perhaps the file of an algorithm, then the flags of a run.
+    """
+    program = arguments.pop(0) if arguments[0].endswith(".py") else "grpo.py"
+    algorithm = importlib.import_module(Path(program).stem)
+    config = algorithm.settle(parse(algorithm.Config, arguments, __doc__))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    step = workload(algorithm, config, config.memory)
+    print(f"MiB for an update of {step.rows} x {step.tokens:,} tokens and a rollout of so many episodes:")
+    print(f"{'--memory':12}{'update':>9}{'rollout':>9}{'episodes':>10}{'host':>9}")
+    needs = {}
+    for memory in SETTINGS:
+        work = workload(algorithm, config, memory)
+        try:
+            peaks = measure({"path": config.model_path, **model_options(config), "memory": memory}, work, kind)
+        except UserError as error:
+            if memory == config.memory:
+                raise
+            print(f"{memory:12}cannot be used: {error}")
+            continue
+        update, rollout, host = (peaks.get(phase, 0) / MIB for phase in ("update", "rollout", "host"))
+        needs[memory] = {"update": update, "rollout": rollout, "host": host}
+        print(f"{memory:12}{update:9,.0f}{rollout:9,.0f}{work.decode_rows:10}{host:9,.0f}", flush=True)
+    print(advice(needs, free_memory(kind)))
+    return needs
+
+
+def workload(algorithm, config, memory: str) -> Workload:
+    """Return the work of an algorithm's step at a setting, with the larger of its rollout and its evaluation."""
+    most = techniques(memory).decode_rows
+    tasks = getattr(config, "tasks_per_step", getattr(config, "num_tasks", 0))
+    if getattr(config, "trajectories", None):
+        # The episodes are there already.
+        tasks = 0
+    group_size = getattr(config, "group_size", 1)
+    episodes = tasks * group_size
+    sequences = config.batch_size
+    if algorithm.__name__ == "dpo":
+        # A pair is two sequences.
+        sequences *= 2
+    elif episodes:
+        sequences = min(sequences, episodes)
+    if min(config.eval_tasks, most) > min(episodes, most):
+        episodes, group_size = config.eval_tasks, 1
+    return Workload(
+        sequences, config.max_tokens, getattr(config, "temperature", 1.0),
+        # sft updates with the adapter beside the weights, the others with it merged.
+        merge=hasattr(algorithm, "merged"),
+        # The weights at the start are kept for a KL penalty.
+        keep_start=bool(getattr(config, "kl_coef", 0)),
+        decode_rows=min(episodes, most), group_size=group_size,
+        max_new_tokens=min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1))
+
+
+def advice(needs: dict, free: float) -> str:
+    """Return the first setting that fits into `free` MiB as a sentence, or what else could be changed."""
+    largest = {memory: max(mib["update"], mib["rollout"]) for memory, mib in needs.items()}
+    for memory, mib in largest.items():
+        if mib <= free:
+            return f"{free:,.0f} MiB are free here. The first setting that fits is --memory {memory}."
+    least = min(largest, key=largest.get)
+    return (f"{free:,.0f} MiB are free here. No setting fits, and --memory {least} needs the least: "
+            "lower --batch_size or --max_tokens, or take a smaller model.")
+
+
+def free_memory(kind: str) -> float:
+    """Return the MiB that are free on the GPU, or in this machine's memory."""
+    if kind == "cuda":
+        return torch.cuda.mem_get_info()[0] / MIB
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) / 1024
+    return float("inf")
+
+
+def main():
+    if len(sys.argv) == 1:
+        print_models()
+        return
+    try:
+        print(json.dumps(print_settings(sys.argv[1:])))
+    except UserError as error:
+        sys.exit(f"memory.py: {error}")
 
 
 if __name__ == "__main__":

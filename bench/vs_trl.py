@@ -124,7 +124,8 @@ def now() -> float:
 def ours(args) -> dict:
     import torch
 
-    from llm.loading import fast_float32, load_model, save_model
+    from llm import save_model
+    from llm.loading import fast_float32, load_model
     from lora import adapter_tensors, adapters
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,

@@ -79,8 +79,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     visible = key.shape[2]  # keys of a row's last query
     if shared_prefix:
         attention_mask = None
-        P, rows = shared_prefix
-        W = (T - P) // rows
+        P, B = shared_prefix
+        W = (T - P) // B
         T, visible = max(P, W), P + W
     stock = attention_mask is not None or dropout or changes_scores(kwargs)
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
@@ -92,7 +92,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
         attend = partial(
             stock_attention, module, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if shared_prefix:
-        attend = partial(packed_attention, attend, P, rows)
+        attend = partial(packed_attention, attend, P, B)
     if products:
         attend = partial(recompute, attend)
     # What layers free between tensors that they keep is a hole in glibc's heap: a tenth of
@@ -115,24 +115,24 @@ def other_layers(config) -> list[str]:
     return sorted(kinds - {"full_attention", "sliding_attention"})
 
 
-def packed_attention(attend, P, rows, query, key, value):
+def packed_attention(attend, P, B, query, key, value):
     """Attend within one packed row [prefix, row 1 ... row B] (1, H or H_kv, P + B * W, D).
 
     Returns (1, P + B * W, H, D).
     """
     prefix = attend(query[:, :, :P], key[:, :, :P], value[:, :, :P])  # (1, P, H, D)
-    completions = unpack(query[:, :, P:], rows)
+    completions = unpack(query[:, :, P:], B)
     seen = []
     for x in (key, value):
-        repeated = x[:, :, :P].expand(rows, -1, -1, -1)
-        seen.append(torch.cat([repeated, unpack(x[:, :, P:], rows)], 2))  # (B, H_kv, P + W, D)
+        repeated = x[:, :, :P].expand(B, -1, -1, -1)
+        seen.append(torch.cat([repeated, unpack(x[:, :, P:], B)], 2))  # (B, H_kv, P + W, D)
     tail = attend(completions, *seen)  # (B, W, H, D)
     return torch.cat([prefix, tail.flatten(0, 1)[None]], 1)
 
 
-def unpack(x, rows):
+def unpack(x, B):
     """Return (B, H, W, D) of the rows that lie one behind the other in x (1, H, B * W, D)."""
-    return x[0].unflatten(1, (rows, -1)).transpose(0, 1)
+    return x[0].unflatten(1, (B, -1)).transpose(0, 1)
 
 
 def causal_products(scaling, query, key, value):
@@ -143,9 +143,9 @@ def causal_products(scaling, query, key, value):
     H, T = query.shape[1:3]
     S = key.shape[2]
     bias = query.new_full((T, S), -torch.inf).triu_(1 + S - T)
-    rows = max(1, SCORES // (H * T * S * query.element_size()))
-    parts = zip(query.split(rows), key.split(rows), value.split(rows))
-    return torch.cat([grouped_attention(*part, bias, scaling) for part in parts])
+    at_once = max(1, SCORES // (H * T * S * query.element_size()))
+    pieces = zip(query.split(at_once), key.split(at_once), value.split(at_once))
+    return torch.cat([grouped_attention(*piece, bias, scaling) for piece in pieces])
 
 
 def stock_attention(module, mask, query, key, value, **kwargs):

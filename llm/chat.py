@@ -10,7 +10,7 @@ import os
 import re
 from typing import NamedTuple
 
-from llm.template import Template, within_limits
+from llm.template import Template
 
 # Words that no template contains. Where they come out tells what a template does with a text.
 SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq"
@@ -35,7 +35,6 @@ To call a function, write its name and arguments as JSON between tags, one pair 
 {{"name": "function_name", "arguments": {{"argument_name": "value"}}}}
 </tool_call>
 Each result comes back between <tool_response> and </tool_response>."""
-_TRIED = set()  # templates that ended within the limits
 
 
 class TurnEnd(NamedTuple):
@@ -88,10 +87,6 @@ class Chat:
         self._template = Template(tokenizer)
         tools = self._template.clean(tools)
         self.tool_names = [tool["function"]["name"] for tool in tools]
-        source = str(tokenizer.chat_template)
-        if source not in _TRIED:
-            within_limits(self._template.name, self._probe, tools)
-            _TRIED.add(source)
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
         eos = eos if isinstance(eos, (list, tuple)) else [eos]
@@ -180,10 +175,10 @@ class Chat:
             return turn_ids
         # The prompt may end with "<think>", "\n" where the turn has "<think>", "\n\n": one token
         # across the seam.
-        for count in range(1, len(missing.encode()) + 2):
-            text = self._template.decode(turn_ids[:count])
+        for end in range(1, len(missing.encode()) + 2):
+            text = self._template.decode(turn_ids[:end])
             if text.startswith(missing):
-                return self._template.encode(text[len(missing) :]) + turn_ids[count:]
+                return self._template.encode(text[len(missing) :]) + turn_ids[end:]
         # The template's own turns do not have a thought.
         if missing.strip() == "<think>":
             return self._template.encode("</think>\n\n") + turn_ids

@@ -7,11 +7,28 @@
             engine.extend(row, tool_result_ids, 64)  # continues in the same cache
             engine.release(row)                      # or leaves, and a waiting row takes its slot
 
+These six are the protocol of every engine, also of one that asks a server:
+
+    add(rows)                takes new rows; a row's first turn continues its prompt, `row.pending`
+    step()                   samples on and returns the rows whose turn has ended, perhaps none
+    extend(row, ids, limit)  appends ids that the model did not sample to a row whose turn has
+                             ended, and starts its next turn, of at most `limit` tokens
+    release(row)             forgets a row whose turn has ended
+    busy                     True while `step` has something to do; then alone it is called
+    clock                    how many decode steps were taken: it decides when tool results are due
+
+The caller makes each Row with its prompt, group, seed and limit. After that it only reads what the
+engine has written: `row.turn`, the ids sampled in this turn, with the stop id that ended it if one
+did, and `row.logprobs`, their log-probabilities in nats under the distribution that they were drawn
+from. A turn ends with one of the engine's stop ids or with its `limit`-th token. What a row samples
+follows from its ids and its seed. Everything else in a Row belongs to the engine.
+
 Every row writes at its own position of the cache (kv_cache.py), and attention masks what lies
 beyond (attention.py). The rows that decode are kept in the first slots, so that a step reads a
 slice of the cache and copies nothing. A token and its log-probability come from one softmax
 (sampling.py) and from the row's own random numbers, so what is drawn depends on the row's seed and
-the logits, never on who shares the batch. Nothing is forwarded twice.
+the logits. Nothing is forwarded twice. The engine whose decode steps are CUDA graphs stands beside
+this one, in static_engine.py.
 """
 import math
 from functools import partial
@@ -32,9 +49,14 @@ LONG = 2**14  # tokens of one prefill above which its rows are split in two
 class Row:
     """One sequence that is decoded.
 
-    `turn` and `logprobs` (nats) hold the tokens sampled since the prompt or the last `extend`.
-    `state` is "waiting" for a slot, "prefill" (tokens that it did not sample are due), "decode", or
-    "ended" (its turn has).
+    Attributes:
+        turn, logprobs: the tokens sampled since the prompt or the last `extend`.
+        group, seed, limit: as given; `extend` sets the limit of the next turn.
+        pending: ids that are not in the cache yet. At first it is the prompt.
+        length: how many ids are in the cache.
+        slot: the row's place in the cache, or None.
+        state: "waiting" for a slot, "prefill" (tokens that it did not sample are due), "decode", or
+            "ended" (its turn has).
     """
 
     def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=()):
@@ -46,9 +68,10 @@ class Row:
             limit: tokens that this turn may sample.
             forced: ids taken in place of sampled ones, with their log-probabilities.
         """
-        self.pending = list(prompt)  # ids that are not in the cache yet
-        self.length = 0  # ids that are
+        self.pending = list(prompt)
+        self.length = 0
         self.group = self if group is None else group
+        self.seed = seed
         self.limit = limit
         self.forced = list(forced or ())
         self.turn = []
@@ -100,7 +123,7 @@ class Engine:
         self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
         self.cache = RowCache(slots, self.device)
         self.fused = Fused(model) if fused and fits(model) else None
-        self.forward = self.fused or StockForward(model)
+        self.decoder = self.fused or StockForward(model)
         self.owner: list[Row | None] = [None] * slots
         self.waiting: list[Row] = []
         self.ended: list[Row] = []  # rows whose turn ended in this step
@@ -109,11 +132,14 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True while a row can be decoded. Rows that wait for `extend` do not count."""
-        can_enter = self.waiting and None in self.owner
-        return bool(can_enter or self.rows("prefill") or self.rows("decode"))
+        """True while a row can be decoded.
 
-    def rows(self, state: str) -> list[Row]:
+        Rows that wait for `extend`, or for the slot of such a row, do not count.
+        """
+        can_enter = self.waiting and None in self.owner
+        return bool(can_enter or self.in_state("prefill") or self.in_state("decode"))
+
+    def in_state(self, state: str) -> list[Row]:
         """Return the rows in this state that have a slot, in the order of their slots."""
         return [row for row in self.owner if row and row.state == state]
 
@@ -143,10 +169,10 @@ class Engine:
         self.clock += 1
         self.ended = []
         self.admit()
-        extended = self.rows("prefill")
+        extended = self.in_state("prefill")
         if extended:
             self.sample(extended, self.run(extended))
-        if self.rows("decode"):
+        if self.in_state("decode"):
             self.decode()
         return self.ended
 
@@ -187,7 +213,7 @@ class Engine:
     def decode(self):
         """Decode one token of every running row."""
         self.pack()
-        running = self.rows("decode")
+        running = self.in_state("decode")
         self.sample(running, self.run(running))
 
     def run(self, rows: list[Row]):
@@ -204,8 +230,8 @@ class Engine:
             ids.append(row.pending + [0] * (width - len(row.pending)))
             row.length += len(row.pending)
         self.cache.prepare(slots, starts, counts)
-        hidden = self.forward(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
-        return self.forward.head(hidden[range(len(rows)), [count - 1 for count in counts]])
+        hidden = self.decoder(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
+        return self.decoder.head(hidden[range(len(rows)), [count - 1 for count in counts]])
 
     def sample(self, rows: list[Row], logits):
         """Draw a token for every row from its logits (R, V)."""
@@ -229,7 +255,7 @@ class Engine:
 
     def pack(self):
         """Swap rows of the cache so that those that decode fill the first slots."""
-        running = self.rows("decode")
+        running = self.in_state("decode")
         outside = [row for row in running if row.slot >= len(running)]
         for slot, other in enumerate(self.owner[:len(running)]):
             if other in running:

@@ -136,8 +136,8 @@ class JointLinear:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             free_merged(linears)
             return
-        for weight, rows in zip(weights, self.weight.split([len(weight) for weight in weights])):
-            weight.data = rows
+        for weight, view in zip(weights, self.weight.split([len(weight) for weight in weights])):
+            weight.data = view
 
     def __call__(self, x):
         if self.packs:

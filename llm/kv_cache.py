@@ -55,8 +55,8 @@ class RowCache:
         # On a CPU a bfloat16 product would copy a slice of the positions.
         span = 32 * math.ceil(needed / 32) if self.sdpa else self.capacity
         in_order = slots == list(range(len(slots)))
-        rows = slice(0, len(slots)) if in_order else index
-        self.read = rows, slice(None), slice(0, span)
+        read = slice(0, len(slots)) if in_order else index
+        self.read = read, slice(None), slice(0, span)
         self._write(index, position.clamp(max=self.capacity - 1), span)
 
     def prepare_step(self, position, span: int):

@@ -1,10 +1,9 @@
-"""Loading and saving of models, tokenizers and adapters.
+"""Loading a model: `load_model(path)` returns it ready to train, with its tokenizer.
 
-`load_model(path)` takes `tiny`, a hub id, a model folder, an adapter folder, or an output folder of
-this project (its newest checkpoint). Adapters are stored in PEFT's own format.
+The path is `tiny`, a hub id, a model folder, an adapter folder, or an output folder of this project
+(its newest checkpoint).
 """
 import inspect
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,31 +14,25 @@ from experiment.checkpoint import newest_checkpoint, read_state
 from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import (
+    ADAPTER,
+    FORMS,
     adapter_base,
     check_finite,
-    is_pattern,
-    listed,
+    load_weights,
     read_settings,
-    read_tensors,
-    target_names,
 )
 from llm.attention import causal_attention, other_layers
 from llm.checkpointing import checkpoint_layers, tile_mlps
-from llm.facts import Facts, facts
 from llm.logprobs import head_logits, hidden_states
-from llm.memory import PLAIN, Techniques, techniques, techniques_of
+from llm.memory import Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.quantization import pinned, round_weights
 from llm.streaming import Stream, layers_of
-from llm.tiny import make_tiny
-from lora import adapter_tensors, add_lora, merge_adapter, settings
+from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
-ADAPTER = "adapter_config.json"
-# How an adapter's file says that its base is quantized; see `read_settings`.
-FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
 
 def model_options(config) -> dict:
@@ -60,7 +53,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         lora_r: rank of a fresh adapter; with an adapter at `path` its training continues. 0 trains
             all weights, into which an adapter is merged first.
         lora_alpha: None means twice the rank.
-        lora_dropout, lora_target_modules: see `lora.add_lora` and `target_names`.
+        lora_dropout, lora_target_modules: see `lora.add_lora`.
         dtype: of the frozen weights and of the arithmetic. What trains is float32.
         device: None takes the GPU if there is one; "meta" gives shapes without numbers.
         seed: of the adapter and of the tiny model.
@@ -91,8 +84,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         tokenizer = read_tokenizer(path)
     stream = Stream(layers_of(model), device) if chosen.stream_layers else None
     model.to(device).requires_grad_(False).eval()
-    model.techniques = chosen
-    model.facts = Facts(source, seed)
+    model.facts = Facts(source, seed, chosen)
     _check_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
     if device.type != "meta":
@@ -107,6 +99,13 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         model.requires_grad_(train)
     _use_techniques(model, chosen, stream)
     return model.eval(), tokenizer  # model.train() switches dropout on
+
+
+def merge(source: str, folder: str):
+    """Write the plain model folder, weights and tokenizer, of an adapter or output folder."""
+    model, tokenizer = load_model(source, dtype="auto", train=False, merge=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _prepared_device(name: str | None, train: bool):
@@ -125,17 +124,15 @@ def _prepared_device(name: str | None, train: bool):
 
 def _adapt(model, adapter: dict, dropout: float, seed: int, folder: str | None):
     """Add an adapter with these settings. With a folder, its training continues from there."""
-    chosen, targets = techniques_of(model), adapter["target_modules"]
+    chosen = techniques_of(model)
     try:
-        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, target_names(model, targets),
+        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, adapter["target_modules"],
                  adapter.get("use_rslora", False), seed,
-                 apart=chosen.load_in_4bit or chosen.stream_layers,
+                 mergeable=not (chosen.load_in_4bit or chosen.stream_layers),
                  device="cpu" if chosen.adamw_on_host else None)
     except UserError as error:
-        place = f"{folder}: adapter_config.json: " if folder else ""
+        place = f"{folder}: {ADAPTER}: " if folder else ""
         raise UserError(f"{place}{error}") from None
-    if is_pattern(targets):
-        settings(model).peft["target_modules"] = targets
     if chosen.adamw_on_host:
         for tensor in adapter_tensors(model).values():
             tensor.data = pinned(tensor.data)
@@ -157,7 +154,7 @@ def _use_techniques(model, chosen: Techniques, stream):
 
 
 def _check_trainable(chosen, memory, dtype, lora_r):
-    """Refuse techniques that only frozen weights can have, and those that need recomputation."""
+    """Refuse techniques and dtypes that only frozen weights can have."""
     if not lora_r and (chosen.frozen_base or chosen.adamw_on_host):
         flag = f"--memory {memory}" if memory not in ("plain", "checkpoint") else "--load_in_4bit"
         raise UserError(f"{flag} is for weights that stay as they are; "
@@ -165,9 +162,6 @@ def _check_trainable(chosen, memory, dtype, lora_r):
     if not lora_r and dtype.endswith("16"):
         raise UserError("--dtype is for weights that stay as they are; "
                         "give --lora_r, e.g. 16, or --dtype float32")
-    if (chosen.stream_layers or chosen.offload_activations) and not chosen.gradient_checkpointing:
-        raise ValueError("streaming and offloading need gradient_checkpointing: "
-                         "the backward pass runs each layer again")
 
 
 def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
@@ -180,9 +174,10 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
         return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
                       "quantized_base": ""}
     adapter = read_settings(path)
-    stored_targets = listed(adapter["target_modules"])
+    targets = ",".join(sorted(target_names(targets)))
+    stored_targets = ",".join(sorted(target_names(adapter["target_modules"])))
     for name, asked, stored in (("lora_alpha", alpha, adapter["lora_alpha"]),
-                                ("lora_target_modules", listed(targets), stored_targets)):
+                                ("lora_target_modules", targets, stored_targets)):
         if asked not in (None, "all-linear", stored):
             raise UserError(f"{path}: is an adapter with {name} {stored}, which --{name} {asked} "
                             "cannot change; leave that flag out, or merge the adapter first "
@@ -225,9 +220,9 @@ def _check_tokenizer(model, tokenizer, path):
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
-    rows = len(model.get_input_embeddings().weight)
-    if len(tokenizer) > rows:
-        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {rows}: "
+    vocabulary = len(model.get_input_embeddings().weight)
+    if len(tokenizer) > vocabulary:
+        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
                         "they belong to different models")
 
 
@@ -279,57 +274,6 @@ def _shares_prefix(model) -> bool:
     return bool((apart - shared).norm() < tolerance * apart.norm())
 
 
-# ------------------------------------------------------------------------------ saving and adapters
-def save_model(model, folder: str):
-    """Write the adapter in PEFT's format, or, when all weights train, a model folder."""
-    from safetensors.torch import save_file
-    if not settings(model):
-        model.save_pretrained(folder)
-        return
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
-    quantized = ",".join(FORMS[name] for name in FORMS if getattr(techniques_of(model), name))
-    # One entry of metadata alone: of two, safetensors writes the order at random.
-    save_file(tensors, folder / "adapter_model.safetensors",
-              metadata={"base": quantized} if quantized else {"format": "pt"})
-    base = facts(model).source
-    # Nobody else has these random weights, so they are saved beside every adapter.
-    if base == "tiny":
-        base = folder / "base"
-        for thing in make_tiny(facts(model).seed):
-            thing.save_pretrained(base)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
-              "fan_in_fan_out": False, "modules_to_save": None,
-              "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
-              **settings(model).peft}
-    (folder / ADAPTER).write_text(json.dumps(config, indent=2))
-
-
-def merge(source: str, folder: str):
-    """Write the plain model folder, weights and tokenizer, of an adapter or output folder."""
-    model, tokenizer = load_model(source, dtype="auto", train=False, merge=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def load_weights(model, folder: str):
-    """Load what trains in `model` from what `save_model` wrote, bit for bit."""
-    if not settings(model):
-        saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
-        model.load_state_dict(saved.state_dict())
-        return
-    saved = read_tensors(folder)
-    for name, p in adapter_tensors(model).items():
-        stored = tuple(saved[name].shape) if name in saved else "missing"
-        if stored != p.shape:
-            short = name.removeprefix("base_model.model.").removesuffix(".weight")
-            raise UserError(f"{folder}: {short} is {stored}, the model needs {tuple(p.shape)}")
-        p.data.copy_(saved.pop(name))
-    if saved:
-        raise UserError(f"{folder}: {next(iter(saved))} has no place in this model")
-
-
 def fast_float32():
     """Let oneDNN run float32 matrix products with bf16 instructions where that stays accurate.
 
@@ -344,8 +288,8 @@ def fast_float32():
     except (AttributeError, RuntimeError):
         return
     generator = torch.Generator().manual_seed(0)
-    for rows in (1, 33, 512):
-        x = torch.randn(rows, 384, generator=generator)
+    for tokens in (1, 33, 512):
+        x = torch.randn(tokens, 384, generator=generator)
         w = torch.randn(384, 129, generator=generator)
         exact = x.double() @ w.double()
         if ((x @ w).double() - exact).abs().max() > 3e-6 * exact.abs().max():

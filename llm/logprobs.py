@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from llm.checkpointing import recompute
-from llm.facts import facts
+from llm.memory import facts
 from llm.quantization import BLOCK_ROWS, Int8Head, blocks
 from lora import GRADIENT_SCALE
 
@@ -22,7 +22,8 @@ CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
 GPU_PIECE = 2**21
 
 
-def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
+def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
+                   return_hidden: bool = False):
     """Return log pi(token t | tokens before t) and the policy's entropy there, in nats.
 
     Column t belongs to token t and is predicted from column t - 1; column 0 is 0.0. The head runs
@@ -34,13 +35,18 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
         token_ids: (B, T), right-padded
         loss_mask: (B, T), 1 where a log-probability is wanted
         temperature: the logits are divided by it
+        return_hidden: True also returns what the head saw, for a head that a fork adds
 
     Returns logprobs (B, T) and entropy (B, T), float32, differentiable, 0.0 where the mask is 0.
+    With return_hidden also hidden (B, T, D), of the same kind: column t holds the last hidden state
+    before token t. The scale of float16 gradients lies behind it (see `scale_gradient`), so what is
+    computed from it in float32, such as values V = value_head(hidden), gets plain gradients.
     """
-    prefix = shared_prefix(model, token_ids, loss_mask)
-    hidden, index = hidden_states(model, token_ids, prefix)  # (N, D), (B, T)
+    used = used_columns(loss_mask)  # what follows them changes nothing before it
+    prefix = shared_prefix(model, token_ids[:, :used], loss_mask[:, :used])
+    hidden, index = hidden_states(model, token_ids[:, :used], prefix)  # (N, D), (B, used)
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
-    hidden = hidden[index[:, :-1][predicted]]  # (n, D)
+    hidden = hidden[index[:, :-1][predicted[:, :used - 1]]]  # (n, D)
     targets = token_ids[:, 1:][predicted]  # (n,)
     head = model.get_output_embeddings()
     if isinstance(head, Int8Head):
@@ -54,7 +60,14 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0):
         scale_gradient(entropy)
     zeros = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     columns = F.pad(predicted, (1, 0))  # (B, T)
-    return zeros.masked_scatter(columns, logprobs), zeros.masked_scatter(columns, entropy)
+    results = zeros.masked_scatter(columns, logprobs), zeros.masked_scatter(columns, entropy)
+    if not return_hidden:
+        return results
+    exact = hidden.float()  # (n, D)
+    if exact.requires_grad and hidden.dtype == torch.float16:
+        scale_gradient(exact)
+    padded = exact.new_zeros(*token_ids.shape, exact.shape[1])  # (B, T, D)
+    return *results, padded.masked_scatter(columns[..., None], exact)
 
 
 @torch.no_grad()
@@ -89,6 +102,17 @@ def scale_gradient(x):
     x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
 
 
+def used_columns(loss_mask) -> int:
+    """Return how many columns there are up to the last one with a 1 in the mask (B, T); at least 1.
+
+    The meta device has no numbers to look at: there all T count.
+    """
+    if loss_mask.is_meta:
+        return loss_mask.shape[1]
+    columns = loss_mask.any(0).nonzero()  # (number, 1)
+    return int(columns[-1]) + 1 if len(columns) else 1
+
+
 def shared_prefix(model, token_ids, loss_mask) -> int:
     """Return the length of the prompt that all rows share, or 0 if it is not worth sharing.
 
@@ -117,29 +141,29 @@ def hidden_states(model, token_ids, prefix: int):
         prefix: how many tokens, the same in all rows, go through the model once; or 0
     """
     B, T = token_ids.shape
-    columns = torch.arange(T, device=token_ids.device)
-    rows = torch.arange(B, device=token_ids.device)[:, None]
+    column = torch.arange(T, device=token_ids.device)
+    row = torch.arange(B, device=token_ids.device)[:, None]
     if not prefix:
         hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1), rows * T + columns
+        return hidden.flatten(0, 1), row * T + column
     packed = torch.cat([token_ids[0, :prefix], token_ids[:, prefix:].flatten()])  # (N,)
-    positions = torch.cat([columns[:prefix], columns[prefix:].repeat(B)])  # (N,)
+    positions = torch.cat([column[:prefix], column[prefix:].repeat(B)])  # (N,)
     # Without a mask transformers would make one, square in all of the row's tokens.
     no_mask = token_ids.new_ones(1, 1, 1, 1)
     hidden = model.base_model(
         input_ids=packed[None], position_ids=positions[None], use_cache=False,
         attention_mask=no_mask, shared_prefix=(prefix, B)).last_hidden_state[0]  # (N, D)
-    return hidden, torch.where(columns < prefix, columns, rows * (T - prefix) + columns)
+    return hidden, torch.where(column < prefix, column, row * (T - prefix) + column)
 
 
-def head_logits(model, hidden, rows: slice | None = None):
+def head_logits(model, hidden, block: slice | None = None):
     """Return the logits (N, V) of hidden states (N, D), scaled as Cohere, Granite and Gemma 2 do.
 
-    With `rows`, only that slice of V is computed, by a head whose weight is in int8.
+    With `block`, only that slice of V is computed, by a head whose weight is in int8.
     """
     head = model.get_output_embeddings()
     config = model.config
-    logits = head(hidden) if rows is None else head.block(hidden, rows)
+    logits = head(hidden) if block is None else head.block_logits(hidden, block)
     if getattr(config, "logit_scale", None):
         logits = logits * config.logit_scale
     if getattr(config, "logits_scaling", None):
@@ -166,12 +190,12 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.model = model
         ctx.temperature = temperature
         ctx.weights = weights
-        ctx.rows = max(1, CHUNK // len(model.get_output_embeddings().weight))
+        ctx.chunk_size = max(1, CHUNK // len(model.get_output_embeddings().weight))
         keep = ctx.needs_input_grad[1] and not weights
         slope = torch.empty_like(hidden) if keep else None  # (N, D)
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
-        for chunk in blocks(len(hidden), ctx.rows):
+        for chunk in blocks(len(hidden), ctx.chunk_size):
             with torch.set_grad_enabled(keep):
                 h = hidden[chunk].detach().requires_grad_(keep)
                 logits = head_logits(model, h)  # (n, V)
@@ -192,7 +216,7 @@ class _HeadLogprobs(torch.autograd.Function):
             return None, grad_hidden, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weights = [torch.zeros_like(weight) for weight in ctx.weights]
-        for chunk in blocks(len(hidden), max(1, ctx.rows // 2)):
+        for chunk in blocks(len(hidden), max(1, ctx.chunk_size // 2)):
             with torch.enable_grad():
                 h = hidden[chunk].detach().requires_grad_()
                 logits = head_logits(ctx.model, h)  # (n, V)
@@ -208,7 +232,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
-    """Write the targets' log-probabilities (n,) and the entropy (n,), a piece of rows at a time.
+    """Write the targets' log-probabilities (n,) and the entropy (n,), a few tokens at a time.
 
     Args:
         logits: (n, V) in the model's dtype

@@ -1,4 +1,6 @@
-"""The memory dial: a setting of --memory names the techniques that a run uses.
+"""The memory dial, and what this project knows of a model.
+
+A setting of --memory names the techniques that a run uses.
 
 Each setting adds to the one before it:
 
@@ -9,13 +11,14 @@ Each setting adds to the one before it:
                   in host memory                                     llm/training_state.py
     stream        the base in host memory, two layers at a time on the device    llm/streaming.py
 
-No technique changes an equation. `bench/memory.py` counts what each setting needs.
+No technique changes an equation. With a run's flags, bench/memory.py counts what each needs.
 """
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Techniques(NamedTuple):
-    """What makes training smaller. `load_model` applies it and keeps it as `model.techniques`."""
+    """What makes training smaller. `load_model` applies it."""
 
     gradient_checkpointing: bool = False  # a layer keeps its input alone and runs again in backward
     load_in_4bit: bool = False  # NF4 with double quantization for the frozen base
@@ -52,11 +55,39 @@ def techniques(memory: str | Techniques, load_in_4bit: bool = False,
         gradient_checkpointing: True adds recomputation
     """
     chosen = SETTINGS[memory] if isinstance(memory, str) else memory
+    # The backward pass has to run a layer again whose weights or input are not on the device.
+    needs_checkpoints = chosen.stream_layers or chosen.offload_activations
     return chosen._replace(
         load_in_4bit=chosen.load_in_4bit or load_in_4bit,
-        gradient_checkpointing=chosen.gradient_checkpointing or gradient_checkpointing)
+        gradient_checkpointing=(
+            chosen.gradient_checkpointing or gradient_checkpointing or needs_checkpoints))
+
+
+@dataclass
+class Facts:
+    """What this project knows of a model beyond its weights. It stands at `model.facts`.
+
+    Attributes:
+        source: the base model's folder, its hub id, or "tiny".
+        seed: the seed of the tiny model's random weights.
+        techniques: what `load_model` applied.
+        shares_prefix: True if rows that begin alike may go through as one packed row.
+        refuses_graphs: True if a decode step of this model could not become a CUDA graph.
+    """
+    source: str = ""
+    seed: int = 0
+    techniques: Techniques = PLAIN
+    shares_prefix: bool = False
+    refuses_graphs: bool = False
+
+
+def facts(model) -> Facts:
+    """Return the facts about this model: the default ones if `load_model` did not make it."""
+    if not hasattr(model, "facts"):
+        model.facts = Facts()
+    return model.facts
 
 
 def techniques_of(model) -> Techniques:
     """Return the techniques that `load_model` applied; those of "plain" for any other model."""
-    return getattr(model, "techniques", PLAIN)
+    return facts(model).techniques

@@ -107,7 +107,7 @@ def normalized(x, eps):
 
 
 def pieces(*tensors):
-    """Yield the same rows of each tensor (..., D), few enough for float32."""
+    """Yield the same tokens of each tensor (..., D), few enough for float32."""
     numbers = CPU_PIECE if tensors[0].is_cpu else GPU_PIECE
-    rows = max(1, numbers // tensors[0].shape[-1])
-    return zip(*(tensor.flatten(0, -2).split(rows) for tensor in tensors))
+    tokens = max(1, numbers // tensors[0].shape[-1])
+    return zip(*(tensor.flatten(0, -2).split(tokens) for tensor in tensors))

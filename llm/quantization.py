@@ -97,18 +97,18 @@ class Int8Table:
         self.dtype = weight.dtype
         data = torch.empty_like(weight, dtype=torch.int8)
         scale = torch.empty(len(weight), 1, device=weight.device)  # (V, 1), float32
-        for rows in blocks(len(weight), 512):
-            exact = weight[rows].float()
-            scale[rows] = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-            data[rows] = (exact / scale[rows]).round().to(torch.int8)
+        for block in blocks(len(weight), 512):
+            exact = weight[block].float()
+            scale[block] = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+            data[block] = (exact / scale[block]).round().to(torch.int8)
         if on_host:
             data, scale = pinned(data), pinned(scale)
         self.data, self.scale = data, scale
 
-    def rows(self, index, device):
+    def dequantize(self, index, device):
         """Return rows (N, D) in the model's dtype. `index` is a slice, or ids (N,) by the table."""
-        rows = self.data[index].to(device, non_blocking=True).to(self.dtype)
-        return rows.mul_(self.scale[index].to(device, non_blocking=True).to(self.dtype))
+        weight = self.data[index].to(device, non_blocking=True).to(self.dtype)
+        return weight.mul_(self.scale[index].to(device, non_blocking=True).to(self.dtype))
 
 
 class Int8Embedding(nn.Module):
@@ -123,8 +123,8 @@ class Int8Embedding(nn.Module):
 
     def forward(self, ids):
         index = ids.flatten().to(self.table.data.device)
-        rows = self.table.rows(index, ids.device)
-        return rows.view(*ids.shape, -1) * self.factor  # (B, T, D)
+        embedded = self.table.dequantize(index, ids.device)
+        return embedded.view(*ids.shape, -1) * self.factor  # (B, T, D)
 
 
 class Int8Head(nn.Module):
@@ -136,15 +136,15 @@ class Int8Head(nn.Module):
         self.weight = table.data
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def block(self, hidden, rows: slice):
-        """Return the logits of some rows of V only; `token_logprobs` never asks for all."""
-        bias = None if self.bias is None else self.bias[rows]
-        return F.linear(hidden, self.table.rows(rows, hidden.device), bias)
+    def block_logits(self, hidden, block: slice):
+        """Return the logits of a block of V only; `token_logprobs` never asks for all."""
+        bias = None if self.bias is None else self.bias[block]
+        return F.linear(hidden, self.table.dequantize(block, hidden.device), bias)
 
     def forward(self, hidden):
         logits = hidden.new_empty(*hidden.shape[:-1], len(self.weight))
-        for rows in blocks(len(self.weight)):
-            logits[..., rows] = self.block(hidden, rows)
+        for block in blocks(len(self.weight)):
+            logits[..., block] = self.block_logits(hidden, block)
         return logits
 
 
@@ -159,7 +159,7 @@ def round_weights(model, quantized: str):
     if "int8" in quantized:
         # Of tied weights the set has one.
         for weight in {embedding.weight, head.weight}:
-            weight.copy_(Int8Table(weight).rows(slice(None), weight.device))
+            weight.copy_(Int8Table(weight).dequantize(slice(None), weight.device))
     if "nf4" in quantized:
         for module in model.modules():
             if module is not head and fits_4bit(module):

@@ -18,9 +18,9 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
 
     Returns ids (R,) and logprobs (R,) in nats, which are NaN where the logits are not finite.
     """
-    rows = max(1, PIECE // logits.shape[1])
-    if logits.is_cpu and len(logits) > rows:
-        pieces = zip(logits.split(rows), uniforms.split(rows), forced.split(rows))
+    at_once = max(1, PIECE // logits.shape[1])
+    if logits.is_cpu and len(logits) > at_once:
+        pieces = zip(logits.split(at_once), uniforms.split(at_once), forced.split(at_once))
         drawn = [sample(*piece, temperature, top_k, top_p) for piece in pieces]
         return [torch.cat(column) for column in zip(*drawn)]
     z = logits.float()

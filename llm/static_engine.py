@@ -14,7 +14,7 @@ import torch
 
 from experiment.errors import first_line
 from llm.engine import Engine
-from llm.facts import facts
+from llm.memory import facts
 
 WINDOW = 4  # decode steps between two looks at the results
 SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one is twice as long
@@ -41,7 +41,7 @@ class StaticEngine(Engine):
         inputs: (2 + 2 WINDOW, slots), float64: a row's last token and its place in the cache, then
             a random number and a forced id (or -1) for every step.
         drawn: (WINDOW, 2, slots), float64: the ids and the log-probabilities of every step.
-        graphs: (rows, span, capacity) -> a graph, or None while there is none.
+        graphs: (width, span, capacity) -> a graph, or None while there is none.
     """
 
     def __init__(self, model, *, tokens: int = 0, **options):
@@ -57,14 +57,14 @@ class StaticEngine(Engine):
 
     def decode(self):
         """Decode up to `WINDOW` tokens of every running row."""
-        running = self.rows("decode")
-        rows = self.bucket(len(running))
+        running = self.in_state("decode")
+        width = self.bucket(len(running))
         # Otherwise a row too many costs less than a swap.
-        if rows < self.bucket(running[-1].slot + 1):
+        if width < self.bucket(running[-1].slot + 1):
             self.pack()
         self.cache.reserve(max(row.length for row in self.owner if row) + WINDOW)
         self.fill()
-        self.replay(rows, self.span(max(row.length for row in running) + WINDOW))
+        self.replay(width, self.span(max(row.length for row in running) + WINDOW))
         for ids, logprobs in self.drawn.tolist():  # the one look
             for row in running:
                 if row.state == "decode":
@@ -81,9 +81,9 @@ class StaticEngine(Engine):
                 columns[slot] = [row.pending[-1], row.length, *row.uniforms(WINDOW), *forced]
         self.inputs.copy_(torch.tensor(columns, dtype=torch.float64).T)
 
-    def bucket(self, rows: int) -> int:
+    def bucket(self, n: int) -> int:
         """Round up to a power of two, or to all slots."""
-        return min(1 << (rows - 1).bit_length(), self.slots)
+        return min(1 << (n - 1).bit_length(), self.slots)
 
     def span(self, longest: int) -> int:
         """Return how much context to read for rows of at most this length: a few sizes in all."""
@@ -92,31 +92,31 @@ class StaticEngine(Engine):
             span *= 2
         return min(span, self.cache.capacity)
 
-    def replay(self, rows: int, span: int):
+    def replay(self, width: int, span: int):
         """Run static steps. A bucket's first window runs without a graph, which warms it up."""
         # The capacity is in the key, because a cache that has grown has other addresses.
-        key = rows, span, self.cache.capacity
+        key = width, span, self.cache.capacity
         if key in self.graphs and not self.graphs[key] and self.graphable:
-            self.graphs[key] = self.capture(rows, span)
+            self.graphs[key] = self.capture(width, span)
         graph = self.graphs.setdefault(key)
         if graph:
             graph.replay()
         else:
-            self.static_steps(rows, span)
+            self.static_steps(width, span)
 
-    def static_steps(self, rows: int, span: int):
+    def static_steps(self, width: int, span: int):
         """Run decode steps of the first rows. Nothing here looks at a value on the device."""
-        token, position = self.inputs[:2, :rows].long()  # (R,) each
-        uniforms, forced = self.inputs[2:, :rows].chunk(2)  # (WINDOW, R) each
+        token, position = self.inputs[:2, :width].long()  # (R,) each
+        uniforms, forced = self.inputs[2:, :width].chunk(2)  # (WINDOW, R) each
         for step in range(WINDOW):
             self.cache.prepare_step(position + step, span)
-            hidden = self.forward(token[:, None], self.cache)[:, 0]  # (R, D)
-            logits = self.forward.head(hidden)
+            hidden = self.decoder(token[:, None], self.cache)[:, 0]  # (R, D)
+            logits = self.decoder.head(hidden)
             token, logprobs = self.draw(logits, uniforms[step], forced[step].long())
-            self.drawn[step, 0, :rows] = token
-            self.drawn[step, 1, :rows] = logprobs
+            self.drawn[step, 0, :width] = token
+            self.drawn[step, 1, :width] = logprobs
 
-    def capture(self, rows: int, span: int):
+    def capture(self, width: int, span: int):
         """Capture the static steps as a CUDA graph, or return None where no graph can hold it."""
         if self.device.type != "cuda":
             return None
@@ -128,7 +128,7 @@ class StaticEngine(Engine):
         try:
             # Tools run in threads. What they do on the GPU is not part of this capture.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.static_steps(rows, span)
+                self.static_steps(width, span)
         except RuntimeError as error:
             print(f"note: decoding without CUDA graphs: {first_line(error)}", file=sys.stderr)
             # torch.cuda.graph leaves both behind when the end of the capture raises. Where another

@@ -7,18 +7,12 @@ After rendering, what stands between them is encoded with ordinary tokens only.
 """
 
 import json
-import os
 import re
-import resource
 from functools import lru_cache
 
 from experiment.data import whole
 
 BEGIN, END = "\U000f0000", "\U000f0001"  # around a control token that is meant as text
-SECONDS, BYTES = 10, 2**30  # processor time and memory that a trial of a template may take
-
-# Already the default. Set explicitly, it keeps the tokenizers library from warning about a fork.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 class Template:
@@ -84,8 +78,6 @@ class Template:
             return self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, add_generation_prompt=generate, tokenize=False
             )
-        except MemoryError:
-            raise
         # It may be one of Jinja's, or whatever Python raises inside a template.
         except Exception as error:
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -157,44 +149,3 @@ def _is_control(token) -> bool:
     text = token.content.replace("\u2581", " ")
     is_text = len(text) < 2 or text.isspace() or text.replace("_", "").isalnum()
     return not is_text
-
-
-def within_limits(name: str, function, *args) -> None:
-    """Try a function that renders templates in a child process, with bounded time and memory.
-
-    Only the kernel can end a template such as `{{ 10 ** (10 ** 10) }}`: it stays inside one
-    instruction that holds the interpreter's lock, so no thread or signal handler ever wakes.
-
-    Args:
-        name: the model or folder that the error names.
-        function: what to try. Its exceptions are ignored, because the caller meets them again
-            when it calls the function itself.
-        args: arguments of the function.
-
-    Raises:
-        ValueError: the function needs more than SECONDS of processor time or BYTES of memory.
-    """
-    child = os.fork()
-    if child == 0:
-        try:
-            _limit_this_process()
-            function(*args)
-        except MemoryError:
-            os._exit(1)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status != 0:
-        raise ValueError(
-            f"the chat template of {name} needs more than {SECONDS} s or {BYTES >> 30} GiB for a "
-            "short conversation: take the template of the model's own repository"
-        )
-
-
-def _limit_this_process():
-    """Let the kernel end this process when it takes too much processor time or memory."""
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))

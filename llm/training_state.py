@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.loading import load_weights, save_model
+from llm.adapter_files import load_weights, save_model
 from llm.memory import techniques_of
 
 

@@ -1,7 +1,4 @@
-"""llm/budget.py: its count against torch's own log of allocations, and the README's table."""
-import importlib.util
-from pathlib import Path
-
+"""bench/budget.py against torch's own log of allocations, and what bench/memory.py prints of it."""
 import pytest
 import torch
 from memory_helpers import FOUR_BIT
@@ -9,11 +6,12 @@ from test_streaming import stream_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import lora
-from llm.budget import Workload, measure, standing_for
+from bench.budget import Workload, measure, standing_for
+from bench.memory import advice, print_settings, update_bytes
+from experiment.errors import UserError
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
-from llm.memory import PLAIN, Techniques
+from llm.memory import PLAIN, SETTINGS, Techniques
 from llm.quantization import Int8Embedding
 from llm.training_state import adamw
 
@@ -73,17 +71,9 @@ def test_a_rollout_is_counted_as_it_runs(wide, memory):
     assert abs(counted["rollout"] / real["rollout"] - 1) < 0.01 and real["rollout"] > 2 * 4 * 12 * 300 * 64 * 4  # cache
 
 
-def bench_memory():
-    spec = importlib.util.spec_from_file_location("bench_memory", Path(lora.__file__).parent / "bench" / "memory.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name, memory, mib", [
     ("Qwen2.5-0.5B", "small", 368.4), ("Qwen2.5-3B", "small", 1767.5), ("Qwen2.5-7B", "stream", 464.8)])
 def test_the_readmes_table(name, memory, mib):
-    update_bytes = bench_memory().update_bytes
     first = update_bytes(name, 1024, memory)
     assert round(first["update"] / 2**20, 1) == mib
     assert update_bytes(name, 1024, "plain")["update"] > 4 * first["update"]
@@ -94,3 +84,39 @@ def test_counting_leaves_torch_as_it_was():
     with standing_for("cpu"), standing_for("cpu"):
         assert torch.zeros(1, device="meta").is_cpu
     assert before == (torch.Tensor.is_cpu, nn.functional.scaled_dot_product_attention)
+
+
+FLAGS = "--lora_r 4 --batch_size 4 --max_tokens 200 --dtype float32".split()
+
+
+@pytest.mark.parametrize("program, flags, update, episodes", [
+    ("", ["--max_new_tokens", "40"], 4, 128), ("sft.py", ["--eval_tasks", "5"], 4, 5), ("dpo.py", ["--num_tasks", "2", "--eval_tasks", "0"], 8, 16),
+    ("reward_weighted.py", [], 4, 128),
+    ("reward_weighted.py", ["--trajectories", "t.jsonl", "--env", "equations", "--eval_tasks", "5"], 4, 5),
+    ("grpo.py", ["--tasks_per_step", "2", "--group_size", "3", "--batch_size", "64", "--eval_tasks", "4"], 6, 6)])
+def test_the_flags_of_a_run_are_counted_at_every_setting(program, flags, update, episodes, capsys):
+    needs = print_settings([*([program] if program else []), *FLAGS, *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"MiB for an update of {update} x 200 tokens")
+    assert [line.split()[0] for line in lines[2:-1]] == list(needs) == list(SETTINGS)
+    assert lines[2].split()[3] == str(episodes)
+    assert needs["small"]["update"] < needs["plain"]["update"] and needs["small"]["rollout"] <= needs["plain"]["rollout"]
+    assert lines[-1].endswith("The first setting that fits is --memory plain.")
+
+
+def test_what_needs_an_adapter_says_so(capsys):
+    needs = print_settings(["--lora_r", "0", "--max_tokens", "200", "--eval_tasks", "0"])
+    assert list(needs) == ["plain", "checkpoint"]
+    refused = [line for line in capsys.readouterr().out.splitlines() if "cannot be used: " in line]
+    assert len(refused) == 3 and all("give --lora_r" in line for line in refused)
+    with pytest.raises(UserError, match="--memory small is for weights that stay as they are"):
+        print_settings(["--lora_r", "0", "--memory", "small"])
+    with pytest.raises(UserError, match="did you mean --lora_r"):
+        print_settings(["--lorra_r", "0"])
+
+
+def test_the_first_setting_that_fits_is_named():
+    needs = {"plain": {"update": 9, "rollout": 5}, "checkpoint": {"update": 3, "rollout": 5}, "small": {"update": 2, "rollout": 1}}
+    for free, setting in ((9, "plain"), (8, "checkpoint"), (4, "small")):
+        assert advice(needs, free) == f"{free} MiB are free here. The first setting that fits is --memory {setting}."
+    assert "No setting fits, and --memory small needs the least: lower --batch_size or --max_tokens" in advice(needs, 1)

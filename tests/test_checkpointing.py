@@ -3,8 +3,7 @@ import pytest
 import torch
 from memory_helpers import CHECKPOINT, EVERYTHING, FOUR_BIT, IDS, gradients, load, same
 
-from llm.facts import facts
-from llm.memory import PLAIN, Techniques
+from llm.memory import PLAIN, Techniques, facts
 
 RECOMPUTING = [Techniques(gradient_checkpointing=True), Techniques(mlp_tokens=7),
                Techniques(gradient_checkpointing=True, mlp_tokens=7, offload_activations=True)]

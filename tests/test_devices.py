@@ -17,7 +17,7 @@ import grpo
 import lora
 import reward_weighted
 import sft
-from llm.budget import Bytes, standing_for
+from bench.budget import Bytes, standing_for
 from llm.engine import Row
 from llm.loading import load_model
 from llm.static_engine import StaticEngine

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lora
-from llm.loading import load_model, save_model
+from llm import load_model, save_model
 from llm.logprobs import token_logprobs
 from lora import adapters, add_lora, merged
 
@@ -24,7 +24,7 @@ class DoRA(lora.Adapter):
 
     def gain(self, linear):
         """m / ||V||, (out,)"""
-        return self.magnitude / super().effective_weight(linear.weight if self.base is None else self.base).norm(dim=1)
+        return self.magnitude / super().effective_weight(self.frozen_weight(linear)).norm(dim=1)
 
     def effective_weight(self, weight):
         V = super().effective_weight(weight)

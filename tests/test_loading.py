@@ -17,10 +17,10 @@ from saving import training
 import lora
 from experiment.checkpoint import write_checkpoint
 from experiment.errors import UserError
-from llm import adapter_files, model_files
-from llm.facts import facts
-from llm.loading import is_tiny, load_model, load_weights, newest, save_model
-from llm.loading import merge
+from llm import model_files
+from llm.memory import facts
+from llm.adapter_files import load_weights, save_model
+from llm.loading import is_tiny, load_model, merge, newest
 from llm.tiny import make_tiny
 from lora import adapters
 
@@ -357,16 +357,12 @@ def test_settings_that_an_adapter_has_already_are_not_ignored(tiny, tmp_path, op
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"r": 0}, "r must be a whole number of at least 1, not 0"), ({"r": True}, "r must be"), ({"r": "4"}, "r must be"), ({"r": None}, "r must be"), ({"r": 4.0}, "r must be"),
-    ({"r": 10**9}, "adapter_config.json says r 1000000000, adapter_model.safetensors has rank 4"), ({"r": [None]}, "r must be"),
-    ({"lora_alpha": 0}, "lora_alpha must be a number above 0, not 0"), ({"lora_alpha": -1}, "lora_alpha"), ({"lora_alpha": {}}, "lora_alpha"), ({"lora_alpha": "8"}, "lora_alpha"),
-    ({"lora_dropout": 2}, "lora_dropout must be a number from 0 to 1, not 2"), ({"use_rslora": "yes"}, "use_rslora must be true or false, not 'yes'"), ({"use_rslora": 1}, "use_rslora"),
-    ({"target_modules": 7}, "target_modules must be a name, a list of names, or a regular expression, not 7"), ({"target_modules": []}, "target_modules"),
-    ({"target_modules": [True, "q_proj"]}, "target_modules"), ({"target_modules": "a" * 501}, "target_modules has 501 characters"),
-    ({"target_modules": "(q_proj"}, "as a regular expression it missing )"), ({"base_model_name_or_path": ["x"]}, "no base_model_name_or_path"),
-    ({"base_model_name_or_path": "a\0b"}, "no base_model_name_or_path"), ({"init_lora_weights": ["x"]}, "init_lora_weights"),
-], ids=str)
-def test_the_values_of_an_adapter_config_are_checked(tiny, tmp_path, changes, says):
+    ({"r": 10**9}, "adapter_config.json says r 1000000000, adapter_model.safetensors has rank 4"), ({"r": None}, "adapter_config.json: "),
+    ({"lora_alpha": 0}, "lora_alpha and r must be above 0"), ({"lora_alpha": "8"}, "adapter_config.json: "),
+    ({"target_modules": "(q_proj|v_proj)"}, "adapter_config.json: target_modules is a regular expression, (q_proj|v_proj); list the names"),
+    ({"target_modules": ["no_such_proj"]}, "adapter_config.json: --lora_target_modules: no Linear called no_such_proj"),
+    ({"base_model_name_or_path": ["x"]}, "no base_model_name_or_path"), ({"init_lora_weights": ["x"]}, "init_lora_weights")], ids=str)
+def test_an_adapter_config_that_is_not_understood_is_refused(tiny, tmp_path, changes, says):
     save_model(load(tiny, lora_r=4), tmp_path)
     edit_json(tmp_path / "adapter_config.json", **changes)
     with pytest.raises(UserError) as error:
@@ -375,14 +371,12 @@ def test_the_values_of_an_adapter_config_are_checked(tiny, tmp_path, changes, sa
     assert str(tmp_path) in str(error.value)
 
 
-def test_a_regular_expression_cannot_hang_the_program(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(adapter_files, "MATCHING_SECONDS", 0.5)
+def test_an_adapter_of_whole_numbers_is_refused(tiny, tmp_path):
     save_model(load(tiny, lora_r=4), tmp_path)
-    edit_json(tmp_path / "adapter_config.json", target_modules=r"(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)(.*?)\1\2\3\4\5\6\7\8_proj\1m")
-    began = time.time()
-    with pytest.raises(UserError, match="as a regular expression it takes over 0.5 s; list the names"):
+    tensors = {name: tensor.long() for name, tensor in load_file(tmp_path / "adapter_model.safetensors").items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="adapter_model.safetensors: .* holds torch.int64, not floating-point numbers"):
         load(tmp_path, lora_r=4)
-    assert time.time() - began < 30
 
 
 @pytest.mark.parametrize("value, says", [(float("nan"), "1 values are not finite"), (float("inf"), "1 values are not finite"),

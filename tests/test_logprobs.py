@@ -6,7 +6,7 @@ import torch
 from memory_helpers import CHECKPOINT, IDS, gradients, load
 
 from llm import logprobs
-from llm.budget import Bytes
+from bench.budget import Bytes
 from llm.logprobs import token_logprobs
 from llm.memory import Techniques
 from llm.tiny import make_tiny

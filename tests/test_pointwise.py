@@ -6,7 +6,7 @@ from test_fused import OTHERS, OURS, adapted
 
 from llm import pointwise
 from llm.engine import Engine
-from llm.facts import facts
+from llm.memory import facts
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 from lora import adapters, is_adapted, merged, recomputable

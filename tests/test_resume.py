@@ -32,7 +32,7 @@ from experiment.command_line import parse
 from experiment.errors import Stop, UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder, _sequences
-from llm.loading import load_model, save_model
+from llm import load_model, save_model
 from llm.tiny import make_tiny
 
 ROOT = Path(run.__file__).parent.parent

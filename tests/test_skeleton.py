@@ -1,4 +1,4 @@
-"""llm/skeleton.py: a model that is read one tensor at a time is the stock model of its weights."""
+"""llm/model_files.py: a model that is read one tensor at a time is the stock model of its weights."""
 from pathlib import Path
 
 import pytest
@@ -7,7 +7,7 @@ from memory_helpers import IDS, load
 from safetensors.torch import load_file, save_file
 
 from experiment.errors import UserError
-from llm.budget import Bytes, Workload, measure
+from bench.budget import Bytes, Workload, measure
 from llm.loading import load_model
 from llm.memory import Techniques
 from llm.quantization import Linear4bit
@@ -42,7 +42,7 @@ def test_a_4bit_model_is_the_stock_model_of_its_weights(family, int8_head, tmp_p
             stock.get_submodule(name).weight.copy_(model.get_submodule(name).dequantize(torch.float32))
         if int8_head:
             for module in ("get_input_embeddings", "get_output_embeddings"):
-                getattr(stock, module)().weight.copy_(getattr(model, module)().table.rows(slice(None), "cpu"))
+                getattr(stock, module)().weight.copy_(getattr(model, module)().table.dequantize(slice(None), "cpu"))
         assert (model(input_ids=IDS).logits - stock(input_ids=IDS).logits).abs().max() < 1e-4
 
 

@@ -1,4 +1,5 @@
 """token_logprobs against full logits, for every family; rows that begin alike share their prefix."""
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm import loading
 from llm.attention import causal_attention
-from llm.facts import facts
+from llm.checkpointing import checkpoint_layers
 from llm.logprobs import token_logprobs
+from llm.memory import facts
+from lora import merged
 
 
 # --------------------------------------------------------------------------------------------------- log-probabilities
@@ -170,6 +173,57 @@ def test_masked_positions_and_column_0_are_zero(tiny):
         assert (x[:, 0] == 0).all() and (x[:, 1:] != 0).all()
     for kind in (torch.bool, torch.int64, torch.float32):
         assert torch.equal(token_logprobs(model, IDS, mask.to(kind))[0], token_logprobs(model, IDS, mask)[0])
+
+
+# -------------------------------------------------------------------------------------------------------- hidden states
+def value_head(width):
+    head = torch.nn.Linear(width, 1, bias=False)
+    torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(4))
+    return head
+
+
+def value_gradients(model, head, values, logprobs, weights):
+    """Return the gradients of a loss of values and log-probabilities: of the adapter and of the head."""
+    head.zero_grad()
+    found = gradients(model, ((values - 1) ** 2 * weights).sum() + (logprobs * weights).sum())
+    return found, {name: p.grad.clone() for name, p in head.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
+def test_hidden_states_feed_a_value_head_as_stock_ones_do(tiny, lora_r, checkpointing):
+    """With a shared prefix. Column t holds what token t is predicted from."""
+    model, (ids, mask) = randomise(load(tiny, lora_r=lora_r)), alike()
+    head, weights = value_head(model.config.hidden_size), mask * torch.linspace(0.5, 1, mask.numel()).view(mask.shape)
+    assert facts(model).shares_prefix
+    stock = F.pad(model.base_model(input_ids=ids).last_hidden_state[:, :-1], (0, 0, 1, 0)) * mask[..., None]
+    expected = value_gradients(model, head, head(stock)[..., 0], full(model, ids, mask, 0.8)[0], weights)
+    if checkpointing:
+        checkpoint_layers(model)
+        model.train()
+    logprobs, entropy, hidden = token_logprobs(model, ids, mask, 0.8, return_hidden=True)
+    assert hidden.dtype == torch.float32 and (hidden - stock).abs().max() < 1e-4
+    assert all(torch.equal(a, b) for a, b in zip((logprobs, entropy), token_logprobs(model, ids, mask, 0.8)))
+    for ours, exact in zip(value_gradients(model, head, head(hidden)[..., 0], logprobs, weights), expected):
+        same_gradients(ours, exact)
+
+
+@pytest.mark.parametrize("scale", [1, 2**-10])
+@pytest.mark.parametrize("merges", [False, True], ids=["beside", "merged"])
+def test_a_value_head_gets_its_gradients_in_float16(tiny, merges, scale):
+    """Also small ones, which without a scale would be lost below 6e-8: of the adapter and of the head."""
+    found = []
+    for dtype in ("float32", "float16"):
+        model, (ids, mask) = randomise(load(tiny, lora_r=4, dtype=dtype), 0.02), alike()
+        head = value_head(model.config.hidden_size)
+        with merged(model) if merges else nullcontext():
+            logprobs, _, hidden = token_logprobs(model, ids, mask, return_hidden=True)
+            assert hidden.dtype == torch.float32
+            found.append(value_gradients(model, head, head(hidden)[..., 0], logprobs * 0, mask * scale / mask.sum()))
+    for exact, ours in zip(*found):
+        assert ours.keys() == exact.keys()
+        for name in ours:
+            assert (ours[name] - exact[name]).norm() <= 0.02 * exact[name].norm(), name
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral", "Gemma3", "Phi3", "Cohere", "Gemma2"])

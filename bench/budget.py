@@ -182,15 +182,14 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
         options: arguments of load_model
         work: what the step does
         kind: "cuda" or "cpu", which the meta device stands for
-        device: "meta" counts; "cpu" and "cuda" run the step and measure it
+        device: "meta" counts; "cpu" runs the step in earnest, and counts its tensors
 
     Gradients and moments are there before the update, as in every step but a run's first.
     """
-    on_gpu = device.startswith("cuda")
     # Count this constant, although an earlier model has made it.
     lora._noise.cache_clear()
-    with (standing_for(kind) if device == "meta" else nullcontext(),
-          nullcontext() if on_gpu else Bytes("meta", kind) as count):
+    stand_in = standing_for(kind) if device == "meta" else nullcontext()
+    with stand_in, Bytes("meta", kind) as count:
         model, _ = load_model(**options, device=device)
         frozen = lora.freeze_reference(model) if work.keep_start else None  # noqa: F841
         # The optimizer stays alive: its moments are there during the rollout too.
@@ -198,23 +197,15 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
         if device != "meta":
             # Free what loading left in reference cycles.
             gc.collect()
-        peaks = {"update": _peak(count, _update, model, optimizer, work)}
-        peaks["host"] = 0 if on_gpu else count.host
+        count.peak = count.now
+        _update(model, optimizer, work)
+        peaks = {"update": count.peak, "host": count.host}
         optimizer.zero_grad()
         if work.decode_rows:
-            peaks["rollout"] = _peak(count, _rollout, model, work, kind, 2 if on_gpu else 1)
+            count.peak = count.now
+            _rollout(model, work, kind)
+            peaks["rollout"] = count.peak
     return peaks
-
-
-def _peak(count: Bytes | None, run, *arguments) -> int:
-    """Run a function and return its peak, as counted or, without a count, as CUDA says."""
-    if count:
-        count.peak = count.now
-        run(*arguments)
-        return count.peak
-    torch.cuda.reset_peak_memory_stats()
-    run(*arguments)
-    return torch.cuda.max_memory_allocated()
 
 
 def _optimizer_with_moments(model, kind: str):
@@ -248,10 +239,10 @@ def _update(model, optimizer, work: Workload):
         optimizer.step()
 
 
-def _rollout(model, work: Workload, kind: str, steps: int):
-    """Decode the prompt's first token and then, `steps` times, the last one of the episode.
+def _rollout(model, work: Workload, kind: str):
+    """Decode the prompt's first token and the last one of the episode.
 
-    What lies between these tokens only fills the cache. On a GPU the second step is a CUDA graph.
+    What lies between them only fills the cache.
     """
     prompt = [1] * (work.tokens - work.max_new_tokens)
     with lora.merged(model):
@@ -261,7 +252,6 @@ def _rollout(model, work: Workload, kind: str, steps: int):
         engine.add([Row(prompt, group=i // work.group_size, limit=2**30)
                     for i in range(work.decode_rows)])
         engine.step()
-        for _ in range(steps):
-            for row in engine.owner:
-                row.length = work.tokens - 1
-            engine.step()
+        for row in engine.owner:
+            row.length = work.tokens - 1
+        engine.step()
