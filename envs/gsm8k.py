@@ -227,8 +227,9 @@ class GSM8K:
     @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
         """Return at most n rows of the official split, in an order fixed by the seed."""
-        rows = shuffled(read_rows(_cached(split)), seed)[:n]
-        return [{"question": row["question"], "answer": row["answer"]} for row in rows]
+        rows = [row for _, row in read_rows(_cached(split))]
+        return [{"question": row["question"], "answer": row["answer"]}
+                for row in shuffled(rows, seed)[:n]]
 
 
 def true_calculations(solution: str) -> list[str]:

@@ -196,8 +196,8 @@ def read_as(path: str, convert) -> list:
     `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
     """
     out = []
-    for row in read_rows(path):
-        place = f"{path}:{row.pop('_line')}"
+    for line, row in read_rows(path):
+        place = f"{path}:{line}"
         with reading(place):
             out.append(convert(row, place))
     return out
@@ -205,8 +205,8 @@ def read_as(path: str, convert) -> list:
 
 def first_row(path: str) -> tuple[dict, str]:
     """Return the first row of a file and its place, "FILE:LINE"."""
-    row = read_rows(path)[0]
-    return row, f"{path}:{row.pop('_line')}"
+    line, row = next(read_rows(path))
+    return row, f"{path}:{line}"
 
 
 def need(row: dict, *fields: str):
