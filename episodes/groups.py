@@ -1,9 +1,8 @@
 """Groups: the episodes of one task, which algorithms compare with each other."""
 import math
-from itertools import groupby
 
 from episodes.tasks import draw_tasks
-from experiment.episodes import without_faults
+from experiment.episodes import members, without_faults
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
@@ -25,8 +24,8 @@ def collect_groups(play, tasks, config, step, run):
         # first_task gives every candidate a group id and random numbers of its own.
         episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
         drawn += missing
-        for _, group in groupby(episodes, key=lambda t: t.group_id):
-            group = list(group)
+        for indices in members([t.group_id for t in episodes]):
+            group = [episodes[i] for i in indices]
             rate = sum(t.info["success"] for t in group) / len(group)
             # A NaN is kept, too: `Run.accept_episodes` reports it and skips the step.
             broken = any(math.isnan(t.reward) for t in group)
@@ -40,11 +39,13 @@ def collect_groups(play, tasks, config, step, run):
 
 def group_shares(batch, advantages):
     """Return the shares of a step's groups that all succeed, all fail, differ, or teach nothing."""
-    successes, signal = {}, {}
-    for t, row in zip(batch, advantages):
-        successes.setdefault(t.group_id, []).append(t.info["success"])
-        signal[t.group_id] = signal.get(t.group_id, False) or bool(row.any())
-    right = sum(all(group) for group in successes.values()) / len(successes)
-    wrong = sum(not any(group) for group in successes.values()) / len(successes)
-    return {"groups_all_right": right, "groups_all_wrong": wrong, "groups_mixed": 1 - right - wrong,
-            "groups_without_signal": 1 - sum(signal.values()) / len(signal)}
+    groups = members([t.group_id for t in batch])
+    right = wrong = silent = 0
+    for indices in groups:
+        successes = [batch[i].info["success"] for i in indices]
+        right += all(successes)
+        wrong += not any(successes)
+        silent += not any(advantages[i].any() for i in indices)
+    n = len(groups)
+    return {"groups_all_right": right / n, "groups_all_wrong": wrong / n,
+            "groups_mixed": 1 - right / n - wrong / n, "groups_without_signal": silent / n}

@@ -19,6 +19,7 @@ from experiment.config import (
 )
 from experiment.episodes import (
     is_finite,
+    members,
     pass_at_k,
     problem,
     shift_and_scale,
