@@ -37,6 +37,8 @@ def _reason(error):
         return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, csv.Error):
+        return f"not CSV: {error}"
     if type(error) is ValueError:
         return first_line(error)
     strerror = getattr(error, "strerror", None)  # of an OSError
