@@ -230,7 +230,8 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "pairs and loss"
     env: str | None = flag(None, "environment or several (a,b), to play and to evaluate in; "
-                                 "default: none for --dataset, the recorded episodes', or equations")
+                                 "default: none for --dataset, else the recorded episodes', or "
+                                 "equations")
     dataset: str | None = flag(None, "pairs: rows {prompt, chosen, rejected} (.jsonl, .csv, "
                                      ".parquet); default: play", aliases=())
     tasks: str | None = flag(None, "tasks to play; beside --dataset or --trajectories: to evaluate "

@@ -61,7 +61,8 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     output_dir: str = "runs/sft"
 
     env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; "
-                                 "default: none for --dataset, the recorded episodes', or equations")
+                                 "default: none for --dataset, else the recorded episodes', or "
+                                 "equations")
     dataset: str | None = flag(None, "conversations (.jsonl, .csv, .parquet) to imitate: rows "
                                      "{messages} or {prompt, completion}, or what --env reads")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate")
@@ -96,7 +97,8 @@ def sft_loss(logprobs, loss_mask, num_tokens):
 def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
     """Return the loss of held-out demonstrations per token, and `evaluate` of held-out tasks."""
     limits = envs.limits_of(config, config.env)
-    metrics = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run)
+    metrics = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed,
+                       run=run)
     num_tokens = sum(sum(t.loss_mask) for t in held_out)
     model.eval()
     for start in range(0, len(held_out), config.batch_size):

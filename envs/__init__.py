@@ -4,7 +4,8 @@
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator
     meetings.py   a conference with hidden facts
-    calls.py      the tools of a class, and one call of one of them; session.py plays them in threads
+    calls.py      the tools of a class, and one call of one of them
+    session.py    one environment during an episode: its calls are made in another thread
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other

@@ -93,7 +93,8 @@ def read_cells(method, row: dict) -> dict:
         try:
             out[name] = _read_cell(text, hint)
         except (TypeError, ValueError):
-            raise ValueError(f"{name}: {text[:40]!r} cannot be read as {_hint_name(hint)}") from None
+            kind = _hint_name(hint)
+            raise ValueError(f"{name}: {text[:40]!r} cannot be read as {kind}") from None
     return out
 
 

@@ -53,9 +53,7 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     read by the environment's `_conversation`.
     """
     if "messages" in row:
-        if not is_messages(row["messages"]):
-            raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
-        return row["messages"]
+        return as_messages(row["messages"], "messages")
     if "completion" in row:
         return completion(row)
     if hasattr(env, "_conversation"):
@@ -84,18 +82,14 @@ def reads(env_name: str, row: dict) -> bool:
 
 
 # --------------------------------------------------------------------------------------- messages
-def is_messages(value) -> bool:
-    """True if the value is a list of at least one object."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
-
-
-def as_messages(value, name: str, role: str) -> list[dict]:
-    """Return a field that holds messages, or text, which becomes one message of this role."""
-    if isinstance(value, str):
+def as_messages(value, name: str, role: str | None = None) -> list[dict]:
+    """Return a field that holds messages, or with a role text, which becomes one message of it."""
+    if role and isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not is_messages(value):
-        raise ValueError(f'"{name}" must be text or a list of messages')
-    return value
+    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+        return value
+    kind = "text or a list" if role else "a list"
+    raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
 
 
 def without_loss(messages):

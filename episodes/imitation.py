@@ -187,10 +187,8 @@ def warn_of_letters(tokenizer, classes: dict):
         words = []
         for schema in envs.schemas(cls):
             words += [schema["function"]["name"], *schema["function"]["parameters"]["properties"]]
-        spelled = []
-        for word in dict.fromkeys(words):
-            if len(tokenizer.tokenize(word)) > max(len(word) / 2, 2):
-                spelled.append(word)
+        spelled = [word for word in dict.fromkeys(words)
+                   if len(tokenizer.tokenize(word)) > max(len(word) / 2, 2)]
         if spelled:
             print(f"note: this tokenizer spells {', '.join(spelled[:5])} of environment {name} in "
                   "letters, which makes its turns long and hard to learn; a real model does not, "

@@ -45,7 +45,11 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     if row.get("prompt") is not None:
         prompt = as_messages(row["prompt"], "prompt", "user")
     else:
-        prompt = shared_messages(chosen, rejected)
+        both = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected))
+        prompt = [message for message, _ in both]
+        if not prompt:
+            raise ValueError('no "prompt" field, and chosen and rejected do not begin with the '
+                             "same message")
     conversations = []
     for side in (chosen, rejected):
         # A side may be a whole conversation, which begins with the prompt.
@@ -54,19 +58,6 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
             raise ValueError("chosen and rejected must continue after the prompt")
         conversations.append(Conversation(without_loss(prompt) + answer, row, place))
     return tuple(conversations)
-
-
-def shared_messages(chosen, rejected) -> list[dict]:
-    """Return the messages with which both conversations begin, or raise ValueError."""
-    shared = []
-    for message, other in zip(chosen, rejected):
-        if message != other:
-            break
-        shared.append(message)
-    if not shared:
-        raise ValueError('no "prompt" field, and chosen and rejected do not begin with the same '
-                         "message")
-    return shared
 
 
 # ---------------------------------------------------------------------------------------- episodes

@@ -125,11 +125,12 @@ def recorded_env(trajectories: str) -> str | None:
 
     trajectories: the flag, one file or several (a,b).
     """
+    def env_of(row, _):
+        return str(dict(row.get("info", {})).get("env"))
+
     named = set()
     for path in trajectories.split(","):
-        for _, row in read_rows(path.strip()):
-            info = row.get("info")
-            named.add(str(info.get("env")) if isinstance(info, dict) else None)
+        named.update(read_as(path.strip(), env_of))
     return ",".join(sorted(named & envs.ENVS.keys())) or None
 
 
@@ -191,10 +192,12 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     There are none without an environment. Where n is 0, because other data is learned from, all
     rows of --tasks are held out.
     """
-    files = (config.tasks, config.eval_dataset) if n else (None, config.eval_dataset or config.tasks)
-    train = load_tasks(config.env, "train", n, config.seed, *files, config.env_options)
-    held_out = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files,
-                          config.env_options)
+    files = (config.tasks, config.eval_dataset)
+    if not n:
+        files = (None, config.eval_dataset or config.tasks)
+    options = (config.seed, *files, config.env_options)
+    train = load_tasks(config.env, "train", n, *options)
+    held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
     return train, drop_seen(held_out, train)
 
 

@@ -69,17 +69,6 @@ def whole(text: str) -> str:
 
 
 # --------------------------------------------------------------------------------------- JSON
-def parse_object(text: str) -> dict:
-    """Return the JSON object that the text holds.
-
-    Raises ValueError for what Python's reader lets through: NaN, infinity, a key given twice.
-    """
-    value = json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return value
-
-
 def _unique(pairs):
     unique = {}
     for key, value in pairs:
@@ -94,6 +83,17 @@ def _finite(text):
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a finite number")
     return number
+
+
+def parse_object(text: str, as_dict=_unique) -> dict:
+    """Return the JSON object that the text holds; `as_dict` makes objects of pairs.
+
+    Raises ValueError for what Python's reader lets through: NaN, infinity, a key given twice.
+    """
+    value = json.loads(text, object_pairs_hook=as_dict, parse_float=_finite, parse_constant=_finite)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
 
 
 def read_json(path) -> dict:
@@ -183,17 +183,13 @@ def _parquet_rows(path):
     for number, row in enumerate(rows, 1):
         with reading(path, number):
             # The same rules as for .jsonl: no dates, no bytes, no NaN.
-            row = _without_nulls(parse_object(json.dumps(row)))
+            row = parse_object(json.dumps(row), _without_nulls)
         yield number, row
 
 
-def _without_nulls(value):
-    """Drop the nulls of objects: Arrow gives all objects of a column the keys of all others."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+def _without_nulls(pairs):
+    # Arrow gives all objects of a column the keys of all others.
+    return {key: value for key, value in pairs if value is not None}
 
 
 # --------------------------------------------------------------------------------------- YAML

@@ -206,7 +206,7 @@ def test_expert_leaves_out_false_marks():
 
 @pytest.mark.parametrize("row, message", [
     ({"question": "?", "target": 1}, 'no "answer" field; has: question, target'),
-    ({"answer": 1}, 'no "question" field; has: answer'), ({"question": None, "answer": 1}, 'no "question" field'),
+    ({"answer": 1}, 'no "question" field; has: answer'), ({"question": None, "answer": 1}, '"question" is empty or not text'),
     ({"question": " ", "answer": 1}, '"question" is empty'), ({"question": 5, "answer": 1}, '"question" is empty or not text'),
     ({"question": "?", "answer": ""}, '"answer" has no number'), ({"question": "?", "answer": "#### x"}, '"answer" has no number'),
     ({"question": "?", "answer": "It is 5"}, '"answer" has no number'), ({"question": "?", "answer": True}, '"answer" has no number'),

@@ -406,9 +406,9 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"messages": [ASK, ANSWER], "tools": "f"}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER, ANSWER]}, "message 2: need user after an answer, got assistant"),
-    ({"prompt": "How many?", "completion": None}, '"completion" must be text or a list of messages'),
-    ({"prompt": 3, "completion": "42"}, '"prompt" must be text or a list of messages'),
-    ({"prompt": ["How many?"], "completion": "42"}, '"prompt" must be text or a list of messages'),
+    ({"prompt": "How many?", "completion": None}, '"completion" must be text or a list of {"role": ..., "content": ...}'),
+    ({"prompt": 3, "completion": "42"}, '"prompt" must be text or a list of {"role": ..., "content": ...}'),
+    ({"prompt": ["How many?"], "completion": "42"}, '"prompt" must be text or a list of {"role": ..., "content": ...}'),
     ({"prompt": [ASK], "completion": [{**ANSWER, "loss": 0}]}, 'nothing to train: no assistant message without "loss": 0'),
     ({"question": "How many?", "answer": "many"},
      '"answer" has no number; give 72, or a solution that ends in #### 72, not \'many\''),
@@ -490,7 +490,7 @@ def test_episodes_are_tried_in_the_environment_they_are_of(tokenizer, tmp_path):
     result = sft.train(sft.Config(trajectories=path, output_dir=str(tmp_path / "o"), max_steps=1, batch_size=4, eval_tasks=2))
     assert result["held_out_loss"] > 1 and result["success_after"] is not None
     assert recorded_env(path) == "equations"
-    assert recorded_env(write(tmp_path, [{"info": {"env": "/tmp/evil.py:Env"}}, {"info": 3}, {}])) is None  # a data file does not choose which code runs
+    assert recorded_env(write(tmp_path, [{"info": {"env": "/tmp/evil.py:Env"}}, {"info": {"env": [3]}}, {}])) is None  # a data file does not choose which code runs
 
 
 def test_rows_to_learn_from_with_two_environments_are_tried_in_both(tmp_path):
