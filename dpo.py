@@ -26,7 +26,7 @@ Shapes: B pairs, T tokens. Of 2B rows the first B are the chosen episodes, the o
 ones, in the same order.
 """
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -38,10 +38,9 @@ from tqdm import tqdm
 
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
-from episodes.demonstrations import default_env, read_trajectories
-from episodes.pairs import (choose_tasks, compares_rows, longer, make_pairs, read_pairs,
-                              split_pairs, write_pairs)
-from episodes.tasks import drop_seen, tasks_of
+from episodes.demonstrations import read_trajectories
+from episodes.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
+from episodes.tasks import drop_seen, tasks_of, train_and_held_out, with_env
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, main, nearest, preference_learning_rate,
                         without_faults)
@@ -236,9 +235,13 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "pairs and loss"
     env: str | None = flag(None, "environment or several (a,b), to play and to evaluate in; "
-                                 "default: the episodes', none for a file of pairs, or equations")
-    dataset: str | None = flag(None, "pairs (.jsonl of prompt, chosen, rejected), or tasks for the "
-                                     "environment; default: its own tasks")
+                                 "default: none for --dataset, else the recorded episodes', or "
+                                 "equations")
+    dataset: str | None = flag(None, "pairs: rows {prompt, chosen, rejected} (.jsonl, .csv, "
+                                     ".parquet); default: play", aliases=())
+    tasks: str | None = flag(None, "tasks to play; beside --dataset or --trajectories: to evaluate "
+                                   "on; default: the environment's own")
+    eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --tasks")
     max_samples: int | None = flag(None, "pairs, drawn at random; default: all", low=1)
     learning_rate: float | None = auto(preference_learning_rate)
     batch_size: int | None = auto(
@@ -298,15 +301,17 @@ def weighted_losses(config: Config) -> dict:
 def settle(config: Config) -> Config:
     """Return the config with the defaults that depend on the model or the data; check --loss."""
     weighted_losses(config)
-    if config.env is None and not compares_rows(config):
-        config = replace(config, env=default_env(config.trajectories))
+    if config.eval_dataset and (config.dataset or config.trajectories):
+        raise UserError(f"--eval_dataset {config.eval_dataset}: held-out pairs are --eval_share of "
+                        "all; tasks to evaluate on are given with --tasks")
+    config = with_env(config)
     return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
 
 
 # -------------------------------------------------------------------------------------------- data
 def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
     """Return the pairs of the given files, or [] if none are given: they are then played."""
-    if compares_rows(config):
+    if config.dataset:
         return read_pairs(config.dataset, tokenizer, config.env)
     if not config.trajectories:
         return []
@@ -388,7 +393,8 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
 def train(config: Config) -> dict:
     """Pair episodes by their rewards, and raise each pair's margin over the reference policy."""
     config = settle(config)
-    tasks, test_tasks = choose_tasks(config)
+    is_given = config.dataset or config.trajectories  # pairs, or episodes to pair
+    tasks, test_tasks = train_and_held_out(config, 0 if is_given else config.num_tasks)
     run = Run(config, "dpo", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished

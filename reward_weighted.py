@@ -30,11 +30,11 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
-from episodes.demonstrations import default_env, read_trajectories
-from episodes.tasks import draw_tasks, drop_seen, tasks_of, train_and_held_out
+from episodes.demonstrations import read_trajectories
+from episodes.tasks import (draw_tasks, drop_seen, recorded_env, tasks_of, train_and_held_out)
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, fill, flag, imitation_learning_rate, main,
-                        members, shift_and_scale, without_faults)
+                        UserError, auto, fill, flag, imitation_learning_rate, main, members,
+                        shift_and_scale, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
@@ -193,7 +193,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     env: str | None = flag(None, "environment or several (a,b); also path/to/file.py:Class; "
                                  "default: equations, or those of the recorded episodes")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to learn from, "
-                                          "instead of playing")
+                                          "instead of playing; --tasks are "
+                                          "then evaluated on")
     tasks_per_step: int = flag(32, "tasks of a round", low=1, aliases=("tasks_per_iteration",))
     max_steps: int | None = flag(
         None, f"rounds; default: {ROUNDS}, or num_epochs passes over recorded episodes", low=1,
@@ -232,7 +233,8 @@ def settle(config: Config) -> Config:
         raise UserError("--baseline group compares the episodes of one task, --group_size 1 plays "
                         "one; raise it, or --baseline batch")
     if config.env is None:
-        config = replace(config, env=default_env(config.trajectories))
+        path = config.trajectories
+        config = replace(config, env=recorded_env(path) if path else "equations")
     if config.max_steps is None:
         config = replace(config, max_steps=config.num_epochs if config.trajectories else ROUNDS)
     return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
@@ -310,7 +312,8 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
 def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
-    tasks, held_out = train_and_held_out(config, config.max_samples)
+    n = 0 if config.trajectories else config.max_samples
+    tasks, held_out = train_and_held_out(config, n)
     run = Run(config, "reward_weighted", envs.sources(config.env))  # output folder, resume
     if run.finished:
         return run.finished

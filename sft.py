@@ -4,7 +4,7 @@
     train     AdamW over shuffled epochs; loss and success on held-out data
 
 Demonstrations (episodes/imitation.py) are episodes of an environment's scripted expert, or what a
-file holds: chats, completions, written solutions, recorded episodes.
+file holds: conversations (--dataset) or recorded episodes (--trajectories).
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
 are context. The other algorithms train through merged weights, so that an update rounds as the
@@ -15,9 +15,12 @@ rollout did; here there is no rollout, and the adapter stays beside the weights.
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
 
+--tasks are for the expert, and of them --eval_dataset or a tenth is held out. Beside --dataset or
+--trajectories they are only evaluated on, and --eval_dataset holds demonstrations.
+
 Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,9 +28,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate
-from episodes.demonstrations import (EXPECTED, default_env, env_of_rows, imitates_rows,
-                                 registered_envs)
-from episodes.imitation import demonstrations, held_out_tasks
+from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
+from episodes.tasks import with_env
 from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
                         imitation_learning_rate, main, replace_file, to_json)
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
@@ -59,13 +61,14 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     output_dir: str = "runs/sft"
 
     env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; "
-                                 "default: the episodes', none for rows to imitate, or equations")
-    dataset: str | None = flag(None, f"rows (.jsonl, .csv) to imitate: {EXPECTED}; or tasks, which "
-                                     "the expert of --env plays")
-    eval_dataset: str | None = flag(None, "held-out rows of the same kind; default: a tenth")
-    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate; "
-                                          "--dataset and --eval_dataset then hold tasks to evaluate"
-                                          " on, --eval_dataset alone held-out episodes")
+                                 "default: none for --dataset, else the recorded episodes', or "
+                                 "equations")
+    dataset: str | None = flag(None, "conversations (.jsonl, .csv, .parquet) to imitate: rows "
+                                     "{messages} or {prompt, completion}, or what --env reads")
+    trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate")
+    tasks: str | None = flag(None, "tasks that the expert of --env plays; beside --dataset or "
+                                   "--trajectories: tasks to evaluate on")
+    eval_dataset: str | None = flag(None, "held-out rows of what is learned from; default: a tenth")
     min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
@@ -91,10 +94,11 @@ def sft_loss(logprobs, loss_mask, num_tokens):
 
 # ---------------------------------------------------------------------------------------- held out
 @torch.no_grad()
-def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> dict:
+def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
     """Return the loss of held-out demonstrations per token, and `evaluate` of held-out tasks."""
-    metrics = evaluate(model, tokenizer, env, tasks, limits=envs.limits_of(config, env),
-                       seed=config.seed, run=run)
+    limits = envs.limits_of(config, config.env)
+    metrics = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed,
+                       run=run)
     num_tokens = sum(sum(t.loss_mask) for t in held_out)
     model.eval()
     for start in range(0, len(held_out), config.batch_size):
@@ -109,27 +113,25 @@ def evaluate_held_out(model, tokenizer, held_out, env, tasks, config, run) -> di
 # -------------------------------------------------------------------------------------------- loop
 def settle(config: Config) -> Config:
     """Return the config with the defaults that depend on the model or the environment."""
-    if not config.env and (config.trajectories or not imitates_rows(config.dataset, None)):
-        config = replace(config, env=default_env(config.trajectories))
-    lengths = envs.lengths(config.env or env_of_rows(config.dataset))
-    return fill(config, TINY if is_tiny(config.model_path) else {}, lengths)
+    config = with_env(config)
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
 
 
 def train(config: Config) -> dict:
     """Imitate demonstrations: make every token that the demonstrator wrote more likely."""
     config = settle(config)
+    conversations = read_dataset(config)  # first, so that a bad row is refused at once
     run = Run(config, "sft", envs.sources(config.env))  # output folder, resume, signals
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
     vocabulary = model.get_input_embeddings().num_embeddings
-    learned, held_out = demonstrations(config, tokenizer, vocabulary)
-    env = config.env or registered_envs(t.info for t in learned)
-    tasks = held_out_tasks(config, env, learned)
+    learned, held_out = demonstrations(config, conversations, tokenizer, vocabulary)
+    tasks = evaluation_tasks(config, learned)
     optimizer = adamw(model, config.weight_decay)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
-    evaluation = partial(evaluate_held_out, model, tokenizer, held_out, env, tasks, config, run)
+    evaluation = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
     with run:
         state = TrainingState(model, tokenizer, optimizer)
         total = run.total_steps(steps_per_epoch)

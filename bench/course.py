@@ -21,10 +21,10 @@ SEEDS, RESULTS, AIMS = (0, 1, 2), os.path.join(ROOT, "bench", "results"), {"sft"
 def course(out: str, seed: int) -> list[str]:
     """README's five commands, in folder `out`."""
     csv, sft, traces, dpo = (os.path.join(out, name) for name in ("meetings.csv", "sft", "traces.jsonl", "dpo"))
-    return [f"envs/meetings.py --rows 3000 --output {csv} --seed {seed}",
-            f"sft.py --env meetings --dataset {csv} --expert_noise 0.1 --batch_size 16 --max_steps 800 "
+    return [f"bench/meetings_csv.py --rows 3000 --output {csv} --seed {seed}",
+            f"sft.py --env meetings --tasks {csv} --expert_noise 0.1 --batch_size 16 --max_steps 800 "
             f"--eval_tasks 0 --output_dir {sft} --seed {seed} --overwrite",
-            f"agent.py --model_path {sft} --env meetings --dataset {csv} --num_tasks 128 --group_size 8 "
+            f"agent.py --model_path {sft} --env meetings --tasks {csv} --num_tasks 128 --group_size 8 "
             f"--output {traces} --seed {seed}",
             f"dpo.py --model_path {sft} --trajectories {traces} --env meetings --learning_rate 1e-3 --num_epochs 2 "
             f"--eval_tasks 1000 --output_dir {dpo} --seed {seed} --overwrite",

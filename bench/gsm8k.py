@@ -101,8 +101,9 @@ def sft(args):
     """Imitate the written solutions of the training split as tool calls."""
     from bench.learning_rates import short_template
     model = short_template(args.model_path, str(args.out / "model"))
-    run("sft.py", "--model_path", model, "--dataset", args.data / "train.jsonl", "--max_samples", 7473,
-        "--lora_r", 32, "--learning_rate", 1e-3, "--batch_size", 16, "--gradient_accumulation_steps", 1,
+    run("sft.py", "--model_path", model, "--env", "gsm8k", "--dataset", args.data / "train.jsonl",
+        "--max_samples", 7473, "--lora_r", 32, "--learning_rate", 1e-3, "--batch_size", 16,
+        "--gradient_accumulation_steps", 1,
         "--max_steps", args.sft_steps, "--eval_tasks", 0, *DTYPE, "--output_dir", args.out / "sft")
 
 

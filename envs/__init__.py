@@ -1,6 +1,13 @@
-"""Environments: the contract, the list of them, and their tasks.
+"""Environments: what the agent acts in. Each is one class in one file.
 
-An environment is a class as TRL's `environment_factory` takes it: no constructor arguments;
+    template.py   copy it to make your own
+    equations.py  equations to solve with tools: the default, and the one to read first
+    gsm8k.py      word problems and a calculator
+    meetings.py   a conference with hidden facts
+    calls.py      the tools of a class, and one call of one of them
+    session.py    one environment during an episode: its calls are made in another thread
+
+The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
 the total of the episode. They may be async. Each call comes from another thread, never the main one
@@ -14,6 +21,8 @@ the total of the episode. They may be async. Each call comes from another thread
                                 LIMITS
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError
+    _conversation(row)          static: the messages in a row of a data file of its own form, for
+                                sft.py --dataset, or ValueError
     _reply(text)                the model answered without a tool: a user message to continue
                                 with, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of

@@ -80,6 +80,32 @@ def _fit(value, hint):
     raise TypeError
 
 
+def read_cells(method, row: dict) -> dict:
+    """Return a row of a CSV file, whose cells are text, as the type hints of a method want it.
+
+    A cell that its hint takes as text stays text. Others are read as JSON; an empty cell is None.
+    Raises ValueError.
+    """
+    hints = typing.get_type_hints(method)
+    out = dict(row)
+    for name, text in row.items():
+        hint = hints.get(name, str)
+        try:
+            out[name] = _read_cell(text, hint)
+        except (TypeError, ValueError):
+            kind = _hint_name(hint)
+            raise ValueError(f"{name}: {text[:40]!r} cannot be read as {kind}") from None
+    return out
+
+
+def _read_cell(text: str, hint):
+    with suppress(TypeError):
+        return _fit(text, hint)
+    # Spreadsheets and pandas write True, not true.
+    is_bool = text.lower() in ("true", "false")
+    return _fit(json.loads(text.lower() if is_bool else text or "null"), hint)
+
+
 class WrongCall(ValueError):
     """The model's call cannot be made. The text tells the model why."""
 
@@ -101,10 +127,13 @@ def _fit_arguments(name: str, method, arguments: dict) -> dict:
         try:
             fitted[key] = _fit(value, hint)
         except (TypeError, ValueError):
-            want = hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
             shown = json.dumps(value)[:60]
-            raise WrongCall(f"{name}: {key} must be {want}, not {shown}") from None
+            raise WrongCall(f"{name}: {key} must be {_hint_name(hint)}, not {shown}") from None
     return fitted
+
+
+def _hint_name(hint) -> str:
+    return hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
 
 
 # ------------------------------------------------------------------------------------------ calls

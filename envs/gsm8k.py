@@ -225,10 +225,34 @@ class GSM8K:
         return {**row, "answer": answer}
 
     @staticmethod
+    def _conversation(row: dict) -> list[dict]:
+        """Return the written solution in a row as a conversation with tool calls.
+
+        "Half is 48/2 = <<48/2=24>>24." becomes "Half is 48/2 =" and a call, the environment's "24",
+        then "24." and the call of the answer.
+        """
+        env = GSM8K()
+        question = env.reset(row["question"], row["answer"])
+        messages = [{"role": "system", "content": env.system_prompt},
+                    {"role": "user", "content": question}]
+        solution = str(row["answer"]).rpartition("####")[0]
+        text, *rest = re.split(r"<<([^<>=]+)=[^<>=]+>>", solution)
+        for expression, after in zip(rest[::2], rest[1::2]):
+            if expression in env._plan:
+                asked = {"name": "calculator", "arguments": {"expression": expression}}
+                said = {"role": "assistant", "content": text.strip(), "tool_calls": [asked]}
+                messages += [said, {"role": "tool", "content": env.calculator(expression)}]
+                text = ""
+            text += after
+        last = {"role": "assistant", "content": text.strip(), "tool_calls": env._expert()}
+        return [*messages, last]
+
+    @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
         """Return at most n rows of the official split, in an order fixed by the seed."""
-        rows = shuffled(read_rows(_cached(split)), seed)[:n]
-        return [{"question": row["question"], "answer": row["answer"]} for row in rows]
+        rows = [row for _, row in read_rows(_cached(split))]
+        return [{"question": row["question"], "answer": row["answer"]}
+                for row in shuffled(rows, seed)[:n]]
 
 
 def true_calculations(solution: str) -> list[str]:
@@ -238,35 +262,12 @@ def true_calculations(solution: str) -> list[str]:
     return [left for left, value, stated in values if value == stated and "error" not in value]
 
 
-def written_solution(row: dict) -> list[dict]:
-    """Return a written solution as a conversation with tool calls.
-
-    "Half is 48/2 = <<48/2=24>>24." becomes "Half is 48/2 =" and a call, the environment's "24",
-    then "24." and the call of the answer.
-    """
-    env = GSM8K()
-    question = env.reset(**row)
-    messages = [{"role": "system", "content": env.system_prompt},
-                {"role": "user", "content": question}]
-    solution = str(row["answer"]).rpartition("####")[0]
-    text, *rest = re.split(r"<<([^<>=]+)=[^<>=]+>>", solution)
-    for expression, after in zip(rest[::2], rest[1::2]):
-        if expression in env._plan:
-            asked = {"name": "calculator", "arguments": {"expression": expression}}
-            said = {"role": "assistant", "content": text.strip(), "tool_calls": [asked]}
-            messages += [said, {"role": "tool", "content": env.calculator(expression)}]
-            text = ""
-        text += after
-    last = {"role": "assistant", "content": text.strip(), "tool_calls": env._expert()}
-    return [*messages, last]
-
-
 def _cached(split: str) -> Path:
     """Return the path of the official file, which is downloaded once and checked by its hash."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(cache, "agentic-rl", "gsm8k", f"{split}.jsonl")
     source = f"{URL}/{split}.jsonl"
-    remedy = f"give --dataset path/to/{split}.jsonl"
+    remedy = f"give --tasks path/to/{split}.jsonl"
     is_cached = path.exists()
     if is_cached:
         source = path

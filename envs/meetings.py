@@ -18,11 +18,7 @@ agent can be right more often than `accuracy(TOOLS)`, 83 %. Two scores allow 70 
 
 The answer is text: {"probability": 0.69, "reason": "slot", "recommendation": "YES"}. TRL shows an
 environment no text, so that there every episode counts as not completed.
-
-    python envs/meetings.py --rows 2000 --output meetings.csv
 """
-import argparse
-import csv
 import json
 import math
 import re
@@ -53,7 +49,6 @@ PERSONAS = {"bold": "032", "careful": "2301", "quick": "320", "curious": "1032",
             "strict": "0213", "friendly": "1320", "thorough": "01230"}
 FORMAT = 'Answer {"probability": 0.xx, "reason": "word", "recommendation": "YES|NO"}'
 WORD = r"\w[\w-]*"
-COLUMNS = ("input_text", "target_probability", "target_reason", "ground_truth_prob")
 MAX_TASKS = 80_000  # of the 90,000 meetings of the test split
 
 
@@ -129,7 +124,7 @@ def accuracy(tools) -> float:
     return total
 
 
-# ------------------------------------------------------------------------ answers and CSV rows
+# ------------------------------------------------------------------------------------- answers
 def answer(probability: float, reason: str, contrary: bool = False) -> str:
     """Return the final answer, with a probability of two digits from 0.01 to 0.99.
 
@@ -143,22 +138,6 @@ def answer(probability: float, reason: str, contrary: bool = False) -> str:
 def strongest(scores: dict, yes: bool) -> str:
     """Return the reason: which of these scores speaks most for the recommendation."""
     return REASONS[max(scores, key=lambda name: scores[name] if yes else -scores[name])]
-
-
-def read_columns(row: dict) -> tuple[str, float, str]:
-    """Return the text, the target probability and the one-word reason of a CSV row."""
-    text, stated, reason = (str(row[name]).strip() for name in COLUMNS[:3])
-    try:
-        probability = float(stated)
-    except ValueError:
-        probability = math.nan
-    if not 0 <= probability <= 1:
-        raise ValueError(f'"target_probability" must be from 0 to 1, not {stated[:40]}')
-    if not text:
-        raise ValueError('"input_text" is empty')
-    if not re.fullmatch(WORD, reason):
-        raise ValueError(f'"target_reason" must be one word, not {reason[:40]!r}')
-    return text, probability, reason
 
 
 def read_probability(text: str) -> float | None:
@@ -187,14 +166,13 @@ class Meetings:
     max_turns = 6
     limits = {"max_new_tokens": 64, "max_tokens": 1024}
 
-    def reset(self, meeting: int | str, noise: float = 0.0, noise_seed: int = 0,
+    def reset(self, meeting: int, noise: float = 0.0, noise_seed: int = 0,
               shaped: bool = False, **_) -> str:
-        """Begin with a meeting's number, which is text in a CSV file.
+        """Begin with a meeting's number.
 
         `noise` is how often the expert stops after two scores, and how often it recommends against
         what it saw. `noise_seed` decides when.
         """
-        meeting = int(meeting)
         made = simulate(meeting)
         self.system_prompt = f"You are a {made['persona']} agent. {FORMAT}"
         self.scores = made["scores"]
@@ -278,13 +256,28 @@ class Meetings:
 
     @staticmethod
     def _row(row: dict) -> dict:
-        """Return a row of a task file, or raise ValueError if its meeting is no number.
-
-        A row without one is refused by the caller, because `reset` needs it.
-        """
-        if "meeting" in row and not str(row["meeting"]).isdecimal():
+        """Return a row of a task file, or raise ValueError if its meeting is no number."""
+        if "meeting" in row and (type(row["meeting"]) is not int or row["meeting"] < 0):
             raise ValueError(f'"meeting" must be a whole number, not {row["meeting"]!r:.40}')
         return row
+
+    @staticmethod
+    def _conversation(row: dict) -> list[dict]:
+        """Return a row {input_text, target_probability, target_reason} as question and answer."""
+        columns = ("input_text", "target_probability", "target_reason")
+        text, stated, reason = (str(row[name]).strip() for name in columns)
+        try:
+            probability = float(stated)
+        except ValueError:
+            probability = math.nan
+        if not 0 <= probability <= 1:
+            raise ValueError(f'"target_probability" must be from 0 to 1, not {stated[:40]}')
+        if not text:
+            raise ValueError('"input_text" is empty')
+        if not re.fullmatch(WORD, reason):
+            raise ValueError(f'"target_reason" must be one word, not {reason[:40]!r}')
+        return [{"role": "user", "content": text},
+                {"role": "assistant", "content": answer(probability, reason)}]
 
     @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
@@ -296,36 +289,3 @@ class Meetings:
             if (zlib.crc32(str(meeting).encode()) % 10 == 0) == (split == "test"):
                 out[meeting] = {"meeting": meeting}
         return list(out.values())
-
-
-def write_csv(rows: int, output: str, seed: int):
-    """Write meetings of the training split with their true answers."""
-    tasks = Meetings._tasks("train", rows, seed)
-    with open(output, "w", encoding="utf-8", newline="") as f:
-        table = csv.writer(f)
-        table.writerow([*COLUMNS, "meeting"])
-        for task in tasks:
-            made = simulate(task["meeting"])
-            truth = made["probability"]
-            target = json.loads(answer(truth, strongest(made["scores"], truth >= 0.5)))
-            table.writerow([made["prompt"], target["probability"], target["reason"],
-                          round(truth, 4), task["meeting"]])
-
-
-def main():
-    """Write a CSV file of meetings."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--output", default="meetings.csv")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    try:
-        write_csv(**vars(given))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    print(f"written: {given.output}; the best possible accuracy is {accuracy(TOOLS):.1%}\n"
-          f"next:    python sft.py --env meetings --dataset {given.output}")
-
-
-if __name__ == "__main__":
-    main()

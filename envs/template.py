@@ -20,6 +20,8 @@ class HigherLower:
         Return the first user message.
         """
         self.number = number
+        # The smallest and the largest number that what the tool said leaves possible.
+        self.smallest, self.largest = 1, 99
         self.guesses = 0
         # Optional: set it to True, and the episode ends.
         self.done = False
@@ -38,7 +40,11 @@ class HigherLower:
             self.done = True
             self.reward = 1.0
             return "right"
-        return "higher" if number < self.number else "lower"
+        if number < self.number:
+            self.smallest = max(self.smallest, number + 1)
+            return "higher"
+        self.largest = min(self.largest, number - 1)
+        return "lower"
 
     def get_reward(self) -> float:
         """Return the total of the episode.
@@ -62,10 +68,15 @@ class HigherLower:
         return "Use the tool." if self.guesses == 0 else None
 
     def _expert(self) -> list[dict]:
-        """Return the next calls of a scripted demonstrator for sft.py, [] when it has finished."""
+        """Return the next calls of a scripted demonstrator for sft.py, [] when it has finished.
+
+        It may use only what the model sees, or imitating it teaches to guess. This one halves what
+        is left, and needs at most 7 of the 10 turns.
+        """
         if self.done:
             return []
-        return [{"name": "guess", "arguments": {"number": self.number}}]
+        middle = (self.smallest + self.largest) // 2
+        return [{"name": "guess", "arguments": {"number": middle}}]
 
     @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:

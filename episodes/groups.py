@@ -24,7 +24,7 @@ def collect_groups(play, tasks, config, step, run):
         # first_task gives every candidate a group id and random numbers of its own.
         episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
         drawn += missing
-        for indices in members(t.group_id for t in episodes):
+        for indices in members([t.group_id for t in episodes]):
             group = [episodes[i] for i in indices]
             rate = sum(t.info["success"] for t in group) / len(group)
             # A NaN is kept, too: `Run.accept_episodes` reports it and skips the step.
@@ -39,9 +39,13 @@ def collect_groups(play, tasks, config, step, run):
 
 def group_shares(batch, advantages):
     """Return the shares of a step's groups that all succeed, all fail, differ, or teach nothing."""
-    groups = members(t.group_id for t in batch)
-    right = sum(all(batch[i].info["success"] for i in group) for group in groups) / len(groups)
-    wrong = sum(not any(batch[i].info["success"] for i in group) for group in groups) / len(groups)
-    silent = sum(not advantages[group].any() for group in groups) / len(groups)
-    return {"groups_all_right": right, "groups_all_wrong": wrong, "groups_mixed": 1 - right - wrong,
-            "groups_without_signal": silent}
+    groups = members([t.group_id for t in batch])
+    right = wrong = silent = 0
+    for indices in groups:
+        successes = [batch[i].info["success"] for i in indices]
+        right += all(successes)
+        wrong += not any(successes)
+        silent += not any(advantages[i].any() for i in indices)
+    n = len(groups)
+    return {"groups_all_right": right / n, "groups_all_wrong": wrong / n,
+            "groups_mixed": 1 - right / n - wrong / n, "groups_without_signal": silent / n}

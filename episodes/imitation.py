@@ -1,36 +1,62 @@
 """What sft.py learns from, and the tasks that it is tested on.
 
-    demonstrations  the episodes to imitate, and held-out ones
-    held_out_tasks  what the model shall do by itself afterwards
+    read_dataset      the conversations of a file, to learn from and held out
+    demonstrations    the episodes to imitate, and held-out ones
+    evaluation_tasks  what the model shall do by itself afterwards
+    demonstrate       environments' scripted experts play, as if a model had played
 """
 import math
 import sys
 from dataclasses import replace
 from operator import attrgetter
 
+from tqdm import tqdm
+
 import envs
-from episodes.demonstrations import (Encoder, describe, imitates_rows, read_demonstrations,
-                                 read_trajectories)
-from episodes.expert import demonstrate
-from episodes.tasks import (drop_seen, first_row, is_held_out, is_task, load_tasks, tasks_of,
-                            unseen)
-from experiment.errors import UserError
+from agent import Episode, Trajectory
+from envs import Limits
+from envs.session import Session, Watch, load_environments
+from episodes.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
+                                     read_trajectories)
+from episodes.tasks import drop_seen, is_held_out, load_tasks, tasks_of, unseen
+from experiment.episodes import without_faults, without_too_long
+from experiment.errors import EnvironmentFault, UserError
 from experiment.seeds import mix, shuffled
 from llm.batches import prompt_of
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
-def demonstrations(config, tokenizer, vocabulary: int):
+# -------------------------------------------------------------------------- what sft.py learns from
+def read_dataset(config) -> tuple[list, list]:
+    """Return the conversations of --dataset to learn from and the held-out ones; [], [] without it.
+
+    No model is needed, so that a bad row is refused before one is loaded.
+    """
+    if not config.dataset:
+        return [], []
+
+    def read(path):
+        return read_demonstrations(path, config.env)
+
+    learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
+    print(f"{config.dataset}: {len(learned)} conversations to learn from, {len(held_out)} held out")
+    return learned, held_out
+
+
+def demonstrations(config, conversations, tokenizer, vocabulary: int):
     """Return the episodes to imitate and the held-out ones.
 
-    They are recorded (--trajectories), the rows of a file (--dataset), or played by the
+    They are recorded (--trajectories), the conversations of `read_dataset`, or played by the
     environment's scripted expert. Those longer than max_tokens are dropped and counted.
     """
     if config.trajectories:
         learned, held_out = read_recorded(config, tokenizer, vocabulary)
-    elif imitates_rows(config.dataset, config.env):
-        learned, held_out = encode_rows(config, tokenizer)
+    elif config.dataset:
+        learned, held_out = conversations
+        count_control_tokens(learned, tokenizer)
+        encode = Encoder(tokenizer, config.env)
+        learned, held_out = list(map(encode, learned)), list(map(encode, held_out))
     else:
         learned = play_expert(config, tokenizer, "train", config.max_samples)
         held_out = play_expert(config, tokenizer, "test", HELD_OUT, tasks_of(learned))
@@ -53,37 +79,26 @@ def read_recorded(config, tokenizer, vocabulary):
     def task(t):
         return [t.info.get("task"), prompt_of(t)]
 
-    # With --dataset, both files of data are tasks of the evaluation, not episodes.
-    eval_path = None if config.dataset else config.eval_dataset
-    learned, held_out = read_split(read, config.trajectories, eval_path, task, config)
+    learned, held_out = read_split(read, config.trajectories, task, config)
     print(f"{config.trajectories}: {len(learned)} episodes to learn from, {len(held_out)} held out")
     return learned, held_out
 
 
-def encode_rows(config, tokenizer):
-    """Return the rows of --dataset as episodes, and held-out ones: --eval_dataset or a tenth."""
-    learned, held_out = read_split(read_demonstrations, config.dataset, config.eval_dataset,
-                                   attrgetter("row"), config)
-    describe(learned, tokenizer)
-    encode = Encoder(tokenizer, config.env)
-    return list(map(encode, learned)), list(map(encode, held_out))
-
-
-def read_split(read, path, eval_path, content, config):
+def read_split(read, path, content, config):
     """Return at most max_samples items to learn from and HELD_OUT others, in random order.
 
-    No content is in both.
+    No content is in both. Held out are the items of --eval_dataset, or else a tenth of `path`, by
+    the hash of the content.
 
     Args:
         read: a function: the items of a file.
         path: the file to learn from.
-        eval_path: the file to hold out, or None: a tenth of `path`, by the hash of the content.
         content: a function: what makes an item the same as another, as JSON can write it.
-        config: its max_samples and seed are read.
+        config: its eval_dataset, max_samples and seed are read.
     """
     items = read(path)
-    if eval_path:
-        learned, held_out = items, unseen(read(eval_path), items, content)
+    if config.eval_dataset:
+        learned, held_out = items, unseen(read(config.eval_dataset), items, content)
     else:
         held_out = [item for item in items if is_held_out(content(item))]
         learned = [item for item in items if not is_held_out(content(item))]
@@ -92,22 +107,6 @@ def read_split(read, path, eval_path, content, config):
             learned, held_out = held_out, []
     return (shuffled(learned, config.seed)[:config.max_samples],
             shuffled(held_out, config.seed)[:HELD_OUT])
-
-
-def play_expert(config, tokenizer, split_name, n, seen=()):
-    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong.
-
-    No episode is of a task in `seen`.
-    """
-    tasks = load_tasks(config.env, split_name, n, config.seed, config.dataset, config.eval_dataset)
-    tasks = drop_seen(tasks, seen)
-    if config.dataset:
-        print(f"{config.dataset}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
-    tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
-             for i, task in enumerate(tasks)]
-    # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
-    limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
-    return demonstrate(tokenizer, config.env, tasks, limits)
 
 
 def drop_long(episodes, max_tokens):
@@ -119,17 +118,79 @@ def drop_long(episodes, max_tokens):
     return short
 
 
-def held_out_tasks(config, env, learned) -> list[dict]:
-    """Return the evaluation's tasks, without those of the training data.
+def evaluation_tasks(config, learned) -> list[dict]:
+    """Return the tasks to evaluate on, without those of the training data.
 
-    There are none without an environment or with --eval_tasks 0.
+    There are none without an environment or with --eval_tasks 0. Where other data is learned from,
+    they are all rows of --tasks.
     """
-    if not config.eval_tasks or not env:
-        return []
-    files = (config.dataset, config.eval_dataset) if config.dataset else ()
-    are_imitated = not config.trajectories and imitates_rows(config.dataset, config.env)
-    if are_imitated and not is_task(env, first_row(config.dataset)[0]):
-        # Files of demonstrations hold no tasks: take the environment's own.
-        files = ()
-    tasks = load_tasks(env, "test", config.eval_tasks, config.seed, *files)
+    learns_from_file = config.dataset or config.trajectories
+    files = (None, config.tasks) if learns_from_file else (config.tasks, config.eval_dataset)
+    tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files)
     return drop_seen(tasks, tasks_of(learned))
+
+
+# ------------------------------------------------------------------------------- scripted experts
+def play_expert(config, tokenizer, split_name, n, seen=()):
+    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong.
+
+    No episode is of a task in `seen`.
+    """
+    tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset)
+    tasks = drop_seen(tasks, seen)
+    if config.tasks:
+        print(f"{config.tasks}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
+    tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
+             for i, task in enumerate(tasks)]
+    # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
+    limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
+    return demonstrate(tokenizer, config.env, tasks, limits)
+
+
+def demonstrate(tokenizer, env_name: str, tasks: list[dict],
+                limits: Limits = Limits()) -> list[Trajectory]:
+    """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
+    envs.need_expert(env_name)
+    classes, chats = load_environments(tokenizer, env_name)
+    warn_of_letters(tokenizer, classes)
+    trajectories = []
+    watch = Watch(limits.tool_timeout)
+    for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
+        name = task.get("env", env_name)
+        session = Session(watch, name, classes[name], task)
+        episode = Episode(session, chats[name], limits, str(i))
+        while episode.can_take_turn:
+            expert_turn(episode)
+        trajectories.append(episode.trajectory)
+        watch.check_abandoned()
+    watch.check()
+    return without_faults(without_too_long(trajectories, limits.max_tokens))
+
+
+def expert_turn(episode: Episode):
+    """Let the expert take a turn of the episode in the model's place."""
+    try:
+        text, calls = episode.session.expert()
+    except EnvironmentFault as fault:
+        return episode.fail(str(fault))
+    ids = episode.chat.turn(text, calls)
+    episode.take_turn(ids, [0.0] * len(ids))
+    if episode.calling:
+        episode.take_results()
+
+
+def warn_of_letters(tokenizer, classes: dict):
+    """Print a note if the tokenizer spells the words of an environment's tools in letters.
+
+    The tiny model's tokenizer knows few words besides those of the environments that come with it.
+    """
+    for name, cls in classes.items():
+        words = []
+        for schema in envs.schemas(cls):
+            words += [schema["function"]["name"], *schema["function"]["parameters"]["properties"]]
+        spelled = [word for word in dict.fromkeys(words)
+                   if len(tokenizer.tokenize(word)) > max(len(word) / 2, 2)]
+        if spelled:
+            print(f"note: this tokenizer spells {', '.join(spelled[:5])} of environment {name} in "
+                  "letters, which makes its turns long and hard to learn; a real model does not, "
+                  "or add the words to TINY_TEXT in llm/tiny.py")

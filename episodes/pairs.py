@@ -5,45 +5,20 @@
     split_pairs  which pairs are learned from, and which are held out
 """
 import math
-from dataclasses import replace
 from itertools import combinations, takewhile
 
 import numpy as np
 from tqdm import tqdm
 
 from episodes.demonstrations import Conversation, Encoder, as_messages, without_loss
-from episodes.tasks import first_row, need, read_as, train_and_held_out
+from episodes.tasks import need, read_as
+from experiment.episodes import members, shift_and_scale
 from experiment.errors import UserError
-from experiment.episodes import shift_and_scale
 from experiment.files import replace_file, to_json
 from llm.batches import prompt_of
 
 
 # ----------------------------------------------------------------------------------------- reading
-def compares_rows(config) -> bool:
-    """True if --dataset is a file of pairs; False if it holds tasks, or is not a file."""
-    path = config.dataset
-    if not path or path == config.env:
-        return False
-    row, place = first_row(path)
-    if row.keys() & {"chosen", "rejected"}:
-        if config.trajectories:
-            raise UserError(f"--trajectories {config.trajectories} and pairs in --dataset {path}: "
-                            "give one")
-        return True
-    if not config.env and not config.trajectories:
-        raise UserError(f'{place}: no "chosen" field; has: {", ".join(row)} '
-                        "(tasks to play are given with --env)")
-    return False
-
-
-def choose_tasks(config) -> tuple[list[dict], list[dict]]:
-    """Return the tasks to play pairs of and the held-out tasks; [] where there are none to play."""
-    if compares_rows(config):
-        return train_and_held_out(replace(config, dataset=None), 0)
-    return train_and_held_out(config, config.num_tasks)
-
-
 def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
     """Return the pairs (chosen, rejected) of a file as episodes.
 
@@ -51,7 +26,7 @@ def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
     those of the environment. UserError: `FILE:LINE: what is wrong`.
     """
     encode = Encoder(tokenizer, env)
-    pairs = read_as(path, preference)
+    pairs = list(read_as(path, preference))
     return [(encode(chosen), encode(rejected))
             for chosen, rejected in tqdm(pairs, "pairs", leave=False, delay=2)]
 
@@ -62,7 +37,7 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     Each field is text or a list of messages. Without a prompt, the messages with which both sides
     begin are the prompt. Only what follows the prompt is learned. Raises ValueError in one line.
     """
-    need(row, "chosen", "rejected")
+    need(row, "chosen", "rejected", otherwise="tasks are given with --tasks")
     chosen = as_messages(row["chosen"], "chosen", "assistant")
     rejected = as_messages(row["rejected"], "rejected", "assistant")
     if chosen == rejected:
@@ -70,7 +45,11 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     if row.get("prompt") is not None:
         prompt = as_messages(row["prompt"], "prompt", "user")
     else:
-        prompt = shared_messages(chosen, rejected)
+        both = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected))
+        prompt = [message for message, _ in both]
+        if not prompt:
+            raise ValueError('no "prompt" field, and chosen and rejected do not begin with the '
+                             "same message")
     conversations = []
     for side in (chosen, rejected):
         # A side may be a whole conversation, which begins with the prompt.
@@ -79,19 +58,6 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
             raise ValueError("chosen and rejected must continue after the prompt")
         conversations.append(Conversation(without_loss(prompt) + answer, row, place))
     return tuple(conversations)
-
-
-def shared_messages(chosen, rejected) -> list[dict]:
-    """Return the messages with which both conversations begin, or raise ValueError."""
-    shared = []
-    for message, other in zip(chosen, rejected):
-        if message != other:
-            break
-        shared.append(message)
-    if not shared:
-        raise ValueError('no "prompt" field, and chosen and rejected do not begin with the same '
-                         "message")
-    return shared
 
 
 # ---------------------------------------------------------------------------------------- episodes
@@ -112,17 +78,18 @@ def make_pairs(files, config) -> list[tuple]:
 
     Raises UserError, with the largest gap there is, if no two episodes differ enough.
     """
-    groups = {}
-    for number, episodes in enumerate(files):
-        shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
-        for t in episodes:
-            if 1 in t.loss_mask:
-                groups.setdefault((number, t.group_id, tuple(prompt_of(t))), []).append(t)
-    if all(len(group) < 2 for group in groups.values()):
+    episodes, ids = [], []
+    for number, recorded in enumerate(files):
+        shift_and_scale(recorded, config.reward_scaling, config.reward_bias)
+        recorded = [t for t in recorded if 1 in t.loss_mask]
+        episodes += recorded
+        ids += [(number, t.group_id, tuple(prompt_of(t))) for t in recorded]
+    groups = [[episodes[i] for i in indices] for indices in members(ids)]
+    if all(len(group) < 2 for group in groups):
         raise UserError(f"{len(groups)} tasks, but no two episodes of one task: nothing to "
                         "compare; record some with agent.py --group_size 8")
     pairs, largest_gap = [], -math.inf
-    for group in groups.values():
+    for group in groups:
         group.sort(key=lambda t: -t.reward)
         best_worst = [(group[0], group[-1])]
         for chosen, rejected in combinations(group, 2) if config.pairs == "all" else best_worst:

@@ -2,11 +2,13 @@
 import inspect
 import json
 import zlib
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
 import envs
+from envs.calls import read_cells
 from experiment.config import nearest
 from experiment.data import read_rows, reading
 from experiment.errors import UserError
@@ -39,7 +41,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     share = None if n is None else -(-n // len(names))
     columns = []
     for env_name in names:
-        if path and path != name:
+        if path:
             rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
         else:
             rows = _tasks_of_environment(env_name, split, share, seed)
@@ -53,7 +55,7 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     cls = envs.load(name)
     if not hasattr(cls, "_tasks"):
         raise UserError(f"environment {name!r} makes no tasks of its own; "
-                        "give --dataset path/to/tasks.jsonl")
+                        "give --tasks path/to/tasks.jsonl")
     if not isinstance(inspect.getattr_static(cls, "_tasks"), (staticmethod, classmethod)):
         raise UserError(f"environment {name!r}: _tasks(split, n, seed) must be a @staticmethod")
     rows = cls._tasks(split, n, seed)
@@ -74,6 +76,8 @@ def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
 
     def convert(row, _):
         in_split = is_whole or is_held_out(row) == (split == "test")
+        if path.endswith(".csv"):
+            row = read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
         return in_split, _as_task(cls, row)
 
@@ -96,16 +100,38 @@ def _as_task(cls, row: dict) -> dict:
     return task
 
 
-def is_task(name: str, row: dict) -> bool:
-    """True if the environment takes the row for a task, and its `reset` needs anything at all."""
-    if "," in name:
-        return False
-    cls = envs.load(name)
-    try:
-        _as_task(cls, row)
-    except Exception:  # `_row` is not ours
-        return False
-    return bool(envs.needed(cls))
+def with_env(config):
+    """Return a config of sft.py or dpo.py with the environment of a run that states none.
+
+    It is that of the recorded episodes, none for other data (--dataset), or else equations. Raises
+    UserError for flags that clash.
+    """
+    if config.dataset and config.trajectories:
+        raise UserError(f"--dataset {config.dataset} and --trajectories {config.trajectories}: "
+                        "give one; tasks to evaluate on are given with --tasks")
+    if config.env:
+        return config
+    if config.dataset and config.tasks:
+        raise UserError(f"--tasks {config.tasks}: name their environment with --env")
+    if config.trajectories:
+        return replace(config, env=recorded_env(config.trajectories))
+    return config if config.dataset else replace(config, env="equations")
+
+
+def recorded_env(trajectories: str) -> str | None:
+    """Return the registered environments ("a,b") that recorded episodes are of, or None.
+
+    A data file never chooses which code runs: what is not in envs.ENVS is ignored.
+
+    trajectories: the flag, one file or several (a,b).
+    """
+    def env_of(row, _):
+        return str(dict(row.get("info", {})).get("env"))
+
+    named = set()
+    for path in trajectories.split(","):
+        named.update(read_as(path.strip(), env_of))
+    return ",".join(sorted(named & envs.ENVS.keys())) or None
 
 
 def parse_env_options(text: str | None, env_names: list[str]) -> dict:
@@ -163,13 +189,15 @@ def tasks_of(episodes) -> list[dict]:
 def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     """Return n training tasks and the held-out tasks of a config; no task is in both.
 
-    There are none without an environment, and none to train on where episodes are recorded.
+    There are none without an environment. Where n is 0, because other data is learned from, all
+    rows of --tasks are held out.
     """
-    files = config.dataset, config.eval_dataset, config.env_options
-    if getattr(config, "trajectories", None):
-        n = 0
-    train = load_tasks(config.env, "train", n, config.seed, *files)
-    held_out = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files)
+    files = (config.tasks, config.eval_dataset)
+    if not n:
+        files = (None, config.eval_dataset or config.tasks)
+    options = (config.seed, *files, config.env_options)
+    train = load_tasks(config.env, "train", n, *options)
+    held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
     return train, drop_seen(held_out, train)
 
 
@@ -190,30 +218,37 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
 
 
 # ---------------------------------------------------------------------------- rows of any file
-def read_as(path: str, convert) -> list:
-    """Return convert(row, place) for every row of a file.
+# What a row with such a column is, and how its file is given.
+KINDS = {
+    "token_ids": "a recorded episode is given with --trajectories",
+    "chosen": "a pair is given to dpo.py with --dataset",
+    "messages": "a conversation is given to sft.py with --dataset",
+    "completion": "a conversation is given to sft.py with --dataset",
+}
+
+
+def read_as(path: str, convert):
+    """Yield convert(row, place) for every row of a file.
 
     `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
     """
-    out = []
-    for row in read_rows(path):
-        place = f"{path}:{row.pop('_line')}"
+    for line, row in read_rows(path):
+        place = f"{path}:{line}"
         with reading(place):
-            out.append(convert(row, place))
-    return out
+            item = convert(row, place)
+        yield item
 
 
-def first_row(path: str) -> tuple[dict, str]:
-    """Return the first row of a file and its place, "FILE:LINE"."""
-    row = read_rows(path)[0]
-    return row, f"{path}:{row.pop('_line')}"
+def need(row: dict, *fields: str, otherwise: str = ""):
+    """Raise ValueError if the row lacks one of the fields.
 
-
-def need(row: dict, *fields: str):
-    """Raise ValueError if the row lacks one of the fields."""
+    The message says how a row of its kind is given, or else what `otherwise` says.
+    """
     for name in fields:
         if row.get(name) is None:
-            raise ValueError(f'no "{name}" field; has: {", ".join(row)}')
+            kinds = [KINDS[column] for column in row if column in KINDS and column not in fields]
+            hint = kinds[0] if kinds else otherwise
+            raise ValueError(f'no "{name}" field; has: {", ".join(row)}' + (hint and f"; {hint}"))
 
 
 def is_held_out(content) -> bool:

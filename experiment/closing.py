@@ -3,7 +3,7 @@ import shlex
 
 COLUMNS = ("success", "reward", "actions", "structure", "completion", "truncated",
            "tool_errors")
-KEPT_FLAGS = ("env", "dataset", "eval_dataset", "env_options", "dtype")  # of the run, for the next
+KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "dtype")  # of the run, for the next
 
 
 def print_table(before, after, steps, seconds):
@@ -21,9 +21,12 @@ def print_table(before, after, steps, seconds):
 def next_command(program, config, *words):
     """Return the command that continues from a run with `program`, with the flags it needs."""
     words = ["python", program, "--model_path", config.output_dir, *words]
-    # Without an environment the data set holds texts to learn from, not tasks to play.
-    for name in KEPT_FLAGS if config.env else ("dtype",):
+    learns_from = [getattr(config, name, None) for name in ("dataset", "trajectories")]
+    for name in KEPT_FLAGS:
         value = getattr(config, name, None)
+        # What is held out of other data is no file of tasks.
+        if name == "eval_dataset" and set(learns_from) - {None, config.tasks}:
+            continue
         if value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]
     return shlex.join(words)
@@ -47,8 +50,8 @@ def first_notes(metrics, config, model):
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
-        if config.dataset:
-            words += ["--dataset", config.dataset]
+        if config.tasks:
+            words += ["--tasks", config.tasks]
         notes.append(
             f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
             f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "

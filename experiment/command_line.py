@@ -12,6 +12,7 @@ from experiment.config import convert, nearest, options
 from experiment.data import read_yaml
 from experiment.errors import UserError
 
+PERMISSIONS = ("overwrite", "resume")  # given by a person at the command line, never by a file
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "false"}
 # Names that TRL, transformers, PEFT, verl and OpenRLHF give to our flags.
 SYNONYMS = {
@@ -144,6 +145,8 @@ def _yaml_values(path, flags):
         name = names.get(key.replace("-", "_"))
         if not name:
             raise UserError(f"{path}:{line}: unknown option {key}; {_proposal(key, names)}")
+        if name in PERMISSIONS:
+            raise UserError(f"{path}:{line}: {key} is given on the command line only: --{name}")
         if name in lines:
             raise UserError(f"{path}:{line}: {key} is given twice, first in line {lines[name]}")
         lines[name] = line

@@ -178,8 +178,8 @@ class PlayFlags:
     heading = "environment and rollout"
     env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
     dataset: str | None = flag(
-        None, "tasks (.jsonl, or a name that the environment knows); default: its own")
-    eval_dataset: str | None = flag(None, "held-out tasks (.jsonl); default: a tenth of --dataset")
+        None, "tasks (.jsonl, .csv, .parquet); default: the environment's own", aliases=("tasks",))
+    eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
     env_options: str | None = flag(
         None, "name=value,... that every task passes to the environment's reset")
     group_size: int = flag(8, "episodes of each task", low=1,
@@ -192,6 +192,11 @@ class PlayFlags:
         low=8, aliases=("max_length",))
     max_turns: int | None = flag(
         None, "assistant turns per episode; default: what the environment states", low=1)
+
+    @property
+    def tasks(self):
+        """The task file. sft.py and dpo.py, whose dataset holds other rows, have a field for it."""
+        return self.dataset
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,14 @@ KINDS = {list: "a list", dict: "an object", str: "text"}
 UNREADABLE = {"name": "unreadable call", "arguments": {}}
 
 
+def members(ids) -> list[list[int]]:
+    """Return the indices of each id, in the order of their first appearance."""
+    indices = {}
+    for i, name in enumerate(ids):
+        indices.setdefault(name, []).append(i)
+    return list(indices.values())
+
+
 def message_lines(messages: list[dict]) -> list[str]:
     """Return the lines of some messages of an episode. A call and its result make one line.
 
@@ -70,14 +78,6 @@ def problem(episode: dict) -> str | None:
 def is_finite(number) -> bool:
     """True for a number that arithmetic does not overflow, False for NaN and infinity."""
     return type(number) in (int, float) and -1e300 < number < 1e300
-
-
-def members(ids) -> list[list[int]]:
-    """Return the indices of each id, in the order of their first appearance."""
-    indices = {}
-    for i, name in enumerate(ids):
-        indices.setdefault(name, []).append(i)
-    return list(indices.values())
 
 
 def summarise(trajectories: list) -> dict:

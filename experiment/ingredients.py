@@ -10,7 +10,7 @@ from experiment.data import read_json
 from experiment.errors import UserError
 from experiment.files import fingerprint
 
-DATA_FLAGS = ("dataset", "eval_dataset", "trajectories")  # name files, separated by commas
+DATA_FLAGS = ("dataset", "tasks", "eval_dataset", "trajectories")  # name files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
@@ -20,7 +20,7 @@ def ingredients(config, sources, base):
     """Return {label: fingerprint} of the files that a run depends on.
 
     Args:
-        config: its dataset, eval_dataset, trajectories and model_path are read.
+        config: its dataset, tasks, eval_dataset, trajectories and model_path are read.
         sources: the paths of the files that define its environment.
         base: the folder of the tiny model that was made for the run, which may not exist.
     """

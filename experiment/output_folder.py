@@ -11,7 +11,7 @@ from pathlib import Path
 
 from experiment.checkpoint import checkpoints, read_state, remove
 from experiment.config import convert, options
-from experiment.data import open_file, read_json, read_yaml, reading
+from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
 from experiment.files import disk_space, open_to_write, replace_file, to_json
 
@@ -32,7 +32,7 @@ def algorithm_of(folder):
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         return None
-    with reading(path), open_file(path) as file:
+    with reading(path), open(path, "rb") as file:
         match = re.match(rb"# (\w+) run;", file.readline(100))
     return match and match[1].decode()
 

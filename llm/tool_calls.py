@@ -8,15 +8,14 @@ with ordinary tokens means the same as the added token.
 import ast
 import json
 import re
+import sys
 import warnings
 from itertools import islice
 
-from experiment.data import check_value
+from experiment.data import whole
 
 MAX_CALLS = 64  # in one turn
-# Room for the lists and objects around the arguments in a line of trajectories.jsonl, whose nesting
-# `check_value` limits to 100 in all: the arguments themselves may be 64 deep.
-ENCLOSING = 36
+MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
 MAX_DIGITS = 308  # of an integer, as in a float; Python refuses to print 5,000
 MAX_PYTHON = 100_000  # characters handed to Python's own parser
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -99,11 +98,27 @@ def check_call(raw) -> dict:
         kind = type(arguments).__name__
         raise ValueError(f"the arguments of {name} must be an object, got {kind}")
     try:
-        check_value(arguments, depth=ENCLOSING)
+        _check_value(arguments)
     except ValueError as error:
         raise ValueError("arguments must be JSON with finite numbers and whole characters: "
                          f"{error}") from None
     return {"name": name, "arguments": arguments}
+
+
+def _check_value(value, depth=0):
+    """Raise ValueError for what is no JSON, numbers that no float holds and deep nesting."""
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if not isinstance(value, dict | list | str | int | float | None):
+        raise ValueError(type(value).__name__)
+    # Of NaN every comparison is false.
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise ValueError("a number that is not finite, or too long")
+    if isinstance(value, str) and whole(value) != value:
+        raise ValueError("a lone surrogate")
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    for item in items if isinstance(items, list) else ():
+        _check_value(item, depth + 1)
 
 
 def _error(problem):

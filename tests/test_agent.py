@@ -29,7 +29,7 @@ from agent import Limits, Trajectory, collate, evaluate, rollout
 from experiment import without_faults
 from window import chat as talk
 from episodes.demonstrations import read_trajectories
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from experiment.distributed import Ranks
 from experiment.program import main
 from experiment.episodes import pass_at_k, summarise, transcript

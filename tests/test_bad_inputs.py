@@ -17,14 +17,14 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from experiment.data import read_rows
+from experiment.data import read_rows as rows_of
 from experiment.command_line import parse
 from experiment.errors import UserError
 from experiment.program import main
 from llm.loading import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}
-GOOD = {"messages": [ASK, ANSWER]}
+GOOD = {"messages": [ASK, ANSWER], "equation": "x + 1 = 2"}  # a conversation, and a task
 TOOL = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -50,37 +50,33 @@ def told(monkeypatch, capsys):
     return program
 
 
+def read_rows(path):
+    return [row for _, row in rows_of(path)]
+
+
 def lines(*rows):
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
+UNKNOWN = "unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"
 FILES = [  # name, its content, the whole line: all of it is told without a model
-    ("train.jsonl", None, "train.jsonl: no such file; nearest: train.json"),  # 1
-    ("folder", None, "folder: is a directory; give a .jsonl, .csv or .parquet file"),  # 2
-    ("train.txt", "x", "train.txt: unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"),  # 4
-    ("train.pkl", "x", "train.pkl: unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"),  # 53
-    ("train.npy", "x", "train.npy: unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"),  # 53
-    ("rows.jsonl", "[" + lines(GOOD) + "]", "rows.jsonl:1: the whole file is one JSON list; write one object per line"),  # 5
+    ("train.jsonl", None, "train.jsonl: no such file"),  # 1
+    ("folder", None, f"folder: {UNKNOWN}"),  # 2
+    ("train.txt", "x", f"train.txt: {UNKNOWN}"),  # 4
+    ("train.pkl", "x", f"train.pkl: {UNKNOWN}"),  # 53
+    ("rows.jsonl.gz", "x", f"rows.jsonl.gz: {UNKNOWN}"),  # 36
+    ("rows.jsonl", "[" + lines(GOOD) + "]", "rows.jsonl:1: a JSON list; write one object per line"),  # 5
     ("rows.jsonl", lines(GOOD, "{'messages': 1}"), "rows.jsonl:2: not JSON: Expecting property name enclosed in double quotes at column 2"),  # 6
     ("rows.jsonl", lines(GOOD, '{"a": 1} {"b": 2}'), "rows.jsonl:2: not JSON: Extra data at column 10"),  # 6
     ("rows.jsonl", b'{"a": "caf\xe9"}\n', "rows.jsonl:1: byte 0xe9 is not UTF-8; save the file as UTF-8"),  # 9
-    ("rows.csv", b"a,b\n1,2\ncaf\xe9,2\n", "rows.csv:3: byte 0xe9 is not UTF-8; save the file as UTF-8"),  # 9
+    ("rows.csv", b"prompt,completion,equation\na,b,x = 1\ncaf\xe9,2,\n", "rows.csv:3: byte 0xe9 is not UTF-8; save the file as UTF-8"),  # 9
     ("rows.jsonl", lines(GOOD).encode("utf-16"), "rows.jsonl:1: byte 0xff is not UTF-8; save the file as UTF-8"),  # 9
-    ("rows.jsonl", lines(GOOD, '{"prompt": "\\ud800", "completion": "b"}'), 'rows.jsonl:2: field "prompt": lone surrogate \\ud800'),  # 10
-    ("rows.jsonl", lines('{"reward": NaN}'), 'rows.jsonl:1: field "reward": not a finite number'),  # 12
-    ("rows.jsonl", lines('{"reward": 1e999}'), 'rows.jsonl:1: field "reward": not a finite number'),  # 12
+    ("rows.jsonl", lines('{"reward": NaN}'), "rows.jsonl:1: NaN is not a finite number"),  # 12
+    ("rows.jsonl", lines('{"reward": 1e999}'), "rows.jsonl:1: 1e999 is not a finite number"),  # 12
     ("rows.jsonl", lines('{"prompt": "a", "prompt": "b"}'), 'rows.jsonl:1: key "prompt" twice'),  # 13
     ("rows.csv", "a,b\n1,2,3\n", "rows.csv:2: 3 fields, the header has 2; quote a field that holds a comma"),  # 28
-    ("rows.csv", 'a,b\n1,2\n"x,1\ny,2\n', "rows.csv:3: quote opened here is never closed"),  # 29
-    ("rows.csv", "a,b\n1," + "x" * (2**24 + 1) + "\n", "rows.csv:2: the line is longer than 16 MiB; write one row per line"),  # 30
-    ("rows.csv", "a;b\n1;2\n", "rows.csv:1: one column, 'a;b'; separate columns by commas, not by ';'"),
-    ("rows.csv", "a,a\n1,2\n", 'rows.csv:1: column "a" twice; the first row must name the columns'),
-    ("rows.parquet", "PAR1", "rows.parquet: not a parquet file (no PAR1 footer)"),  # 34
-    ("rows.parquet", "PAR1 cut off here", "rows.parquet: not a parquet file (no PAR1 footer)"),  # 34
-    ("rows.jsonl.gz", "x", "rows.jsonl.gz: unknown type; unpack it first"),  # 36
-    ("rows.tar", "x", "rows.tar: unknown type; unpack it first"),  # 53
-    ("rows.jsonl", lines('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}"), "rows.jsonl:1: nested too deep"),  # 37
-    ("rows.jsonl", lines('{"a": ' + "9" * 5000 + "}"), "rows.jsonl:1: number too long"),  # 37
+    ("rows.csv", 'prompt,completion,equation\na,b,x = 1\n"x,1\ny,2\n', "rows.csv:3: not CSV: unexpected end of data"),  # 29
+    ("rows.csv", "a,a\n1,2\n", "rows.csv:1: the header names a column twice"),
     ("rows.jsonl", "", "rows.jsonl: no rows"),
 ]
 
@@ -113,12 +109,12 @@ def test_accepted(tmp_path, monkeypatch):
     from pyarrow import parquet
     path = f"{tmp_path}/c.parquet"
     parquet.write_table(pyarrow.table({"messages": [[ASK, ANSWER]] * 2, "n": [1, None]}), path)
-    assert read_rows(path) == [{"messages": [ASK, ANSWER], **n, "_line": i} for i, n in ((1, {"n": 1}), (2, {}))]  # a null in a table is a field that the row has not
+    assert read_rows(path) == [{"messages": [ASK, ANSWER], "n": 1}, {"messages": [ASK, ANSWER]}]  # a null in a table is a field that the row has not
     calls = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {k: 1}}]}] for k in "ab"]
     parquet.write_table(pyarrow.table({"messages": calls}), path)  # Arrow gives both calls both arguments
     assert [row["messages"] for row in read_rows(path)] == calls
-    for columns, says in (({"img": [b"\xff"]}, 'field "img": bytes; rows to learn from are text and numbers'), ({"a": [1.0, float("nan")]}, 'field "a": not a finite number'),
-                          ({"day": pyarrow.array([1], pyarrow.date32())}, 'field "day": date; rows to learn from are text and numbers'), ({}, "no rows")):
+    for columns, says in (({"img": [b"\xff"]}, "c.parquet:1: cannot be read (TypeError: Object of type bytes is not JSON serializable)"), ({"a": [1.0, float("nan")]}, "c.parquet:2: NaN is not a finite number"),
+                          ({"day": pyarrow.array([1], pyarrow.date32())}, "c.parquet:1: cannot be read (TypeError: Object of type date is not JSON"), ({}, "no rows")):
         parquet.write_table(pyarrow.table(columns), path)
         with pytest.raises(UserError, match=re.escape(says)):
             read_rows(path)
@@ -142,7 +138,7 @@ ROWS = [
     ({"messages": [ASK, {"role": "tool", "content": "x"}, ANSWER]}, "message 1: need assistant after the user, got tool"),  # 18
     ({"messages": [ASK, called("serch"), {"role": "tool", "content": "x"}, ANSWER], "tools": [TOOL]}, "message 1: calls 'serch'; tools are search"),  # 20
     ({"messages": [ASK]}, "nothing to train: no assistant message"),  # 24
-    ({"text": "x"}, "nothing to learn from; need messages; prompt, completion; question, answer; input_text, target_probability; has: text"),  # 14
+    ({"text": "x"}, 'no "messages" field; has: text; need it, or "prompt" and "completion"; tasks are given with --tasks'),  # 14
 ]
 
 
@@ -162,7 +158,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 @pytest.mark.parametrize("row, says", [
     ({**PAIR, "rejected": "b"}, "chosen and rejected are the same: nothing to prefer"),  # 25
     ({"chosen": [ASK, ANSWER], "rejected": [{**ASK, "content": "?"}, ANSWER]}, 'no "prompt" field, and chosen and rejected do not begin with the same message'),  # 26
-    ({"prompt": "a", "rejected": "c"}, 'no "chosen" field; has: prompt, rejected'),  # 14
+    ({"prompt": "a", "rejected": "c"}, 'no "chosen" field; has: prompt, rejected; tasks are given with --tasks'),  # 14
 ])
 def test_pairs(told, place, tmp_path, row, says):  # noqa: F811
     data = tmp_path / "pairs.jsonl"
@@ -173,7 +169,7 @@ def test_pairs(told, place, tmp_path, row, says):  # noqa: F811
 def test_probabilities(told, place, tmp_path):  # noqa: F811
     data = tmp_path / "train.csv"  # 32
     data.write_text("input_text,target_probability,target_reason,ground_truth_prob\na,0.5,slot,0.5\nb,1.7,slot,0.5\n")
-    assert told(sft, "--dataset", data, "--model_path", place / "base", "--output_dir", tmp_path / "out") == f'{data}:3: "target_probability" must be from 0 to 1, not 1.7'
+    assert told(sft, "--env", "meetings", "--dataset", data, "--model_path", place / "base", "--output_dir", tmp_path / "out") == f'{data}:3: "target_probability" must be from 0 to 1, not 1.7'
 
 
 @pytest.mark.parametrize("module, words, line", [

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
 from agent import collate, rollout
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from llm.engine import Row
 from llm.logprobs import token_logprobs
 from llm.memory import PLAIN

@@ -16,7 +16,7 @@ import dpo
 from episodes.tasks import load_tasks
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from llm.batches import prompt_of
 from experiment.distributed import join
 from experiment.errors import UserError

@@ -239,7 +239,7 @@ def test_an_expert_is_asked_for_at_once(tmp_path):
 
 
 def test_a_note_tells_when_the_tiny_tokenizer_spells_words_in_letters(tmp_path, capsys):
-    from episodes.expert import demonstrate
+    from episodes.imitation import demonstrate
     from llm.tiny import make_tiny
     tokenizer = make_tiny()[1]
     (tmp_path / "my.py").write_text(CONTRACT + '    def juxtapose(self, vicissitude: int) -> str:\n        """Do it.\n\n        Args:\n            vicissitude: a number\n        """\n'
@@ -410,6 +410,35 @@ def test_rows_of_a_task_file_are_checked_before_the_run(tmp_path, name, row, say
         load_tasks(name, "train", 10, 0, str(path))
 
 
+class Typed:
+    def reset(self, n: int, share: float = 0.5, hard: bool = False, turns: int | None = None, name: str = "", key: int | str = 0, level: Literal[1, 2] = 1, terms: list[int] = (), other=None, **_):
+        return "go"
+
+
+@pytest.mark.parametrize("cells, task", [
+    ("3,0.5,True,,007,08,2,[1],9,x", {"n": 3, "share": 0.5, "hard": True, "turns": None, "name": "007", "key": "08", "level": 2, "terms": [1], "other": "9", "more": "x"}),
+    ("-3,2,false,4,,,1,[],,", {"n": -3, "share": 2.0, "hard": False, "turns": 4, "name": "", "key": "", "level": 1, "terms": [], "other": "", "more": ""}),
+    ("3.0,1e-3,TRUE,null,None,a,1,[],,", {"n": 3, "share": 0.001, "hard": True, "turns": None, "name": "None", "key": "a", "level": 1, "terms": [], "other": "", "more": ""})])
+def test_cells_of_a_csv_file_are_what_reset_says(tmp_path, monkeypatch, cells, task):
+    monkeypatch.setattr(envs, "load", lambda name: Typed)
+    path = write(tmp_path, "n,share,hard,turns,name,key,level,terms,other,more\n" + cells.replace("[1]", '"[1]"') + "\n", "tasks.csv")
+    (row,) = load_tasks("typed", "test", None, 0, None, path)
+    assert row == {**task, "env": "typed"} and [type(row[name]) for name in task] == [type(value) for value in task.values()]
+
+
+@pytest.mark.parametrize("column, cell, says", [
+    ("n", "many", "n: 'many' cannot be read as int"), ("n", "3.5", "n: '3.5' cannot be read as int"), ("n", "", "n: '' cannot be read as int"),
+    ("hard", "maybe", "hard: 'maybe' cannot be read as bool"), ("hard", "1", "hard: '1' cannot be read as bool"), ("share", "half", "share: 'half' cannot be read as float"),
+    ("turns", "x", "turns: 'x' cannot be read as int | None"), ("level", "3", "level: '3' cannot be read as Literal[1, 2]")])
+def test_a_cell_that_reset_cannot_take_is_told(tmp_path, monkeypatch, column, cell, says):
+    monkeypatch.setattr(envs, "load", lambda name: Typed)
+    row = {"n": "1", "name": "a", column: cell}
+    path = write(tmp_path, ",".join(row) + "\n" + ",".join(row.values()) + "\n", "tasks.csv")
+    with pytest.raises(UserError) as error:
+        load_tasks("typed", "test", None, 0, None, path)
+    assert str(error.value) == f"{path}:2: {says}"
+
+
 def test_call_never_raises():
     class Bad(Exception):
         def __str__(self):
@@ -557,7 +586,7 @@ def test_missing_fields_and_small_files(tmp_path, asks):
     assert str(error.value) == f'{path}:2: no "q" field; has: p'
     with pytest.raises(UserError, match="too few rows to hold some out; give --eval_dataset"):
         load_tasks("asks", "test", None, 0, rows_file(tmp_path, 1))
-    with pytest.raises(UserError, match="makes no tasks of its own; give --dataset"):
+    with pytest.raises(UserError, match="makes no tasks of its own; give --tasks"):
         load_tasks("asks", "train", None, 0)
 
 
@@ -605,7 +634,6 @@ def test_train_and_held_out_share_no_task(name):
 def test_environments_own_tasks(name):
     train, test = (load_tasks(name, split, 300, 3) for split in ("train", "test"))
     assert len(train) == 300 and not {t["equation"] for t in train} & {t["equation"] for t in test} and train[0]["env"] == name
-    assert load_tasks(name, "train", 300, 3, dataset=name) == train
 
 
 # ---------------------------------------------------------------------------------------------- an environment of the README's size

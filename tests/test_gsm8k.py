@@ -15,7 +15,7 @@ from decimal import Decimal
 
 import pytest
 
-from episodes.tasks import load_tasks
+from episodes.tasks import _as_task, load_tasks
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
@@ -206,7 +206,7 @@ def test_expert_leaves_out_false_marks():
 
 @pytest.mark.parametrize("row, message", [
     ({"question": "?", "target": 1}, 'no "answer" field; has: question, target'),
-    ({"answer": 1}, 'no "question" field; has: answer'), ({"question": None, "answer": 1}, 'no "question" field'),
+    ({"answer": 1}, 'no "question" field; has: answer'), ({"question": None, "answer": 1}, '"question" is empty or not text'),
     ({"question": " ", "answer": 1}, '"question" is empty'), ({"question": 5, "answer": 1}, '"question" is empty or not text'),
     ({"question": "?", "answer": ""}, '"answer" has no number'), ({"question": "?", "answer": "#### x"}, '"answer" has no number'),
     ({"question": "?", "answer": "It is 5"}, '"answer" has no number'), ({"question": "?", "answer": True}, '"answer" has no number'),
@@ -214,7 +214,7 @@ def test_expert_leaves_out_false_marks():
 ])
 def test_bad_rows(row, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        GSM8K._row(row)
+        _as_task(GSM8K, row)
     assert "\n" not in str(error.value) and len(str(error.value)) < 160
 
 
@@ -242,7 +242,7 @@ def test_schemas_and_gymnasium():
 @pytest.mark.skipif(not os.path.isdir(DATA), reason="the dataset is not here")
 @pytest.mark.parametrize("name, count", [("train", 7473), ("test", 400)])
 def test_every_row(name, count):
-    env, rows, marks, true, turns = GSM8K(), read_rows(f"{DATA}/{name}.jsonl"), 0, 0, 0
+    env, rows, marks, true, turns = GSM8K(), [row for _, row in read_rows(f"{DATA}/{name}.jsonl")], 0, 0, 0
     assert len(rows) == count
     for row in rows:
         env.reset(**GSM8K._row(row))
@@ -307,7 +307,7 @@ def test_download_once(remote):
 ])
 def test_no_network(remote, fault, why):
     remote.fault = fault
-    with pytest.raises(UserError, match=re.escape(f"gsm8k: {gsm8k.URL}/train.jsonl: {why}; give --dataset path/to/train.jsonl")) as error:
+    with pytest.raises(UserError, match=re.escape(f"gsm8k: {gsm8k.URL}/train.jsonl: {why}; give --tasks path/to/train.jsonl")) as error:
         GSM8K._tasks("train", 7, 3)
     assert "\n" not in str(error.value) and not remote.cache.exists()
 
@@ -315,7 +315,7 @@ def test_no_network(remote, fault, why):
 @pytest.mark.parametrize("fault", [b"", b"<html>", b'{"question": "1+1?", "answer": "#### 3"}\n', b"x" * 10**7])
 def test_another_file_is_refused(remote, fault):
     remote.fault = fault
-    with pytest.raises(UserError, match="sha256 differs from the official file's; give --dataset"):
+    with pytest.raises(UserError, match="sha256 differs from the official file's; give --tasks"):
         GSM8K._tasks("train", 7, 3)
     assert not remote.cache.exists()  # nothing is kept
     remote.fault = None

@@ -73,15 +73,16 @@ def watch(monkeypatch, owner, name, keep):
 
 
 GSM8K = {"env": "gsm8k", "dataset": "tasks.jsonl"}
-BOTH = {"dataset": "tasks.jsonl", "eval_dataset": "test_tasks.jsonl"}
+PLAYED = {"env": "gsm8k", "tasks": "tasks.jsonl"}
+TEST = {"eval_dataset": "test_tasks.jsonl"}
 PIPELINES = [
-    (sft, {}), (sft, {"trajectories": "traces.jsonl"}), (sft, {"trajectories": "test_traces.jsonl"}), (sft, GSM8K), (sft, {**GSM8K, **BOTH}),
-    (sft, {"dataset": "tasks.jsonl"}), (sft, BOTH), (sft, {"dataset": "chats.jsonl", "env": "equations"}),
+    (sft, {}), (sft, {"trajectories": "traces.jsonl"}), (sft, {"trajectories": "test_traces.jsonl"}), (sft, PLAYED), (sft, {**PLAYED, **TEST}),
+    (sft, {**GSM8K, "tasks": "test_tasks.jsonl"}), (sft, {**GSM8K, "tasks": "test_tasks.jsonl", **TEST}), (sft, {"dataset": "chats.jsonl", "env": "equations"}),
     (reward_weighted, {}), (reward_weighted, {"trajectories": "traces.jsonl"}), (reward_weighted, {"trajectories": "test_traces.jsonl"}),
-    (reward_weighted, GSM8K), (reward_weighted, {**GSM8K, **BOTH}),
-    (dpo, {}), (dpo, {"trajectories": "traces.jsonl"}), (dpo, {"trajectories": "test_traces.jsonl"}), (dpo, GSM8K), (dpo, {**GSM8K, **BOTH}),
+    (reward_weighted, GSM8K), (reward_weighted, {**GSM8K, **TEST}),
+    (dpo, {}), (dpo, {"trajectories": "traces.jsonl"}), (dpo, {"trajectories": "test_traces.jsonl"}), (dpo, PLAYED), (dpo, {**PLAYED, **TEST}),
     (dpo, {"dataset": "pairs.jsonl"}), (dpo, {"dataset": "pairs.jsonl", "env": "equations"}),
-    (grpo, {}), (grpo, GSM8K), (grpo, {**GSM8K, **BOTH}),
+    (grpo, {}), (grpo, GSM8K), (grpo, {**GSM8K, **TEST}),
 ]
 
 
@@ -96,7 +97,7 @@ def test_held_out_is_no_training_data(place, tmp_path, monkeypatch, capsys, modu
     elif "trajectories" in options:
         watch(monkeypatch, module, "recorded", learned.extend)
     else:
-        watch(monkeypatch, envs, "train_and_held_out", lambda out: learned.extend(out[0]))
+        watch(monkeypatch, module, "train_and_held_out", lambda out: learned.extend(out[0]))
     monkeypatch.setattr(module, "evaluate", lambda *args, **how: played.extend(args[3]) or {})
 
     def steps(run, total, state, evaluate, **how):
@@ -110,5 +111,5 @@ def test_held_out_is_no_training_data(place, tmp_path, monkeypatch, capsys, modu
         module.train(module.Config(model_path=str(place / "base"), output_dir=str(tmp_path), **sizes, **options))
     assert learned and not questions(learned) & questions(held_out) and not questions(learned) & questions(played)
     assert bool(held_out) == (module in (sft, dpo)) and bool(played) == (options.get("dataset") != str(place / "pairs.jsonl") or "env" in options)
-    overlap = "test_traces" in str(options) or "eval_dataset" in options
+    overlap = "test_t" in str(options)  # test_traces.jsonl, test_tasks.jsonl
     assert ("also in the training data: dropped" in capsys.readouterr().out) == overlap

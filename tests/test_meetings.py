@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from episodes.tasks import is_task, load_tasks
+from episodes.tasks import load_tasks
 import envs
-from envs import meetings
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from envs.meetings import (
-    COLUMNS,
     PERSONAS,
     PRIOR,
     REASONS,
@@ -316,26 +314,28 @@ def test_tasks_are_apart():
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("csv") / "meetings.csv"
-    done = subprocess.run([sys.executable, "envs/meetings.py", "--rows", "300", "--output", path, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "bench/meetings_csv.py", "--rows", "300", "--output", path, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "best possible accuracy is 83." in done.stdout
     return path
 
 
 def test_the_csv_is_the_courses_and_the_environment_reads_it_back(table):
-    rows = read_rows(str(table))
-    assert table.read_text().splitlines()[0] == ",".join(COLUMNS) + ",meeting" == "input_text,target_probability,target_reason,ground_truth_prob,meeting"
-    assert len(rows) == 300 and all(set(row) == {*COLUMNS, "meeting", "_line"} for row in rows) and [row["_line"] for row in rows] == list(range(2, 302))
+    lines, rows = zip(*read_rows(str(table)))
+    assert table.read_text().splitlines()[0] == "input_text,target_probability,target_reason,ground_truth_prob,meeting"
+    assert len(rows) == 300 and list(lines) == list(range(2, 302))
     wanted = [t["meeting"] for t in Meetings._tasks("train", 300, 1)]
     assert [int(row["meeting"]) for row in rows] == wanted
     for row, meeting in zip(rows, wanted):
         made = simulate(meeting)
-        text, target, reason = meetings.read_columns(row)
+        asked, answered = Meetings._conversation(row)
+        text, said = asked["content"], json.loads(answered["content"])
+        target, reason = said["probability"], said["reason"]
         assert text == made["prompt"] and float(row["ground_truth_prob"]) == pytest.approx(made["probability"], abs=1e-4)
         assert target == pytest.approx(made["probability"], abs=0.011) and reason in REASONS.values()
-        assert is_task("meetings", row) and Meetings().reset(**row) == made["prompt"]
     train, test = (load_tasks("meetings", split, None, 0, str(table)) for split in ("train", "test"))
-    assert len(train) + len(test) == 300 and test
+    assert len(train) + len(test) == 300 and test and all(type(task["meeting"]) is int for task in train)
+    assert Meetings().reset(**train[0]) == simulate(train[0]["meeting"])["prompt"]
 
 
 GOOD = {"input_text": simulate(482107)["prompt"], "target_probability": "0.5", "target_reason": "slot", "ground_truth_prob": str(simulate(482107)["probability"])}
@@ -347,20 +347,19 @@ GOOD = {"input_text": simulate(482107)["prompt"], "target_probability": "0.5", "
     ({"target_reason": "two words"}, '"target_reason" must be one word'), ({"input_text": " "}, '"input_text" is empty')])
 def test_rows_that_cannot_be_read(change, says):
     with pytest.raises((ValueError, KeyError)) as error:
-        meetings.read_columns({k: v for k, v in {**GOOD, **change}.items() if v is not None})
+        Meetings._conversation({k: v for k, v in {**GOOD, **change}.items() if v is not None})
     assert str(error.value).startswith(says) and "\n" not in str(error.value)
-    assert not is_task("meetings", GOOD)
 
 
 def test_any_csv_of_these_columns_can_be_read():
     """Text of others, with their own words: a prompt and an answer, though no environment to play."""
     row = {"input_text": "Ann (CEO) meets Bob, 9:00", "target_probability": "0.732", "target_reason": "synergy", "ground_truth_prob": "0.7", "more": "x"}
-    text, p, reason = meetings.read_columns(row)
-    assert text == "Ann (CEO) meets Bob, 9:00"
-    assert answer(p, reason) == '{"probability": 0.73, "reason": "synergy", "recommendation": "YES"}'
+    asked, answered = Meetings._conversation(row)
+    assert asked["content"] == "Ann (CEO) meets Bob, 9:00"
+    assert answered["content"] == '{"probability": 0.73, "reason": "synergy", "recommendation": "YES"}'
 
 
 @pytest.mark.parametrize("flags", [["--rows", "x"], ["--seed", "-1"], ["--output", "no/such/folder/x.csv"], ["--row_count", "3"]])
 def test_what_the_command_refuses(tmp_path, flags):
-    done = subprocess.run([sys.executable, ROOT / "envs/meetings.py", *flags], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "bench/meetings_csv.py", *flags], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "error: " in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr and not list(tmp_path.iterdir())

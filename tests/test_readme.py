@@ -10,9 +10,10 @@ import dpo
 import grpo
 import reward_weighted
 import sft
+from envs import load
 from episodes.tasks import load_tasks
 from window import chat as talk
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from experiment.command_line import parse
 from experiment.config import options
 
@@ -59,3 +60,16 @@ def test_the_template_environment_plays():
     tasks = load_tasks("envs/template.py:HigherLower", "test", 3, seed=0)
     for t in demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):
         assert t.info["success"] and t.reward == 1.0 and t.reward_parts == {"found": 1.0} and t.stop_reason == "done"
+
+
+def test_the_templates_expert_knows_only_what_the_tool_said():
+    """It finds every number within its turns, and begins alike whatever the number is."""
+    cls, guesses = load("envs/template.py:HigherLower"), {}
+    for number in range(1, 100):
+        env, guesses[number] = cls(), []
+        env.reset(number)
+        while calls := env._expert():
+            guesses[number].append(calls[0]["arguments"]["number"])
+            env.guess(**calls[0]["arguments"])
+        assert env._check() and len(guesses[number]) <= 7 < env.max_turns
+    assert {said[0] for said in guesses.values()} == {50} and {said[1] for said in guesses.values() if len(said) > 1} == {25, 75}

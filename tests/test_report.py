@@ -259,7 +259,7 @@ def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
     write(tmp_path / "run" / "metrics.jsonl", [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}])
     assert "loss" in page(tmp_path / "run").text
     (tmp_path / "empty").mkdir()
-    for name, words in (("rum", "no such file; nearest: .*run"), ("empty", "give an output folder")):
+    for name, words in (("rum", "no such file"), ("empty", "give an output folder")):
         with pytest.raises(UserError, match=words):
             Record(str(tmp_path / name))
 

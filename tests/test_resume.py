@@ -24,7 +24,7 @@ from agent import Limits, rollout
 from episodes import imitation
 from episodes.tasks import load_tasks
 from episodes.demonstrations import read_trajectories
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from experiment import run
 from experiment.checkpoint import checkpoints, newest_checkpoint, read_state
 from experiment.run import Run

@@ -411,7 +411,9 @@ def test_recorded_episodes_need_no_tasks_to_play():
 
 def test_the_next_command_plays_no_texts():
     from experiment.closing import next_command
-    texts = rw.Config(output_dir="o", env=None, dataset="pairs.jsonl", dtype="float32")
-    assert next_command("agent.py", texts) == "python agent.py --model_path o --dtype float32"
+    texts = {"output_dir": "o", "dataset": "chats.jsonl", "eval_dataset": "more.jsonl", "dtype": "float32"}
+    assert next_command("agent.py", sft.Config(**texts)) == "python agent.py --model_path o --dtype float32"
+    played = sft.Config(**texts, env="gsm8k", tasks="t.jsonl")
+    assert next_command("agent.py", played) == "python agent.py --model_path o --env gsm8k --tasks t.jsonl --dtype float32"
     tasks = rw.Config(output_dir="o", env="gsm8k", dataset="tasks.jsonl")
-    assert next_command("agent.py", tasks) == "python agent.py --model_path o --env gsm8k --dataset tasks.jsonl"
+    assert next_command("agent.py", tasks) == "python agent.py --model_path o --env gsm8k --tasks tasks.jsonl"

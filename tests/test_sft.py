@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from episodes.tasks import load_tasks
 import sft
 from agent import Trajectory, collate
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from experiment.errors import UserError
 from llm.batches import batches_of_like_length
 from llm.loading import load_model

@@ -14,10 +14,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate
-from episodes.demonstrations import imitates_rows, registered_envs
-from episodes.expert import demonstrate
+from episodes.imitation import demonstrate
 from episodes.imitation import read_split
-from episodes.tasks import is_held_out, is_task, load_tasks
+from episodes.tasks import is_held_out, load_tasks, recorded_env
 from envs.session import Session, Watch
 from experiment.errors import UserError
 from llm.chat import Chat
@@ -54,15 +53,18 @@ def write(folder, rows, name="rows.jsonl"):
     return str(path)
 
 
+def demonstrations(config, tokenizer):
+    return sft.demonstrations(config, sft.read_dataset(config), tokenizer, len(tokenizer))
+
+
 def read(path, tokenizer, split="train", n=10**6, **options):
     config = sft.settle(sft.Config(dataset=path, max_samples=n, **options))
-    return sft.demonstrations(config, tokenizer, len(tokenizer))[split == "test"]
+    return demonstrations(config, tokenizer)[split == "test"]
 
 
 def recorded(path, tokenizer, **options):
     """The episodes to learn from and the held-out ones."""
-    config = sft.settle(sft.Config(trajectories=path, max_samples=1000, **options))
-    return sft.demonstrations(config, tokenizer, len(tokenizer))
+    return demonstrations(sft.settle(sft.Config(trajectories=path, max_samples=1000, **options)), tokenizer)
 
 
 def spelled(tokenizer, episode):
@@ -263,24 +265,23 @@ def test_a_thought_that_the_template_drops_is_refused():
 # --------------------------------------------------------------------------------------------------- the readers
 def test_each_kind_of_row_is_told_apart_by_its_fields(tokenizer, tmp_path, capsys):
     episode = demonstrate(tokenizer, "equations", [{"equation": "x + 3 = 5"}])[0]
-    rows = [{"messages": [ASK, ANSWER]}, {"prompt": "How many?", "completion": "42"},
-            {"prompt": [ASK], "completion": [ANSWER]}, NATALIA, episode.to_json(),
-            {"input_text": "Meet?", "target_probability": 0.8, "target_reason": "slot", "ground_truth_prob": 0.81}]
+    rows = [({"messages": [ASK, ANSWER]}, None), ({"prompt": "How many?", "completion": "42"}, None),
+            ({"prompt": [ASK], "completion": [ANSWER]}, None), (NATALIA, "gsm8k"), (episode.to_json(), None),
+            ({"input_text": "Meet?", "target_probability": 0.8, "target_reason": "slot", "ground_truth_prob": 0.81}, "meetings")]
     made = []
-    for row in rows:
+    for row, env in rows:
         path = write(tmp_path, [row])
-        made += recorded(path, tokenizer)[0] if "token_ids" in row else read(path, tokenizer)
+        made += recorded(path, tokenizer)[0] if "token_ids" in row else read(path, tokenizer, env=env)
     assert made[0].token_ids == made[1].token_ids == made[2].token_ids
     assert spelled(tokenizer, made[0]) == ["42<|im_end|>"]
     assert len(spelled(tokenizer, made[3])) == 3 and made[4] == episode
     assert spelled(tokenizer, made[5]) == ['{"probability": 0.80, "reason": "slot", "recommendation": "YES"}<|im_end|>']
     said = [line.split("jsonl: ")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()]
-    assert said == [f"1 {kind} to learn from" for kind in (
-        "conversations", "completions", "completions", "written solutions", "episodes", "meetings")]
+    assert said == [f"1 {kind} to learn from" for kind in (*["conversations"] * 4, "episodes", "conversations")]
 
 
 def test_a_written_solution_becomes_calls_that_the_environment_answers(tokenizer, tmp_path):
-    episode, = read(write(tmp_path, [NATALIA]), tokenizer)
+    episode, = read(write(tmp_path, [NATALIA]), tokenizer, env="gsm8k")
     call = '<tool_call>\n{"name": "%s", "arguments": {"%s": "%s"}}\n</tool_call><|im_end|>'
     assert spelled(tokenizer, episode) == [
         "In May she sold 48/2 =\n" + call % ("calculator", "expression", "48/2"),
@@ -298,7 +299,7 @@ def test_a_written_solution_becomes_calls_that_the_environment_answers(tokenizer
 def test_a_false_mark_stays_text_and_a_bare_number_is_just_answered(tokenizer, tmp_path):
     rows = [{**NATALIA, "answer": "First <<1+1=3>>3.\n#### 3"}, {**NATALIA, "answer": "72"}]
     call = '<tool_call>\n{"name": "answer", "arguments": {"value": "%s"}}\n</tool_call><|im_end|>'
-    made = [spelled(tokenizer, read(write(tmp_path, [row]), tokenizer)[0]) for row in rows]
+    made = [spelled(tokenizer, read(write(tmp_path, [row]), tokenizer, env="gsm8k")[0]) for row in rows]
     assert made == [["First 3.\n" + call % 3], [call % 72]]
 
 
@@ -307,7 +308,7 @@ def test_written_solutions_of_the_real_file_end_in_their_answers(tokenizer, tmp_
     with open(GSM8K) as f:
         rows = [json.loads(line) for line, _ in zip(f, range(60))]
     answers = {row["question"]: row["answer"].rpartition("#### ")[2].replace(",", "") for row in rows}
-    made = read(write(tmp_path, rows[:-1]), tokenizer, max_tokens=4000, eval_dataset=write(tmp_path, rows[-1:], "other.jsonl"))
+    made = read(write(tmp_path, rows[:-1]), tokenizer, env="gsm8k", max_tokens=4000, eval_dataset=write(tmp_path, rows[-1:], "other.jsonl"))
     assert len(made) == 59 and sum("<tool_response>" in tokenizer.decode(t.token_ids) for t in made) > 55
     for t in made:
         assert t.messages[-1]["tool_calls"] == [{"name": "answer", "arguments": {"value": answers[t.messages[1]["content"]]}}]
@@ -337,28 +338,62 @@ def test_tools_are_the_rows_own_or_the_given_environments(tokenizer, tmp_path):
     assert "Solve for x with the tools." in tokenizer.decode(read(path, tokenizer, env="equations")[0].token_ids)
 
 
-def test_rows_that_a_given_environment_takes_are_tasks_for_its_expert(tokenizer, tmp_path, capsys):
+def test_a_file_is_imitated_as_a_dataset_and_played_as_tasks(tokenizer, tmp_path, capsys):
     path = write(tmp_path, [{**NATALIA, "question": f"And now? {i}"} for i in range(40)])
-    assert read(path, tokenizer, env="gsm8k")[0].rewards[-1] == 1.0  # played: it has rewards
+    assert read(None, tokenizer, env="gsm8k", tasks=path)[0].rewards[-1] == 1.0  # played: it has rewards
     assert "tasks for the expert of gsm8k (train)" in capsys.readouterr().out
-    assert read(path, tokenizer)[0].rewards == [] == read(path, tokenizer, env="equations")[0].rewards  # learnt as written
-    assert "written solutions to learn from" in capsys.readouterr().out
+    assert read(path, tokenizer, env="gsm8k")[0].rewards == []  # learnt as written
+    for env, says in ((None, "--env gsm8k reads such rows"), ("equations", "--env gsm8k reads such rows")):
+        with pytest.raises(UserError) as caught:
+            read(path, tokenizer, env=env)
+        assert str(caught.value) == f'{path}:1: no "messages" field; has: question, answer; need it, or "prompt" and "completion"; {says}'
     path = write(tmp_path, [{"equation": f"x + {b} = 9"} for b in range(1, 40)])
-    assert not imitates_rows(path, None) and not imitates_rows(path, "equations")
-    assert read(path, tokenizer, env="equations")[0].rewards
+    assert read(None, tokenizer, tasks=path)[0].rewards
+    with pytest.raises(UserError, match='has: equation; need it, or "prompt" and "completion"; tasks are given with --tasks'):
+        read(path, tokenizer)
+
+
+@pytest.mark.parametrize("flag, row, says", [
+    ("dataset", {"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair is given to dpo.py with --dataset"),
+    ("dataset", {"token_ids": [1]}, "a recorded episode is given with --trajectories"),
+    ("tasks", {"messages": [ASK, ANSWER]}, "a conversation is given to sft.py with --dataset"),
+    ("tasks", {"prompt": "a", "completion": "b"}, "a conversation is given to sft.py with --dataset"),
+    ("tasks", {"token_ids": [1]}, "a recorded episode is given with --trajectories"),
+    ("trajectories", {"messages": [ASK, ANSWER]}, "a conversation is given to sft.py with --dataset"),
+    ("trajectories", {"equation": "x = 1"}, "conversations and pairs are given with --dataset, tasks with --tasks")])
+def test_a_file_of_another_kind_is_told_by_its_flag(tokenizer, tmp_path, flag, row, says):
+    path = write(tmp_path, [row])
+    with pytest.raises(UserError) as caught:
+        demonstrations(sft.settle(sft.Config(**{flag: path})), tokenizer)
+    assert str(caught.value).startswith(f'{path}:1: no "') and str(caught.value).endswith(f"; {says}")
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"dataset": "a.jsonl", "trajectories": "b.jsonl"}, "--dataset a.jsonl and --trajectories b.jsonl: give one; tasks to evaluate on are given with --tasks"),
+    ({"dataset": "a.jsonl", "tasks": "b.jsonl"}, "--tasks b.jsonl: name their environment with --env")])
+def test_flags_of_data_that_clash(options, says):
+    with pytest.raises(UserError) as caught:
+        sft.settle(sft.Config(**options))
+    assert str(caught.value) == says
+
+
+def test_beside_other_data_all_tasks_are_evaluated_on_but_those_that_were_learned(tokenizer, tmp_path):
+    rows = [{**NATALIA, "question": f"And now? {i}"} for i in range(30)]
+    learned, tasks = write(tmp_path, rows[:10], "a.jsonl"), write(tmp_path, rows, "b.jsonl")
+    config = sft.settle(sft.Config(env="gsm8k", dataset=learned, tasks=tasks, eval_dataset=write(tmp_path, rows[5:6], "c.jsonl")))
+    assert {t["question"] for t in sft.evaluation_tasks(config, demonstrations(config, tokenizer)[0])} == {row["question"] for row in rows[10:]}
 
 
 def test_meetings_csv(tokenizer, tmp_path):
     path = tmp_path / "m.csv"
     path.write_text("input_text,target_probability,target_reason,ground_truth_prob\n"
                     '"Founder, senior: meet?",0.25,profile,0.31\n')
-    t, = read(str(path), tokenizer)
-    assert t.messages[0]["content"] == "Founder, senior: meet?"
-    assert json.loads(t.messages[1]["content"]) == {"probability": 0.25, "reason": "profile", "recommendation": "NO"}
-    assert read(str(path), tokenizer, env="meetings")[0].rewards == []  # no meeting of the simulator: nothing to play
+    t, = read(str(path), tokenizer, env="meetings")
+    assert t.messages[1]["content"] == "Founder, senior: meet?"
+    assert json.loads(t.messages[2]["content"]) == {"probability": 0.25, "reason": "profile", "recommendation": "NO"}
     path.write_text(path.read_text() + "x,high,slot,0.5\n")
     with pytest.raises(UserError, match=r"""m.csv:3: "target_probability" must be from 0 to 1, not high"""):
-        read(str(path), tokenizer)
+        read(str(path), tokenizer, env="meetings")
 
 
 TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name": ...}}'
@@ -372,22 +407,19 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"messages": [ASK, ANSWER], "tools": "f"}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER, ANSWER]}, "message 2: need user after an answer, got assistant"),
-    ({"prompt": "How many?", "completion": None}, '"completion" must be text or a list of messages'),
-    ({"prompt": 3, "completion": "42"}, '"prompt" must be text or a list of messages'),
-    ({"prompt": ["How many?"], "completion": "42"}, '"prompt" must be text or a list of messages'),
+    ({"prompt": "How many?", "completion": None}, '"completion" must be text or a list of {"role": ..., "content": ...}'),
+    ({"prompt": 3, "completion": "42"}, '"prompt" must be text or a list of {"role": ..., "content": ...}'),
+    ({"prompt": ["How many?"], "completion": "42"}, '"prompt" must be text or a list of {"role": ..., "content": ...}'),
     ({"prompt": [ASK], "completion": [{**ANSWER, "loss": 0}]}, 'nothing to train: no assistant message without "loss": 0'),
     ({"question": "How many?", "answer": "many"},
      '"answer" has no number; give 72, or a solution that ends in #### 72, not \'many\''),
-    ({"input_text": "Meet?", "target_probability": "0.5"},
-     "no 'target_reason' in it"),
-    ({"text": "42"}, "nothing to learn from; need messages; prompt, completion; question, answer; "
-                     "input_text, target_probability; has: text"),
+    ({"question": "How many?"}, "no 'answer' in it"),
 ])
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem):
     good = {"messages": [ASK, ANSWER]}
     path = write(tmp_path, [good, row, good])
     with pytest.raises(UserError) as caught:
-        read(path, tokenizer)
+        read(path, tokenizer, env="gsm8k" if "question" in row else None)
     assert str(caught.value) == f"{path}:2: {problem}"
 
 
@@ -404,23 +436,6 @@ def test_a_bad_episode_is_refused_by_file_and_line(tokenizer, tmp_path, row, pro
     with pytest.raises(UserError) as caught:
         recorded(path, tokenizer)
     assert str(caught.value) == f"{path}:2: {problem.replace('933', str(len(tokenizer)))}"
-
-
-def test_recorded_episodes_are_given_with_trajectories(tokenizer, tmp_path):
-    path = write(tmp_path, [{"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]}])
-    with pytest.raises(UserError, match="rows.jsonl:1: a recorded episode; give the file with --trajectories"):
-        read(path, tokenizer)
-
-
-def test_a_file_of_neither_rows_nor_tasks_is_refused(tokenizer, tmp_path):
-    path = write(tmp_path, [{"text": "42"}])
-    with pytest.raises(UserError) as caught:
-        read(path, tokenizer)
-    assert str(caught.value) == (
-        f"{path}:1: neither a row to learn from (messages; prompt, completion; question, answer; "
-        "input_text, target_probability) nor a task of equations; name the environment with --env; has: text")
-    with pytest.raises(UserError, match='rows.jsonl:1: no "equation" field; has: text'):
-        read(path, tokenizer, env="equations")
 
 
 def test_rows_too_long_are_dropped_and_counted(tokenizer, tmp_path, capsys):
@@ -475,7 +490,8 @@ def test_episodes_are_tried_in_the_environment_they_are_of(tokenizer, tmp_path):
     path = write(tmp_path, [t.to_json() for t in demonstrate(tokenizer, "equations", tasks)])
     result = sft.train(sft.Config(trajectories=path, output_dir=str(tmp_path / "o"), max_steps=1, batch_size=4, eval_tasks=2))
     assert result["held_out_loss"] > 1 and result["success_after"] is not None
-    assert registered_envs([{"env": "/tmp/evil.py:Env"}]) is None  # a data file does not choose which code runs
+    assert recorded_env(path) == "equations"
+    assert recorded_env(write(tmp_path, [{"info": {"env": "/tmp/evil.py:Env"}}, {"info": {"env": [3]}}, {}])) is None  # a data file does not choose which code runs
 
 
 def test_rows_to_learn_from_with_two_environments_are_tried_in_both(tmp_path):
@@ -487,9 +503,8 @@ def test_rows_to_learn_from_with_two_environments_are_tried_in_both(tmp_path):
 
 def test_held_out_solutions_are_the_environments_held_out_tasks(tokenizer, tmp_path):
     path = write(tmp_path, [{**NATALIA, "question": f"{NATALIA['question']} {n}"} for n in range(60)])
-    held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test")}
+    held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test", env="gsm8k")}
     assert held_out == {task["question"] for task in load_tasks("gsm8k", "test", None, 0, path)} and held_out
-    assert is_task("gsm8k", NATALIA) and registered_envs(t.info for t in read(path, tokenizer)) == "gsm8k"
 
 
 def test_an_experts_episode_that_is_too_long_is_dropped_not_cut(capsys):
@@ -497,7 +512,7 @@ def test_an_experts_episode_that_is_too_long_is_dropped_not_cut(capsys):
     import sft
     tokenizer = make_tiny()[1]
     config = sft.settle(sft.Config(env="equations", max_samples=30, max_tokens=95, seed=1))
-    learned, _ = sft.demonstrations(config, tokenizer, 10**6)
+    learned, _ = demonstrations(config, tokenizer)
     assert 0 < len(learned) < 30 and {t.stop_reason for t in learned} == {"done"}
     assert f"{30 - len(learned)} of 30 episodes exceed 95 tokens: dropped" in capsys.readouterr().out
 
@@ -529,7 +544,7 @@ def test_a_task_that_has_a_seed_of_its_own_keeps_it(tmp_path, capsys):
     """The expert is given a seed for its noise, but a task may be nothing but its seed: then it stays in its split."""
     (tmp_path / "seeded.py").write_text(SEEDED)
     config = sft.settle(sft.Config(env=f"{tmp_path / 'seeded.py'}:Seeded", max_samples=10))
-    learned, held_out = sft.demonstrations(config, make_tiny()[1], 10**6)
+    learned, held_out = demonstrations(config, make_tiny()[1])
     assert [t.info["task"]["seed"] for t in learned] == list(range(10))
     # Both splits of this environment are the same: nothing is left to hold out.
     assert not held_out and "10 of 10 held-out rows are also in the training data: dropped" in capsys.readouterr().out
@@ -538,20 +553,19 @@ def test_a_task_that_has_a_seed_of_its_own_keeps_it(tmp_path, capsys):
 def test_demonstrations_of_the_taught_tiny_model_are_the_ones_of_the_readme():
     """Whatever changes them changes every start from nothing, and with it every figure of `python grpo.py`."""
     config = sft.settle(sft.Config(env="equations", max_samples=40, expert_noise=0.6, max_turns=6))
-    learned, _ = sft.demonstrations(config, make_tiny()[1], 10**6)
+    learned, _ = demonstrations(config, make_tiny()[1])
     ids = json.dumps([t.token_ids for t in learned]).encode()
     assert hashlib.md5(ids).hexdigest() == "061d9810764b3d133cbe15a0722f25cd"
 
 
-def test_rows_of_a_kind_have_the_lengths_of_their_environment(tmp_path):
-    """Without --env, too: the evaluation of written solutions plays gsm8k, whose turns may have 512 tokens."""
+def test_rows_to_imitate_have_the_lengths_of_their_environment(tmp_path):
     chats = write(tmp_path, [{"prompt": "a", "completion": "b"}], "chats.jsonl")
-    assert sft.settle(sft.Config(dataset=write(tmp_path, [NATALIA]))).max_new_tokens == envs.lengths("gsm8k")["max_new_tokens"] == 512
+    assert sft.settle(sft.Config(dataset=chats, env="gsm8k")).max_new_tokens == envs.lengths("gsm8k")["max_new_tokens"] == 512
     assert sft.settle(sft.Config(dataset=chats)).max_new_tokens == 256
 
 
 def test_a_file_whose_rows_all_fall_into_the_held_out_tenth_is_learned_from(capsys):
     held_out = next(text for text in map(str, range(100)) if is_held_out(text))
-    config = SimpleNamespace(max_samples=None, seed=0)
-    assert read_split(lambda path: [held_out], "a", None, str, config) == ([held_out], [])
+    config = SimpleNamespace(max_samples=None, seed=0, eval_dataset=None)
+    assert read_split(lambda path: [held_out], "a", str, config) == ([held_out], [])
     assert not capsys.readouterr().out  # none is dropped for being seen

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import envs
 from agent import Episode, play_turns, rollout, rollout_options
-from episodes.tasks import first_row, is_task, load_tasks
+from episodes.tasks import load_tasks
 from envs.session import Session, Watch, load_environments
 from experiment.files import open_to_write, replace_file, to_json
 from experiment.program import main
@@ -32,7 +32,7 @@ class Config(PlayFlags):
     heading = "agent"
     model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
     env: str | None = flag(None, "environment; default: that of the run that wrote the model")
-    dataset: str | None = flag(None, "task file (.jsonl); default: the run's, or the environment's")
+    dataset: str | None = flag(None, "task file; default: the run's, or the environment's own")
     eval_dataset: str | None = flag(None, "task file for --split test; default: the run's")
     num_tasks: int = flag(0, "play this many tasks and print them, instead of chatting", low=0)
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
@@ -65,12 +65,12 @@ def as_the_run(config: Config) -> Config:
         # Data never chooses which code runs, and the folder may come from a stranger.
         raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to run; "
                         "give --env yourself")
-    files = ["dataset", "eval_dataset"]
-    dataset = run.get("dataset")
-    if dataset and dataset != run["env"] and not is_task(run["env"], first_row(dataset)[0]):
-        # The run learned from conversations, which nobody can play.
-        files = []
-    taken = {name: run[name] for name in ("env", *files, "env_options")
+    if "tasks" in run:
+        # sft.py and dpo.py: beside other data, all tasks are held out.
+        if run.get("dataset") or run.get("trajectories"):
+            run["eval_dataset"] = run["tasks"]
+        run["dataset"] = run["tasks"]
+    taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options")
              if run.get(name) and not getattr(config, name)}
     # The policy that is played is the one that was trained, rounded alike.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
