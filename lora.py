@@ -106,7 +106,8 @@ class Adapter(nn.Module):
 
     def unmerge(self, linear):
         """Go back to "beside"."""
-        linear.weight.data = self.frozen_weight(linear)
+        if self.mode == "merged":
+            linear.weight.data = self.kept
         self.mode = "beside"
         self.kept = None
 
@@ -209,7 +210,8 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by
 
 def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
-    linears, targets = linears_of(model), target_names(targets)
+    linears = linears_of(model)
+    targets = target_names(targets)
     if targets == ["all-linear"]:
         targets = _text_targets(model, linears)
     chosen, known = {}, set()
