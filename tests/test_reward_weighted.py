@@ -404,9 +404,13 @@ def test_a_weight_that_is_zero_in_float32_leaves_its_episode_out():
 
 
 def test_recorded_episodes_need_no_tasks_to_play(monkeypatch):
-    monkeypatch.setattr(rw, "dry_run", lambda config, episodes, held_out: (episodes, held_out))
-    for path, wanted in (("t.jsonl", (0, 5)), (None, (256, 5))):
-        assert rw.train(rw.Config(trajectories=path, env="equations", eval_tasks=5, dry_run=True)) == wanted
+    """Then all rows of --tasks are evaluated on, and the model trains on none of them."""
+    def asked(config, n):
+        raise LookupError(n)
+    monkeypatch.setattr(rw, "train_and_held_out", asked)
+    for path, wanted in (("t.jsonl", 0), (None, 256)):
+        with pytest.raises(LookupError, match=f"^{wanted}$"):
+            rw.train(rw.Config(trajectories=path, env="equations", max_samples=256))
 
 
 def test_the_next_command_plays_no_texts():
