@@ -169,8 +169,10 @@ def rows(place, base):
     path = place / "rows.jsonl"
     for kind, row in ROWS.items():
         good = json.dumps(row).encode() + b"\n"
+        words = ["--env", kind] if kind == "gsm8k" else []  # whose _conversation reads such rows
         for name, data in mutations(row):
-            yield f"{kind}: {name}", path, good + data + b"\n" + good * 4, training(sft, base, place, "--dataset", path)
+            yield (f"{kind}: {name}", path, good + data + b"\n" + good * 4,
+                   training(sft, base, place, *words, "--dataset", path))
 
 
 def pairs(place, base):

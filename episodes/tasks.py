@@ -109,13 +109,14 @@ def with_env(config):
     if config.dataset and config.trajectories:
         raise UserError(f"--dataset {config.dataset} and --trajectories {config.trajectories}: "
                         "give one; tasks to evaluate on are given with --tasks")
-    if config.env:
-        return config
-    if config.dataset and config.tasks:
+    env = config.env
+    if not env and config.trajectories:
+        env = recorded_env(config.trajectories)
+    elif not env and not config.dataset:
+        env = "equations"
+    if config.tasks and not env:
         raise UserError(f"--tasks {config.tasks}: name their environment with --env")
-    if config.trajectories:
-        return replace(config, env=recorded_env(config.trajectories))
-    return config if config.dataset else replace(config, env="equations")
+    return replace(config, env=env)
 
 
 def recorded_env(trajectories: str) -> str | None:

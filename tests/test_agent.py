@@ -1002,6 +1002,15 @@ def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
     assert talk.settle(talk.Config()).env == "equations"
 
 
+@pytest.mark.parametrize("written, played", [
+    ({"dataset": "chats.jsonl", "trajectories": "null", "tasks": "null", "eval_dataset": "more.jsonl"}, (None, None)),
+    ({"dataset": "chats.jsonl", "trajectories": "null", "tasks": "t.jsonl", "eval_dataset": "more.jsonl"}, ("t.jsonl", "t.jsonl")),
+    ({"dataset": "null", "trajectories": "null", "tasks": "t.jsonl", "eval_dataset": "e.jsonl"}, ("t.jsonl", "e.jsonl"))])
+def test_the_agent_plays_the_tasks_of_its_run_and_not_what_it_learned_from(tmp_path, written, played):
+    config = talk.settle(talk.Config(model_path=str(run_folder(tmp_path / "run", env="gsm8k", **written))))
+    assert (config.dataset, config.eval_dataset) == played
+
+
 @pytest.mark.parametrize("stated, given, played", [
     ("bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32"), ("null", "auto", "auto"), ("int8", "auto", "auto")])
 def test_the_agent_plays_in_the_dtype_that_its_run_trained_in(tmp_path, stated, given, played):

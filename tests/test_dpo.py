@@ -500,7 +500,8 @@ def test_several_files_are_read_and_their_groups_kept_apart(start, recorded, tmp
     ({"loss_weights": "one"}, "give numbers separated by commas"), ({"loss": "sigmod"}, "did you mean sigmoid?"),
     ({"loss": "exo_pair"}, "exo_pair needs it above 0"), ({"loss": "robust", "label_smoothing": 0.5}, "robust below 0.5"),
     ({"loss": "hinge,hinge"}, "names a loss twice"), ({"label_smoothing": 0.1}, "only exo_pair and robust"), ({"max_tokens": 40}, "no pair within --max_tokens 40: the shortest has"),
-    ({"min_gap": 100.0}, "the largest gap is "), ({"env": "equatons"}, "did you mean equations?")])
+    ({"min_gap": 100.0}, "the largest gap is "), ({"env": "equatons"}, "did you mean equations?"),
+    ({"dataset": "p.jsonl"}, "give one; tasks to evaluate on are given with --tasks"), ({"eval_dataset": "t.jsonl"}, "held-out pairs are --eval_share of all; tasks to evaluate on are given with --tasks")])
 def test_clashes_and_empty_hands_are_told_in_one_line(start, recorded, tmp_path, options, words):
     with pytest.raises(UserError, match=re.escape(words)):
         run(start, tmp_path, recorded, **{"eval_tasks": 4, **options})

@@ -1,6 +1,8 @@
 """What sft.py learns from: every kind of row, the same ids as a rollout, and the loss on what the demonstrator wrote."""
 import hashlib
 import json
+import subprocess
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -375,6 +377,12 @@ def test_flags_of_data_that_clash(options, says):
     with pytest.raises(UserError) as caught:
         sft.settle(sft.Config(**options))
     assert str(caught.value) == says
+
+
+def test_what_reads_data_knows_no_environment():
+    code = "import sys, sft, dpo, reward_weighted, grpo; print([name for name in sys.modules if name.startswith('envs.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(sft.__file__).parent)
+    assert done.stdout.strip() == "['envs.calls', 'envs.session']", done.stderr
 
 
 def test_beside_other_data_all_tasks_are_evaluated_on_but_those_that_were_learned(tokenizer, tmp_path):
