@@ -1,5 +1,4 @@
 """run.py: what the flags accept and refuse, that config.yaml repeats a run, that a checkpoint is whole or absent."""
-import io
 import json
 import os
 import re
@@ -16,8 +15,8 @@ from saving import save, weights
 
 from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
+from experiment.episodes import message_lines
 from experiment.files import finite
-from experiment.program import Guarded
 from experiment.run import Run
 from experiment.errors import UserError
 from experiment.seeds import mix
@@ -91,11 +90,9 @@ def test_success_and_our_own_bugs(program):
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 
 
-def test_a_terminal_obeys_nothing_that_is_printed():
-    stream = io.StringIO()
-    for text in ("\x1b]52;c;cm0gLXJm\x07 é\n", "a\rb\n", "\r 50%", "\x1b[A\x1b[A", "\r\x1b[31m"):
-        assert Guarded(stream).write(text)
-    assert stream.getvalue() == "\\x1b]52;c;cm0gLXJm\\x07 é\na\\rb\n\r 50%\x1b[A\x1b[A\r\\x1b[31m"
+def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
+    messages = [{"role": "user", "content": "\x1b]52;c;cm0gLXJm\x07 é\na\rb"}]
+    assert message_lines(messages) == ["User: \\x1b]52;c;cm0gLXJm\\x07 é\na\\rb"]
 
 
 def test_a_wrong_command_leaves_no_folder_behind(tmp_path):

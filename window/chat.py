@@ -75,7 +75,8 @@ def as_the_run(config: Config) -> Config:
     # The policy that is played is the one that was trained, rounded alike.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
-    print(f"as in {written}:", " ".join(f"--{name} {value}" for name, value in taken.items()))
+    words = " ".join(f"--{name} {value}" for name, value in taken.items())
+    print(f"as in {written}: {printable(words)}")
     return replace(config, **taken)
 
 
