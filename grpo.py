@@ -422,7 +422,7 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(model)
                 totals = run.ranks.total(totals)
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step):
+                if run.accept_update(batch, totals["loss"], grad_norm):
                     optimizer.step()
                 optimizer.zero_grad()
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update

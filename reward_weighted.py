@@ -363,7 +363,7 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(model)
                 loss_sum = sum(run.ranks.gather(loss_sum))
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                if run.accept_update(batch, loss_sum, grad_norm, len(batches)):
+                if run.accept_update(batch, loss_sum, grad_norm):
                     optimizer.step()
                 optimizer.zero_grad()
                 totals.update(loss=loss_sum, grad_norm=grad_norm)

@@ -4,7 +4,6 @@ A checkpoint is written beside its place, flushed to the disk, and renamed, so t
 the process, what stands in its place is whole. state.json is written last. It holds the size and
 the sha256 of all other files, and a checksum of itself.
 """
-import copy
 import hashlib
 import os
 import shutil
@@ -14,8 +13,6 @@ from pathlib import Path
 from experiment.data import read_json, reading
 from experiment.errors import UserError
 from experiment.files import fingerprint, replace_file, sync, to_json
-
-MAX_COPY = 2**28  # bytes of a copy that lets a step be undone
 
 
 def checkpoints(output_dir):
@@ -166,20 +163,3 @@ def load_optimizer(optimizer, path):
             number, _, key = name.partition("|")
             states.setdefault(int(number), {})[key] = value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-
-
-def copy_of_state(optimizer):
-    """Return a copy of the weights that train and of their state, or None if it is large."""
-    parameters = trained_parameters(optimizer)
-    # AdamW has two moments for each weight.
-    if 3 * sum(p.numel() * p.element_size() for p in parameters) > MAX_COPY:
-        return None
-    return [p.detach().clone() for p in parameters], copy.deepcopy(optimizer.state_dict())
-
-
-def put_back(optimizer, copies):
-    """Give the weights and the optimizer's state the values that `copy_of_state` returned."""
-    weights, state = copies
-    for p, values in zip(trained_parameters(optimizer), weights):
-        p.data.copy_(values)
-    optimizer.load_state_dict(state)

@@ -18,8 +18,8 @@ import time
 from importlib.metadata import version
 
 from experiment.alarms import Alarms
-from experiment.checkpoint import (checkpoints, copy_of_state, load_optimizer, optimizer_tensors,
-                                   prune, put_back, trained_parameters, write_checkpoint)
+from experiment.checkpoint import (checkpoints, load_optimizer, optimizer_tensors, prune,
+                                   trained_parameters, write_checkpoint)
 from experiment.closing import first_notes, next_command, print_table
 from experiment.config import convert, options
 from experiment.distributed import join
@@ -80,7 +80,7 @@ class Run:
         self.saved_at = time.monotonic()
         self.looping = self.updated = False
         self.made_of = {}
-        self.saved = self.score = self.unlogged = self.marks = self.undo = self.schedule = None
+        self.saved = self.score = self.unlogged = self.marks = self.schedule = None
         self.signals = active_signals()
         if self.signals:
             self.signals.run = self
@@ -123,22 +123,18 @@ class Run:
         return self
 
     def __exit__(self, kind, error, traceback):
-        """Save the last whole step if anything ends the block early."""
+        """Save the last whole step if anything ends the block early.
+
+        Between two updates of a step the weights are those of no step: the last checkpoint stands.
+        """
         if error is None or not self.looping:
             return
-        self._save_last_whole_step()
+        if self.saved != self.step and not self.updated:
+            self._save()
         if not isinstance(error, Stop):
             saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
-            error.add_note(f"{saved}; continue with: {self.command}")
-
-    def _save_last_whole_step(self):
-        if self.saved == self.step:
-            return
-        if self.updated and self.undo:
-            put_back(self.training.optimizer, self.undo)
-            self.updated = False
-        if not self.updated:
-            self._save()
+            lost = "half a step is lost, " if self.updated else ""
+            error.add_note(f"{lost}{saved}; continue with: {self.command}")
 
     def total_steps(self, steps_per_epoch, default=None):
         """Return --max_steps, else the steps of --num_epochs passes over the data, else default."""
@@ -202,7 +198,7 @@ class Run:
             yield step
             timing = self._timing(time.time() - began)
             # From here on the weights are those after the step, whose line is not written yet.
-            self.step, self.updated, self.undo = step + 1, False, None
+            self.step, self.updated = step + 1, False
             self.unlogged, self.marks = self.line, self.files.log_sizes()
             self.score = None
             self._close_step(evaluate, timing)
@@ -298,26 +294,18 @@ class Run:
         self.log_episodes(episodes)
         return True
 
-    def accept_update(self, episodes, loss, grad_norm, updates=1):
+    def accept_update(self, episodes, loss, grad_norm):
         """Return True if loss and gradient norm are finite, else the update is to be skipped.
 
         An update that is not finite would spoil the weights for good. Its batch goes into
         bad_step_N.json, and the third such update in a row raises Stop. From an update that is
         accepted until the end of the step, signals wait.
-
-        Args:
-            episodes: the batch.
-            loss, grad_norm: of the update.
-            updates: of the step. Before the first of several what trains is copied, if it is small,
-                so that an error between two can save the last whole step.
         """
         # With several ranks one would leave here while the others update.
         if self.ranks.world == 1:
             self.check()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self._skip(episodes, f"loss {loss}, gradient norm {grad_norm}")
-        if updates > 1 and not self.updated and self.saved != self.step:
-            self.undo = copy_of_state(self.training.optimizer)
         self.bad, self.updated = 0, True
         return True
 

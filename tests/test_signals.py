@@ -327,7 +327,7 @@ def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):
 FAULTS = [RuntimeError("broken"), KeyboardInterrupt(), MemoryError(), BrokenPipeError(32, "Broken pipe"), SystemExit(1)]
 PLACES = [
     ((grpo, "token_logprobs"), 3, 1),                        # the first micro-batch of step 1 (two updates of one each)
-    ((grpo, "clip_grad_norm_"), 4, 1),                       # between the two updates of step 1: the first is taken back
+    ((grpo, "clip_grad_norm_"), 3, 1),                       # before the first update of step 1
     ((run.Run, "write_line"), 2, 2),                         # after step 1, whose line is not written yet
     ((run.Run, "_save"), 2, 2)]
 
@@ -354,6 +354,29 @@ def test_any_error_saves_the_last_whole_step_and_resuming_is_never_having_stoppe
             module.train(again)
     assert newest_checkpoint(tmp_path / "stopped").name == f"step_{saved:06d}"
     assert f"step {saved} is saved; continue with: python grpo.py --config" in caught.value.__notes__[-1]
+    again.resume = "newest"
+    module.train(again)
+    for folder in (unstopped, tmp_path / "stopped"):
+        for path in checkpoints(folder)[:-1]:
+            remove(path)
+    assert_equal(unstopped, tmp_path / "stopped")
+
+
+def test_an_error_between_two_updates_saves_no_half_step_and_says_so(place, whole, tmp_path, monkeypatch):  # noqa: F811
+    module, options = options_of("grpo, LoRA", place)
+    paid(monkeypatch, module)
+    unstopped, clip, calls = whole("grpo, LoRA", module, options), grpo.clip_grad_norm_, [0]
+
+    def broken(*args):
+        calls[0] += 1
+        if calls[0] == 4:  # the second update of step 1
+            raise RuntimeError("broken")
+        return clip(*args)
+    again = config(module, place, tmp_path / "stopped", **options)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError) as caught:
+        patch.setattr(grpo, "clip_grad_norm_", broken)
+        module.train(again)
+    assert caught.value.__notes__[-1].startswith("half a step is lost, step 1 is saved; continue with: python grpo.py")
     again.resume = "newest"
     module.train(again)
     for folder in (unstopped, tmp_path / "stopped"):
