@@ -4,7 +4,7 @@ import os
 import sys
 
 from experiment.command_line import parse
-from experiment.errors import EnvironmentFault, Stop, UserError, first_line
+from experiment.errors import EnvironmentFault, RankLost, Stop, UserError, first_line
 from experiment.files import is_disk_full
 from experiment.process import peak_memory_mb
 from experiment.signals import Signals
@@ -32,7 +32,7 @@ def main(config_class, train, doc):
         with Signals() as signals:
             train(parse(config_class, sys.argv[1:], doc))
     except BaseException as error:
-        words, code = _explain(error, signals.run)
+        words, code = _explain(error, signals)
         if words is None:
             raise
         if code == 2 and signals.run:
@@ -50,14 +50,19 @@ def main(config_class, train, doc):
         sys.exit(code)
 
 
-def _explain(error, run):
+def _explain(error, signals):
     """Return (one line, exit status) for what ended a run; None if a traceback is better."""
+    run = signals.run
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     reason = " ".join(str(error).split())
     if isinstance(error, Stop):
         return reason, error.code
     if isinstance(error, UserError):
         return reason + notes, 2
+    if isinstance(error, RankLost) and signals.signum:
+        return f"stopped by {signals.name}{notes}", 128 + signals.signum
+    if isinstance(error, RankLost):
+        return reason + notes, 5
     if isinstance(error, EnvironmentFault):
         return reason + notes, 6
     if isinstance(error, KeyboardInterrupt):

@@ -84,13 +84,8 @@ class Run:
         self.signals = active_signals()
         if self.signals:
             self.signals.run = self
-        if not self.ranks.runs:
-            self.ranks.leave = self._leave
-        self.ranks.runs += 1
         opened = self.ranks.first(lambda: self._open(values))
         self.finished, self.checkpoint, self.state = opened
-        if self.finished is not None:
-            self.ranks.runs -= 1
 
     def _open(self, values):
         """Enter the folder; return (result, checkpoint, state) as `continue_run` does."""
@@ -328,23 +323,12 @@ class Run:
 
     # -------------------------------------------------------------------------------- leaving early
     def check(self):
-        """Leave if a signal came or a rank is gone, and the step has changed no weight yet.
+        """Leave if a signal came and the step has changed no weight yet.
 
         This is called between decode steps and between micro-batches.
         """
-        if self.signals and self.signals.signum or self.ranks.gone:
-            self.ranks.leave()
-
-    def _leave(self):
-        """Raise the Stop that ends the run. Of runs inside runs the outermost does it."""
-        if self.updated and not self.ranks.gone:
-            # This is checked again at the end of the step.
-            return
-        # `Ranks` kills a process that has runs soon after a rank is gone: let a slow save finish.
-        self.ranks.runs = 0
-        if self.signals and self.signals.signum:
+        if self.signals and self.signals.signum and not self.updated:
             raise self.signals.stop()
-        raise Stop(f"{self.ranks.gone} is gone; stopped{self.how_to_continue()}", 5)
 
     # ---------------------------------------------------------------------------------- checkpoints
     def _restore(self, state):
@@ -407,7 +391,6 @@ class Run:
                   "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
         result = self.ranks.first(lambda: self._write_result(finite(result)))
-        self.ranks.runs -= 1
         return result
 
     def _write_result(self, result):

@@ -2,7 +2,6 @@
 import os
 import signal
 import threading
-import time
 
 from experiment.errors import Stop
 
@@ -44,16 +43,15 @@ class Signals:
         except OSError:
             pass
 
+    @property
+    def name(self):
+        """The name of the signal that came."""
+        return signal.Signals(self.signum).name
+
     def stop(self):
         """Return the Stop that ends the process."""
-        # torchrun ends all ranks as soon as one is gone, and it is that one that has to be named.
-        time.sleep(0.2 if "RANK" in os.environ else 0)
-        gone = self.run.ranks.gone if self.run else None
-        words = f"{gone} is gone; " if gone else ""
-        words += f"stopped by {signal.Signals(self.signum).name}"
-        if self.run:
-            words += self.run.how_to_continue()
-        return Stop(words, 128 + self.signum)
+        how_to_continue = self.run.how_to_continue() if self.run else ""
+        return Stop(f"stopped by {self.name}{how_to_continue}", 128 + self.signum)
 
 
 def active_signals():
