@@ -6,8 +6,7 @@ import sys
 from experiment.command_line import parse
 from experiment.errors import EnvironmentFault, RankLost, Stop, UserError, first_line
 from experiment.files import is_disk_full
-from experiment.process import peak_memory_mb
-from experiment.signals import Signals
+from experiment.process import Signals, peak_memory_mb
 
 
 def main(config_class, train, doc):

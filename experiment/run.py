@@ -17,20 +17,18 @@ import sys
 import time
 from importlib.metadata import version
 
-from experiment.alarms import Alarms
 from experiment.checkpoint import (checkpoints, load_optimizer, optimizer_tensors, prune,
                                    trained_parameters, write_checkpoint)
-from experiment.closing import first_notes, next_command, print_table
 from experiment.config import convert, options
 from experiment.distributed import join
 from experiment.episodes import shift_and_scale, summarise
 from experiment.errors import Stop, UserError
 from experiment.files import check_space, disk_space, finite, sync, to_json
 from experiment.ingredients import ingredients
+from experiment.notes import Alarms, first_notes, next_command, print_table
 from experiment.output_folder import OutputFolder, algorithm_of
-from experiment.process import peak_memory_mb
+from experiment.process import active_signals, peak_memory_mb
 from experiment.seeds import mix
-from experiment.signals import active_signals
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most

@@ -410,7 +410,7 @@ def test_recorded_episodes_need_no_tasks_to_play(monkeypatch):
 
 
 def test_the_next_command_plays_no_texts():
-    from experiment.closing import next_command
+    from experiment.notes import next_command
     texts = rw.Config(output_dir="o", env=None, dataset="pairs.jsonl", dtype="float32")
     assert next_command("agent.py", texts) == "python agent.py --model_path o --dtype float32"
     tasks = rw.Config(output_dir="o", env="gsm8k", dataset="tasks.jsonl")

@@ -392,7 +392,7 @@ def test_peak_memory():
 def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     from types import SimpleNamespace
 
-    from experiment.closing import first_notes
+    from experiment.notes import first_notes
     # sft.py has no --env_options, and --dtype means another thing there
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="gsm8k", dataset="t.jsonl",
                              env_options="limit=3", dtype="bfloat16")

@@ -24,12 +24,12 @@ import sft
 from agent import rollout
 from experiment import run
 from experiment import run as experiment_run
-from experiment.alarms import alarms
+from experiment.notes import alarms
 from experiment.checkpoint import checkpoints, newest_checkpoint, remove
 from experiment.config import options
 from experiment.run import Run
 from experiment.errors import Stop
-from experiment.signals import Signals
+from experiment.process import Signals
 from llm.engine import Engine
 
 ROOT = Path(run.__file__).parent.parent
@@ -122,7 +122,7 @@ def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(pl
 
 
 def test_a_second_signal_leaves_at_once():
-    code = ("import os, signal\nfrom experiment.signals import Signals\nwith Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
+    code = ("import os, signal\nfrom experiment.process import Signals\nwith Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
             "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "one\n") and "a second signal stops at once" in done.stderr
@@ -395,7 +395,7 @@ def test_a_closed_terminal_ends_a_run_that_saves(place, tmp_path):  # noqa: F811
 
 
 def test_nohup_keeps_ignoring_sighup():
-    code = ("import os, signal\nfrom experiment.signals import Signals\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code = ("import os, signal\nfrom experiment.process import Signals\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
             "with Signals():\n    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "went on\n"
