@@ -386,6 +386,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
     pairs = given_pairs(config, model, tokenizer)
+    run.begin()  # model and data have loaded: what is written from here on is this run's
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))

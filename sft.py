@@ -176,6 +176,7 @@ def teach_tiny(config, run) -> str:
     """
     if config.model_path != "tiny":
         return config.model_path
+    run.begin()
     base = run.folder / "base"
     # This file is written last: where it exists, the folder is complete.
     taught = base / "made.json"
@@ -183,8 +184,9 @@ def teach_tiny(config, run) -> str:
         return str(base)
     envs.need_expert(config.env or "equations")
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
-    schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations",
-                       seed=config.seed, eval_tasks=0, overwrite=True, **TINY_SFT)
+    folder = base / "sft"
+    schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       eval_tasks=0, resume="newest" if folder.exists() else None, **TINY_SFT)
     seconds = train(schooling)["seconds"]
     run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
     run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))

@@ -5,14 +5,13 @@ the process, what stands in its place is whole. state.json is written last. It h
 the sha256 of all other files, and a checksum of itself.
 """
 import hashlib
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from experiment.data import read_json, reading
 from experiment.errors import UserError
-from experiment.files import fingerprint, replace_file, sync, to_json
+from experiment.files import fingerprint, replace_file, set_aside, sync, to_json
 
 
 def checkpoints(output_dir):
@@ -29,7 +28,7 @@ def newest_checkpoint(output_dir):
 
 # ---------------------------------------------------------------------------- writing and reading
 def write_checkpoint(path, training, moments, state):
-    """Write a checkpoint whole or not at all. What stands in its place is moved aside.
+    """Write a checkpoint whole or not at all. What stands in its place is renamed.
 
     Args:
         path: checkpoints/step_NNNNNN.
@@ -48,18 +47,11 @@ def write_checkpoint(path, training, moments, state):
         save_file(moments, temporary / "optimizer.safetensors")
         _seal(temporary, state, path.parent.parent / "config.yaml")
         if path.exists():
-            _move_aside(path)
+            set_aside(path)
         temporary.rename(path)
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _move_aside(path):
-    number = 1
-    while path.with_name(f"kept_{number}_{path.name}").exists():
-        number += 1
-    path.rename(path.with_name(f"kept_{number}_{path.name}"))
 
 
 def _seal(folder, state, file_with_mode):
@@ -97,9 +89,8 @@ def read_state(checkpoint):
     return state
 
 
-# --------------------------------------------------------------------------------------- removing
 def prune(output_dir):
-    """Remove old checkpoints. The last two and the one with the best score stay."""
+    """Remove the run's old checkpoints. The last two and the one with the best score stay."""
     scores = {}
     for path in checkpoints(output_dir):
         # What no run of ours wrote is not removed.
@@ -109,27 +100,7 @@ def prune(output_dir):
     best = max(evaluated, key=scores.get, default=None)
     for path in list(scores)[:-2]:
         if path != best:
-            remove(path)
-
-
-def remove(path):
-    """Remove the files that a checkpoint's state.json lists, and it last. What else is there stays.
-
-    A checkpoint whose list is damaged is moved aside.
-    """
-    try:
-        names = [*read_json(path / "state.json")["files"], "state.json"]
-        listed = [path / name for name in names]
-    except (UserError, KeyError, TypeError):
-        _move_aside(path)
-        return
-    files = [file for file in listed if file.resolve().is_relative_to(path.resolve())]
-    for file in files:
-        file.unlink(missing_ok=True)
-    for folder in {file.parent for file in files}:
-        # Those above it go, too, if they are empty then.
-        with suppress(OSError):
-            os.removedirs(folder)
+            shutil.rmtree(path)
 
 
 # -------------------------------------------------------------------------------------- optimizer

@@ -34,8 +34,6 @@ def main(config_class, train, doc):
         words, code = _explain(error, signals)
         if words is None:
             raise
-        if code == 2 and signals.run:
-            signals.run.files.remove_if_unused()
     rank = os.environ.get("RANK", "0")
     if words:
         program = os.path.basename(sys.argv[0]) + ("" if rank == "0" else f": rank {rank}")
@@ -67,7 +65,8 @@ def _explain(error, signals):
     if isinstance(error, KeyboardInterrupt):
         return "interrupted" + (notes or "; the checkpoints that were written are whole"), 130
     if is_disk_full(error):
-        return f"the disk is full ({reason}); earlier checkpoints are whole{notes}", 4
+        then = f"; make room, then: {run.command}" if run else ""
+        return f"the disk is full ({reason}); earlier checkpoints are whole{then}", 4
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:

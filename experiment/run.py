@@ -23,7 +23,7 @@ from experiment.config import convert, options
 from experiment.distributed import join
 from experiment.episodes import shift_and_scale, summarise
 from experiment.errors import Stop, UserError
-from experiment.files import check_space, disk_space, finite, sync, to_json
+from experiment.files import check_space, finite, sync, to_json
 from experiment.ingredients import ingredients
 from experiment.notes import Alarms, first_notes, next_command, print_table
 from experiment.output_folder import OutputFolder, algorithm_of
@@ -52,7 +52,7 @@ class Run:
     """
 
     def __init__(self, config, algorithm, sources=()):
-        """Enter the output folder. Make the run before anything is put in its `base/`.
+        """Lock the output folder, and verify the checkpoint to resume. `begin` changes the folder.
 
         Args:
             config: the filled config.
@@ -65,7 +65,8 @@ class Run:
         """
         self.config, self.algorithm, self.sources = config, algorithm, sources
         flags = options(type(config))
-        values = {name: convert(getattr(config, name), flags[name], f"--{name}") for name in flags}
+        self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
+                       for name in flags}
         self.ranks = join()
         self.writes = self.ranks.rank == 0
         self.files = OutputFolder(config.output_dir, algorithm, self.command)
@@ -76,26 +77,32 @@ class Run:
         self.rollout_seconds = 0.0
         self.watch = None
         self.saved_at = time.monotonic()
-        self.looping = self.updated = False
+        self.has_begun = self.looping = self.updated = False
         self.made_of = {}
         self.saved = self.score = self.unlogged = self.marks = self.schedule = None
         self.signals = active_signals()
         if self.signals:
             self.signals.run = self
-        opened = self.ranks.first(lambda: self._open(values))
-        self.finished, self.checkpoint, self.state = opened
+        self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
 
-    def _open(self, values):
+    def _open(self):
         """Enter the folder; return (result, checkpoint, state) as `continue_run` does."""
-        self.files.enter(values)
-        opened = None, None, None
-        if values.get("resume") and algorithm_of(self.folder):
-            opened = self.files.continue_run(self.config, values, self._ingredients())
-        elif values.get("resume"):
-            self.files.refuse_a_run()
+        self.files.enter(self.values)
+        if not self.values.get("resume"):
+            return None, None, None
+        if not algorithm_of(self.folder):
             print(f"{self.folder}: nothing to resume, a new run begins")
-        self.files.write_config(values)
-        return opened
+            return None, None, None
+        return self.files.continue_run(self.config, self.values, self._ingredients())
+
+    def begin(self):
+        """Take the output folder for this run: rename what is overwritten, write config.yaml.
+
+        `steps` does it, once model and data have loaded. What writes there earlier calls it first.
+        """
+        if not self.has_begun:
+            self.ranks.first(lambda: self.files.begin(self.values))
+            self.has_begun = True
 
     def _ingredients(self):
         return ingredients(self.config, self.sources, self.folder / "base")
@@ -163,6 +170,7 @@ class Run:
         """
         from tqdm import tqdm
         self.total, self.training = total, state
+        self.begin()
         extra = self._restore(state)
         self.schedule = extra.get("schedule", total)
         self.before = extra.get("before", {})
@@ -363,11 +371,7 @@ class Run:
                      "made_of": self.made_of,
                      "versions": {name: version(name) for name in ("torch", "transformers")}}
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
-            moments = optimizer_tensors(self.training.optimizer)
-            # The weights are about half as large as the two moments of AdamW.
-            needed = sum(tensor.nbytes for tensor in moments.values()) * 3 // 2
-            with disk_space(path, needed, self.command):
-                write_checkpoint(path, self.training, moments, state)
+            write_checkpoint(path, self.training, optimizer_tensors(self.training.optimizer), state)
             prune(self.folder)
         self.saved, self.saved_at = self.step, time.monotonic()
 

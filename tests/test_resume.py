@@ -312,6 +312,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_goes_on(place, stopp
         sft.train(again)
     again.resume = "previous"
     sft.train(again)
+    path.parent.with_name("step_000002.1").rename(tmp_path / "aside")  # renamed, and the run made a new step 2
+    assert (tmp_path / "aside" / path.name).read_bytes() == data
     assert_equal(tmp_path / "whole", tmp_path / "run")
     path.write_bytes(data[:-1])
     assert parse(sft.Config, ["--resume"]).resume == "newest"
@@ -364,7 +366,7 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
 
 
 # --------------------------------------------------------------------------------------------------------- full disk
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_both_numbers(stopped, tmp_path):
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_go_on(stopped, tmp_path):
     again = stopped(tmp_path / "run")
     (tmp_path / "full.py").write_text(
         "import resource, signal, sys; import sft; from experiment import program\n"
@@ -374,7 +376,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_both_numbers(stopped, t
         "program.main(sft.Config, sft.train, '')")
     done = programs.run(tmp_path / "full.py")
     assert done.returncode == 4, done.stderr
-    assert re.search(r"step_000003: cannot be written, it needs \d{7,} bytes and \d+ are free .* make room, then: python", done.stderr)
+    assert re.search(r"the disk is full \(.*\); earlier checkpoints are whole; make room, then: python", done.stderr)
     assert "Traceback" not in done.stderr
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(os.listdir(folder)) == ["step_000001", "step_000002"] and read_state(folder / "step_000002")["step"] == 2
@@ -479,36 +481,17 @@ def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):
     assert read_state(folder) == whole
 
 
-# ---------------------------------------------------------------------------------------- what we did not write
-def test_overwrite_removes_only_what_a_run_wrote(place, tmp_path):
+# ------------------------------------------------------------------------------------------- nothing is removed
+@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted])
+def test_a_run_that_cannot_load_leaves_the_run_that_it_was_to_overwrite(place, tmp_path, module):
     folder = tmp_path / "run"
     sft.train(toy(place, folder))
-    kept = [folder / name for name in ("notes.txt", "checkpoints/mine/model.safetensors", "checkpoints/step_000003/notes.txt",
-                                       "base/mine.txt", "bad_step_by_hand.json", "checkpoints/step_999999/model.safetensors")]
-    for path in kept:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("mine")
-    sft.train(toy(place, folder, overwrite=True, seed=1))
-    kept[2] = folder / "checkpoints/kept_1_step_000003/notes.txt"
-    assert all(path.read_text() == "mine" for path in kept)
-    (tmp_path / "stranger" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "stranger" / "checkpoints" / "weights").write_text("mine")
-    for options in ({"overwrite": True}, {}, {"resume": "newest"}):
-        with pytest.raises(UserError, match="stranger: (holds|already holds) checkpoints"):
-            sft.train(toy(place, tmp_path / "stranger", **options))
-    assert (tmp_path / "stranger" / "checkpoints" / "weights").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "result.json", "report.html", "checkpoints", "base", ".lock", "trajectories.jsonl"])
-def test_nothing_is_written_through_a_symbolic_link(place, tmp_path, name):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    target = tmp_path / "elsewhere" if name in ("checkpoints", "base") else tmp_path / "elsewhere" / "file"
-    (tmp_path / "run" / name).symlink_to(target)
-    for options in ({}, {"overwrite": True}, {"resume": "newest"}):
-        with pytest.raises(UserError, match=f"{name}: is a symbolic link, which a run does not write through"):
-            sft.train(toy(place, tmp_path / "run", **options))
-    assert list((tmp_path / "elsewhere").iterdir()) == []
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="typo"):
+        module.train(config(module, place, folder, overwrite=True, model_path=str(tmp_path / "typo")))
+    assert os.listdir(tmp_path) == ["run"] and all(path.read_bytes() == data for path, data in files.items())
+    module.train(config(module, place, folder, overwrite=True, max_steps=0))
+    assert all((tmp_path / "run.1" / path.relative_to(folder)).read_bytes() == data for path, data in files.items() if path.name != ".lock")
 
 
 @pytest.mark.parametrize("name", ["", "  "])

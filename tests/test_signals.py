@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from agent import rollout
 from experiment import run
 from experiment import run as experiment_run
 from experiment.notes import alarms
-from experiment.checkpoint import checkpoints, newest_checkpoint, remove
+from experiment.checkpoint import checkpoints, newest_checkpoint
 from experiment.config import options
 from experiment.run import Run
 from experiment.errors import Stop
@@ -109,7 +110,7 @@ def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_afte
     assert newest_checkpoint(a).name == newest_checkpoint(b).name
     for folder in (a, b):
         for path in checkpoints(folder)[:-1]:
-            remove(path)  # at which steps was saved may differ
+            shutil.rmtree(path)  # at which steps was saved may differ
     assert_equal(a, b)
 
 
@@ -218,8 +219,6 @@ def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
         assert not book.accept_update([], loss, norm)
     assert book.accept_update([], 1.0, 2.0) and book.bad == 0  # three in a row, not three in all
     assert sorted(path.name for path in tmp_path.glob("bad*")) == ["bad_step_1.json", "bad_step_2.json"]
-    Run(sft.Config(output_dir=str(tmp_path), overwrite=True), "sft")
-    assert not list(tmp_path.glob("bad*"))
 
 
 ENVIRONMENT = '''
@@ -358,7 +357,7 @@ def test_any_error_saves_the_last_whole_step_and_resuming_is_never_having_stoppe
     module.train(again)
     for folder in (unstopped, tmp_path / "stopped"):
         for path in checkpoints(folder)[:-1]:
-            remove(path)
+            shutil.rmtree(path)
     assert_equal(unstopped, tmp_path / "stopped")
 
 
@@ -381,7 +380,7 @@ def test_an_error_between_two_updates_saves_no_half_step_and_says_so(place, whol
     module.train(again)
     for folder in (unstopped, tmp_path / "stopped"):
         for path in checkpoints(folder)[:-1]:
-            remove(path)
+            shutil.rmtree(path)
     assert_equal(unstopped, tmp_path / "stopped")
 
 
