@@ -8,7 +8,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from experiment.checkpoint import checkpoints, read_state
+from experiment.checkpoint import check_ingredients, checkpoints, read_state
 from experiment.config import convert, options
 from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
@@ -42,14 +42,15 @@ class OutputFolder:
 
     Args:
         path: the folder, which is created if it does not exist.
-        algorithm: the name of the program.
+        algorithm: the name of the algorithm.
+        program: the name of the file that runs it.
         command: what continues this run.
     """
 
-    def __init__(self, path, algorithm, command):
+    def __init__(self, path, algorithm, program, command):
         # An environment may change the current folder.
         self.path = Path(path).absolute()
-        self.algorithm = algorithm
+        self.algorithm, self.program = algorithm, program
         self.command = command
         self.is_replaced = self.is_resumed = False
         self.state = None
@@ -147,7 +148,7 @@ class OutputFolder:
     def _write_config(self, values):
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
-        again = f"`python {self.algorithm}.py --config {CONFIG} --output_dir elsewhere` repeats it"
+        again = f"`python {self.program} --config {CONFIG} --output_dir elsewhere` repeats it"
         kept = {name: value for name, value in values.items() if name not in ONCE}
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         text = yaml.safe_dump(kept, sort_keys=False)
@@ -164,13 +165,13 @@ class OutputFolder:
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
     # ------------------------------------------------------------------------------------- resuming
-    def continue_run(self, config, values, made_of):
+    def continue_run(self, config, values, paths):
         """Check that the run can be continued.
 
         Args:
             config: the config of this call.
             values: {flag: value} of it.
-            made_of: the `ingredients` of this call.
+            paths: the `ingredients` of this call.
 
         Returns:
             (result, None, None) of a finished run, else (None, checkpoint, its state), where both
@@ -188,7 +189,11 @@ class OutputFolder:
             return result, None, None
         checkpoint, state = self._choose(values["resume"] == "previous")
         if state:
-            self._check_ingredients(state, made_of)
+            check_ingredients(state["made_of"], paths)
+            for name, recorded in state["versions"].items():
+                if version(name) != recorded:
+                    print(f"note: {name} is {version(name)}, the checkpoint was written by "
+                          f"{recorded}: numbers may differ a little")
         self.is_resumed, self.state = True, state
         print(f"{self.path}: continues after step {state['step']}" if state else
               f"{self.path}: no step is saved, begins again")
@@ -230,17 +235,6 @@ class OutputFolder:
             if candidates[1:] and not previous:
                 fix = f"--resume previous continues from {candidates[-2].name}"
             raise UserError(f"{error}; {fix}") from None
-
-    def _check_ingredients(self, state, made_of):
-        """Refuse to continue with another model, other data or another environment."""
-        for path in sorted(state["made_of"].keys() | made_of.keys()):
-            if state["made_of"].get(path) != made_of.get(path):
-                raise UserError(f"{path}: is not the file this run began with; put that back, or "
-                                "begin anew with another --output_dir")
-        for name, recorded in state["versions"].items():
-            if version(name) != recorded:
-                print(f"note: {name} is {version(name)}, the checkpoint was written by {recorded}: "
-                      "numbers may differ a little")
 
     def _go_back(self):
         """Take away what was written after the checkpoint: result, log lines, newer checkpoints."""

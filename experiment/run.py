@@ -17,14 +17,13 @@ import sys
 import time
 from importlib.metadata import version
 
-from experiment.checkpoint import (checkpoints, load_optimizer, optimizer_tensors, prune,
-                                   trained_parameters, write_checkpoint)
+from experiment.checkpoint import (checkpoints, fingerprints, ingredients, load_optimizer,
+                                   optimizer_tensors, prune, trained_parameters, write_checkpoint)
 from experiment.config import convert, options
 from experiment.distributed import join
 from experiment.episodes import shift_and_scale, summarise
 from experiment.errors import Stop, UserError
 from experiment.files import check_space, finite, sync, to_json
-from experiment.ingredients import ingredients
 from experiment.notes import Alarms, first_notes, next_command, print_table
 from experiment.output_folder import OutputFolder, algorithm_of
 from experiment.process import active_signals, peak_memory_mb
@@ -56,7 +55,7 @@ class Run:
 
         Args:
             config: the filled config.
-            algorithm: the name of the program.
+            algorithm: the name of the algorithm.
             sources: the paths of the files that define its environment. No run is resumed on
                 others, nor on other weights or data.
 
@@ -69,7 +68,9 @@ class Run:
                        for name in flags}
         self.ranks = join()
         self.writes = self.ranks.rank == 0
-        self.files = OutputFolder(config.output_dir, algorithm, self.command)
+        self.program = program_of(config, algorithm)
+        name = os.path.basename(self.program)
+        self.files = OutputFolder(config.output_dir, algorithm, name, self.command)
         self.folder = self.files.path
         self.alarms = Alarms()
         self.step = self.bad = 0
@@ -105,12 +106,12 @@ class Run:
             self.has_begun = True
 
     def _ingredients(self):
-        return ingredients(self.config, self.sources, self.folder / "base")
+        return ingredients(self.config, self.sources, self.program, self.folder / "base")
 
     @property
     def command(self):
         """The command that continues this run."""
-        name = f"{self.algorithm}.py"
+        name = os.path.basename(self.program)
         program = sys.argv[0] if os.path.basename(sys.argv[0]) == name else name
         config = os.path.join(self.config.output_dir, "config.yaml")
         return shlex.join([*self.ranks.launcher(), program, "--config", config, "--resume"])
@@ -352,7 +353,7 @@ class Run:
             self.alarms.read(self.folder / "metrics.jsonl")
             self.made_of = self.state["made_of"]
         elif self.writes:
-            self.made_of = self._ingredients()
+            self.made_of = fingerprints(self._ingredients())
         size = sum(p.numel() * p.element_size() for p in trained)
         # A checkpoint holds the weights and the two moments of AdamW. Three are kept.
         needed = 3 * size * max(3 - len(checkpoints(self.folder)), 1)
@@ -404,3 +405,14 @@ class Run:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)
         return result
+
+
+def program_of(config, algorithm):
+    """Return the path of the file that trains: the program, if the Config is its own.
+
+    In a notebook, and for a run inside a run, it is the file that defines the Config.
+    """
+    program = sys.modules["__main__"]
+    if getattr(program, "Config", None) is not type(config) or not hasattr(program, "__file__"):
+        program = sys.modules[type(config).__module__]
+    return getattr(program, "__file__", f"{algorithm}.py")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from experiment.checkpoint import newest_checkpoint, read_state
+from experiment.checkpoint import check_base, newest_checkpoint, read_state
 from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import (
@@ -79,6 +79,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         _check_trainable(chosen, memory, dtype, lora_r)
     source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules)
     continues, quantized = _holds(path, ADAPTER), adapter["quantized_base"]
+    if continues:
+        check_base(path, source)
     # One that is only played stays beside quantized or streamed weights.
     if continues and not lora_r and (train or not (quantized or chosen.frozen_base)):
         merge = True

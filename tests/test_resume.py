@@ -32,7 +32,7 @@ from experiment.command_line import parse
 from experiment.errors import Stop, UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder, _sequences
-from llm.loading import load_model, save_model
+from llm.loading import load_model, merge, save_model
 from llm.tiny import make_tiny
 
 ROOT = Path(run.__file__).parent.parent
@@ -296,7 +296,7 @@ def test_a_start_that_went_on_is_another_start(place, stopped, tmp_path, monkeyp
     with pytest.raises(Killed):
         train(sft, again, monkeypatch, 2)
     sft.train(replace(toy(place, tmp_path / "start"), max_steps=4, resume="newest"))
-    with pytest.raises(UserError, match="start/checkpoints/step_00000[23]/.*: is not the file this run began with"):
+    with pytest.raises(UserError, match="start/checkpoints/step_000004/.*: is not the file this run began with"):
         sft.train(replace(again, resume="newest"))
 
 
@@ -439,6 +439,63 @@ def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, ch
     assert sft.train(again)["steps"] == 3
 
 
+def test_an_adapter_whose_base_was_replaced_is_refused_and_one_that_moved_with_it_is_not(place, tmp_path, monkeypatch):
+    import shutil
+    shutil.copytree(place / "base", tmp_path / "base")
+    sft.train(toy(place, tmp_path / "run", model_path=str(tmp_path / "base"), lora_r=2))
+    path = tmp_path / "base" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    words = "base/model.safetensors: is not the base model that the adapter .*step_000003 was trained on; put that back"
+    for use in (lambda: load_model(str(tmp_path / "run"), train=False), lambda: merge(str(tmp_path / "run"), str(tmp_path / "merged")),
+                lambda: sft.train(toy(place, tmp_path / "next", model_path=str(tmp_path / "run"), lora_r=2))):
+        with pytest.raises(UserError, match=words):
+            use()
+    path.rename(path.with_name("model-00001-of-00001.safetensors"))  # in other files
+    with pytest.raises(UserError, match=words):
+        load_model(str(tmp_path / "run"), train=False)
+    path.write_bytes(data)
+    load_model(str(tmp_path / "run"), train=False)
+    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 1})
+    options = dict(model_path="tiny", lora_r=2, tasks_per_step=2, max_steps=0)
+    grpo.train(config(grpo, place, tmp_path / "grpo", **options))
+    (tmp_path / "grpo").rename(tmp_path / "moved")
+    load_model(str(tmp_path / "moved"), train=False)
+    path = tmp_path / "moved" / "base" / "config.json"
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(UserError, match="base/config.json: is not the base model that the adapter .* was trained on"):
+        load_model(str(tmp_path / "moved"), train=False)
+
+
+FORK = """
+import sys
+sys.path[:0] = [{root!r}, "."]
+from dataclasses import dataclass
+import mylosses, sft
+from experiment import main
+@dataclass(kw_only=True)
+class Config(sft.Config):
+    output_dir: str = "r"
+main(Config, sft.train, "")
+"""
+
+
+def test_a_fork_prints_commands_that_run_the_fork_and_notices_that_it_changed(place, tmp_path):
+    (tmp_path / "mysft.py").write_text(FORK.format(root=str(ROOT)))
+    (tmp_path / "mylosses.py").write_text("")
+    words = f"--model_path {place}/base --max_samples 8 --batch_size 4 --eval_tasks 0 --lora_r 2 --save_every 1".split()
+    done = programs.run("mysft.py", *words, "--max_steps", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "`python mysft.py --config" in (tmp_path / "r" / "config.yaml").read_text().splitlines()[0]
+    done = programs.run("mysft.py", *words, "--max_steps", 1, "--learning_rate", "0.5", "--resume", cwd=tmp_path)
+    assert done.returncode == 2 and "the same command: python mysft.py --config r/config.yaml --resume" in done.stderr
+    for name in ("mysft.py", "mylosses.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "# another loss\n")
+    done = programs.run("mysft.py", *words, "--max_steps", 2, "--resume", cwd=tmp_path)
+    noted = re.findall(r"note: program (\w+.py) is not the file this run began with", done.stdout)
+    assert done.returncode == 0 and noted == ["mylosses.py", "mysft.py"], done.stderr[-2000:]
+
+
 def test_the_schedule_belongs_to_the_run(place, tmp_path):
     """A run that is made longer continues at a tenth of the peak; the first steps are those of the short run."""
     sft.train(toy(place, tmp_path / "run"))
@@ -490,7 +547,8 @@ def test_a_run_that_cannot_load_leaves_the_run_that_it_was_to_overwrite(place, t
     with pytest.raises(UserError, match="typo"):
         module.train(config(module, place, folder, overwrite=True, model_path=str(tmp_path / "typo")))
     assert os.listdir(tmp_path) == ["run"] and all(path.read_bytes() == data for path, data in files.items())
-    module.train(config(module, place, folder, overwrite=True, max_steps=0))
+    short = dict(trajectories=str(place / "episodes.jsonl"), max_steps=1) if module in (dpo, reward_weighted) else dict(max_steps=0)
+    module.train(config(module, place, folder, overwrite=True, **short))
     assert all((tmp_path / "run.1" / path.relative_to(folder)).read_bytes() == data for path, data in files.items() if path.name != ".lock")
 
 
