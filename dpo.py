@@ -396,7 +396,8 @@ def train(config: Config) -> dict:
     write_pairs(run, learned, held_out)
     test_tasks = drop_seen(test_tasks, tasks_of(chain(*learned, *held_out)))
     ref_sums = reference_sums(model, learned + held_out, config, run.ranks)
-    optimizer = adamw(model, config.weight_decay, beta2=0.999)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
+                      beta2=0.999)
     state = TrainingState(model, tokenizer, optimizer)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(learned) / per_step)

@@ -380,7 +380,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
-    optimizer = adamw(model, config.weight_decay)  # `run.steps` sets the learning rate
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)

@@ -329,7 +329,8 @@ def train(config: Config) -> dict:
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
-    optimizer = adamw(model, config.weight_decay, beta2=0.999)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
+                      beta2=0.999)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     with run:

@@ -126,7 +126,7 @@ def train(config: Config) -> dict:
     learned, held_out = demonstrations(config, tokenizer, vocabulary)
     env = config.env or registered_envs(t.info for t in learned)
     tasks = held_out_tasks(config, env, learned)
-    optimizer = adamw(model, config.weight_decay)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
     evaluation = partial(evaluate_held_out, model, tokenizer, held_out, env, tasks, config, run)

@@ -145,7 +145,7 @@ class Run:
             return default
         return self.config.num_epochs * max(1, steps_per_epoch)
 
-    def learning_rate(self, step):
+    def scheduled(self, peak, step):
         """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
 
         The warm-up lasts a tenth of the steps, at most WARMUP_STEPS. The steps are those planned
@@ -154,14 +154,15 @@ class Run:
         warmup_steps = max(1, min(WARMUP_STEPS, self.schedule // 10))
         warmup = min(1.0, (step + 1) / warmup_steps)
         decay = 1 - 0.9 * min(step / max(self.schedule, 1), 1.0)
-        return self.config.learning_rate * warmup * decay
+        return peak * warmup * decay
 
     def steps(self, total, state, evaluate, evaluate_before=True):
         """Yield the numbers of the steps that are still to be done; do everything around them.
 
         Before the first step, load the checkpoint to resume from, or evaluate the policy. Before
-        each, set the learning rate. After each, even one left by `continue`, evaluate and save if
-        that is due, and write the lines of the logs. After the last, save and evaluate.
+        each, set the learning rates: the peak of each parameter group is the rate it was made with.
+        After each, even one left by `continue`, evaluate and save if that is due, and write the
+        lines of the logs. After the last, save and evaluate.
 
         Args:
             total: steps of the whole run.
@@ -193,10 +194,9 @@ class Run:
                    disable=not total)
         for step in bar:
             self.line, self.rollout_seconds, began = {}, 0.0, time.time()
-            rate = self.learning_rate(step)
             for group in state.optimizer.param_groups:
-                group["lr"] = rate
-            self.log(learning_rate=rate)
+                group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
+            self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
             yield step
             timing = self._timing(time.time() - began)
             # From here on the weights are those after the step, whose line is not written yet.

@@ -282,11 +282,15 @@ def _shares_prefix(model) -> bool:
 
 
 # ------------------------------------------------------------------------------ saving and adapters
-def save_model(model, folder: str):
-    """Write the adapter in PEFT's format, or, when all weights train, a model folder."""
+def save_model(model, folder: str, leave_out=()):
+    """Write the adapter in PEFT's format, or, when all weights train, a model folder.
+
+    Weights with the names in `leave_out` are none of the model's own, and not in that folder.
+    """
     from safetensors.torch import save_file
     if not settings(model):
-        model.save_pretrained(folder)
+        weights = {name: w for name, w in model.state_dict().items() if name not in leave_out}
+        model.save_pretrained(folder, state_dict=weights if leave_out else None)
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -315,11 +319,12 @@ def merge(source: str, folder: str):
     tokenizer.save_pretrained(folder)
 
 
-def load_weights(model, folder: str):
+def load_weights(model, folder: str, leave_out=()):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
     if not settings(model):
         saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
-        model.load_state_dict(saved.state_dict())
+        kept = {name: w for name, w in model.state_dict().items() if name in leave_out}
+        model.load_state_dict({**kept, **saved.state_dict()})
         return
     saved = read_tensors(folder)
     for name, p in adapter_tensors(model).items():

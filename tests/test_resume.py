@@ -14,6 +14,7 @@ import programs
 import pytest
 import torch
 from programs import Program
+from safetensors.torch import load_file
 from saving import save
 
 import dpo
@@ -496,6 +497,52 @@ def test_a_fork_prints_commands_that_run_the_fork_and_notices_that_it_changed(pl
     assert done.returncode == 0 and noted == ["mylosses.py", "mysft.py"], done.stderr[-2000:]
 
 
+def test_every_group_keeps_its_own_rate_also_when_resumed(place, tmp_path, monkeypatch):
+    """LoRA+: the rate of B is 16 times that of A, in every step of a run and of a resumed one."""
+    rates = []
+
+    def lora_plus(model, *, lr, **_):
+        halves = [[p for name, p in model.named_parameters() if name.endswith(f"lora.{half}")] for half in "AB"]
+        optimizer = torch.optim.AdamW([{"params": halves[0], "lr": lr}, {"params": halves[1], "lr": 16 * lr}])
+        optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        return optimizer
+    monkeypatch.setattr(sft, "adamw", lora_plus)
+    again = toy(place, tmp_path / "run", lora_r=2)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 1)
+    sft.train(replace(again, resume="newest"))
+    assert len(rates) == 4 and all(b == pytest.approx(16 * a) for a, b in rates)
+    assert [a for a, _ in rates[:2] + rates[3:]] == pytest.approx([1e-3, 0.7e-3, 0.4e-3])
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_a_module_that_a_fork_adds_is_saved_and_resumed(place, tmp_path, monkeypatch, lora_r):
+    load, score = sft.load_model, sft.token_logprobs
+
+    def with_value_head(*args, **options):
+        model, tokenizer = load(*args, **options)
+        torch.manual_seed(0)
+        model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
+        return model, tokenizer
+
+    def scored(model, token_ids, *rest):  # its output counts, so that it learns
+        logprobs, entropy = score(model, token_ids, *rest)
+        return logprobs + model.value_head(model.get_input_embeddings()(token_ids)).squeeze(-1), entropy
+    monkeypatch.setattr(sft, "load_model", with_value_head)
+    monkeypatch.setattr(sft, "token_logprobs", scored)
+    sft.train(toy(place, tmp_path / "whole", lora_r=lora_r))
+    again = toy(place, tmp_path / "run", lora_r=lora_r)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    sft.train(replace(again, resume="newest"))
+    assert_equal(tmp_path / "whole", tmp_path / "run")
+    first, last = (load_file(path / "added.safetensors") for path in checkpoints(tmp_path / "run")[-2:])
+    assert sorted(last) == ["value_head.bias", "value_head.weight"] and not torch.equal(first["value_head.weight"], last["value_head.weight"])
+    load(str(tmp_path / "run"), train=False)  # the model itself is a plain one
+    files = [path for path in checkpoints(tmp_path / "run")[-1].glob("*model.safetensors")]
+    assert len(files) == 1 and not any("value_head" in name for name in load_file(files[0]))
+
+
 def test_the_schedule_belongs_to_the_run(place, tmp_path):
     """A run that is made longer continues at a tenth of the peak; the first steps are those of the short run."""
     sft.train(toy(place, tmp_path / "run"))
@@ -506,11 +553,11 @@ def test_the_schedule_belongs_to_the_run(place, tmp_path):
 
 @pytest.mark.parametrize("total, warmup", [(2, [1.0, 1.0]), (10, [1.0, 1.0]), (50, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]), (340, [0.05, 0.1])])
 def test_the_warm_up_is_a_tenth_of_the_steps_and_at_most_twenty(total, warmup):
-    run_of = SimpleNamespace(schedule=total, config=SimpleNamespace(learning_rate=2.0))
+    run_of = SimpleNamespace(schedule=total)
     for step, share in enumerate(warmup):
-        assert run.Run.learning_rate(run_of, step) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
-    assert run.Run.learning_rate(run_of, 30) < 2.0
-    assert run.Run.learning_rate(run_of, total) == pytest.approx(0.2)
+        assert run.Run.scheduled(run_of, 2.0, step) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
+    assert run.Run.scheduled(run_of, 2.0, 30) < 2.0
+    assert run.Run.scheduled(run_of, 2.0, total) == pytest.approx(0.2)
 
 
 def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):
