@@ -319,7 +319,7 @@ def play(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
         print(f"{len(unusable)} of {len(played)} episodes left out; the first: {unusable[0]}")
     if not episodes:
         raise UserError(f"none of {len(played)} episodes has a finite reward")
-    run.log_episodes(episodes, limit=None)
+    run.write_episodes(episodes)
     success = sum(t.info["success"] for t in episodes) / len(episodes)
     print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {success:.3f} solved")
     return episodes
@@ -426,8 +426,8 @@ def train(config: Config) -> dict:
             run.ranks.add_gradients(model)
             totals = run.ranks.total(totals)
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            if run.accept_update(chain(*batch), totals["loss"], grad_norm):
-                optimizer.step()
+            run.discard_if_not_finite([*chain(*batch)], totals["loss"], grad_norm)
+            optimizer.step()
             optimizer.zero_grad()
             tokens = sum(len(t.token_ids) for t in chain(*batch))
             run.log(**totals, grad_norm=grad_norm, tokens=tokens)

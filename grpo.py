@@ -28,7 +28,8 @@ from agent import collate, evaluate, rollout, rollout_options
 from episodes.groups import collect_groups, group_shares
 from episodes.tasks import train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, check_accumulation, fill, flag, main)
+                        UserError, auto, check_accumulation, fill, flag, main, shift_and_scale,
+                        unusable)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs, turn_index)
 from lora import freeze_reference, kept_by_merging, merged, reference
@@ -388,7 +389,9 @@ def train(config: Config) -> dict:
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each drawn task. Log-probs that options need.
             trajectories = collect_groups(play, tasks, config, step, run)
-            if not run.accept_episodes(trajectories):  # also scales the rewards, and logs
+            shift_and_scale(trajectories, config.reward_scaling, config.reward_bias)
+            run.log_episodes(trajectories)
+            if unusable(trajectories):
                 continue
             batch = cheapest_order(trajectories, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
@@ -422,8 +425,8 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(model)
                 totals = run.ranks.total(totals)
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                if run.accept_update(batch, totals["loss"], grad_norm):
-                    optimizer.step()
+                run.discard_if_not_finite(batch, totals["loss"], grad_norm)
+                optimizer.step()
                 optimizer.zero_grad()
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
                 if update == 0:  # ratio 1, |log ratio| 0, but for rounding and dropout

@@ -34,7 +34,7 @@ from episodes.demonstrations import default_env, read_trajectories
 from episodes.tasks import draw_tasks, drop_seen, tasks_of, train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main,
-                        shift_and_scale, without_faults)
+                        shift_and_scale, unusable, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
@@ -294,7 +294,9 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     n = config.tasks_per_step
     round_tasks = draw_tasks(tasks, config.seed, step, n, first=0, n=n)
     episodes = without_faults(play(round_tasks, config.group_size, step=step))
-    return episodes if run.accept_episodes(episodes) else []
+    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+    run.log_episodes(episodes)
+    return [] if unusable(episodes) else episodes
 
 
 def minibatches(episodes, turn_weights, config: Config, step: int):
@@ -364,8 +366,8 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(model)
                 loss_sum = sum(run.ranks.gather(loss_sum))
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                if run.accept_update(batch, loss_sum, grad_norm):
-                    optimizer.step()
+                run.discard_if_not_finite(batch, loss_sum, grad_norm)
+                optimizer.step()
                 optimizer.zero_grad()
                 totals.update(loss=loss_sum, grad_norm=grad_norm)
             run.log(updates=len(batches), **{k: x / len(batches) for k, x in totals.items()})

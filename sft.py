@@ -155,8 +155,8 @@ def train(config: Config) -> dict:
             run.ranks.add_gradients(model)
             loss_sum = sum(run.ranks.gather(loss_sum))
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            if run.accept_update(batch, loss_sum, grad_norm):
-                optimizer.step()
+            run.discard_if_not_finite(batch, loss_sum, grad_norm)
+            optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
     next_step = "grpo.py" if config.env else "agent.py"

@@ -28,7 +28,7 @@ def collect_groups(play, tasks, config, step, run):
         for _, group in groupby(episodes, key=lambda t: t.group_id):
             group = list(group)
             rate = sum(t.info["success"] for t in group) / len(group)
-            # A NaN is kept, too: `Run.accept_episodes` reports it and skips the step.
+            # A NaN is kept, too: `Run.log_episodes` reports it and skips the step.
             broken = any(math.isnan(t.reward) for t in group)
             if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
                 kept += group

@@ -23,6 +23,7 @@ from experiment.episodes import (
     problem,
     shift_and_scale,
     summarise,
+    unusable,
     without_faults,
     without_too_long,
 )

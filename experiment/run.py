@@ -4,7 +4,7 @@
     with run:                            whatever ends the block early saves the last whole step
         for step in run.steps(...):      resume, evaluate, log, save, stop on signals
             for rows in run.micro_batches(batch, step): ...
-            if run.accept_update(batch, loss, grad_norm): ...
+            run.discard_if_not_finite(batch, loss, grad_norm)
             run.log(loss=loss)
     return run.finish()
 
@@ -21,8 +21,8 @@ from experiment.checkpoint import (checkpoints, fingerprints, ingredients, load_
                                    optimizer_tensors, prune, trained_parameters, write_checkpoint)
 from experiment.config import convert, options
 from experiment.distributed import join
-from experiment.episodes import shift_and_scale, summarise
-from experiment.errors import Stop, UserError
+from experiment.episodes import summarise, unusable
+from experiment.errors import Stop, UserError, printable
 from experiment.files import check_space, finite, sync, to_json
 from experiment.notes import Alarms, first_notes, next_command, print_table
 from experiment.output_folder import OutputFolder, algorithm_of
@@ -230,18 +230,18 @@ class Run:
 
     def _timing(self, seconds):
         """Return seconds, tokens per second and peak memory of the step that ends now."""
-        update = seconds - self.rollout_seconds
-        timing = {"seconds": seconds, "update_seconds": update,
+        update_seconds = seconds - self.rollout_seconds
+        timing = {"seconds": seconds, "update_seconds": update_seconds,
                   "peak_memory_mb": peak_memory_mb()}
         episodes = self.line.get("episodes", 0)
         if self.rollout_seconds and episodes:
             sampled = self.line["sampled_tokens"] * episodes
             timing["rollout_seconds"] = self.rollout_seconds
             timing["rollout_tokens_per_second"] = sampled / self.rollout_seconds
-            timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update
+            timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update_seconds
         return timing
 
-    def micro_batches(self, batch, *seed):
+    def micro_batches(self, episodes, *seed):
         """Yield this rank's micro-batches of a list of episodes, as an index of (B, T) tensors.
 
         The tensors are right-padded. The index takes the rows of the micro-batch and as many
@@ -249,24 +249,36 @@ class Run:
         its own dropout.
         """
         import torch
-        for rows in self.ranks.micro_batches(len(batch), self.config.batch_size):
+        for rows in self.ranks.micro_batches(len(episodes), self.config.batch_size):
             self.check()
             torch.manual_seed(mix(self.config.seed, "dropout", *seed, rows.start))
-            yield rows, slice(0, max(len(t.token_ids) for t in batch[rows]))
+            yield rows, slice(0, max(len(t.token_ids) for t in episodes[rows]))
 
     # ------------------------------------------------------------------------------------ the logs
     def log(self, **metrics):
         """Add numbers to the step's line of metrics.jsonl; a later one replaces an earlier one."""
         self.line.update(metrics)
 
-    def log_episodes(self, trajectories, limit=LOGGED_EPISODES):
-        """Append the step's first `limit` episodes and the rest of their groups, or all, if None.
+    def log_episodes(self, episodes):
+        """Log the numbers of a step's episodes, and write the first LOGGED_EPISODES of them.
+
+        Those that are `unusable` go into bad_step_N.json instead, from which nobody learns.
+        """
+        reason = unusable(episodes)
+        if reason:
+            self._keep_bad(episodes, reason)
+            return
+        self.log(**summarise(episodes))
+        self.write_episodes(episodes, LOGGED_EPISODES)
+
+    def write_episodes(self, episodes, limit=None):
+        """Append the first `limit` episodes and the rest of their groups, or all, if None.
 
         They go into trajectories.jsonl, which other programs learn from: no group is cut.
         """
-        groups = {t.group_id for t in trajectories[:limit]}
-        rows = [{"step": self.step, **t.to_json()} for t in trajectories if t.group_id in groups]
-        self._append("trajectories.jsonl", rows)
+        groups = {t.group_id for t in episodes[:limit]}
+        lines = [{"step": self.step, **t.to_json()} for t in episodes if t.group_id in groups]
+        self._append("trajectories.jsonl", lines)
 
     def write_line(self, step, metrics, timing):
         """Append a step's line to metrics.jsonl and timing.jsonl, and print the alarms it raises.
@@ -278,55 +290,45 @@ class Run:
         for sentence in self.alarms.add(metrics):
             print(f"ALARM, step {step}: {sentence}")
 
-    def _append(self, name, rows):
+    def _append(self, name, lines):
         if self.writes:
-            self.files.append(name, rows)
+            self.files.append(name, lines)
 
     # --------------------------------------------------------------------------- steps that are bad
-    def accept_episodes(self, episodes):
-        """Scale the rewards and log the episodes, or return False: the step is to be skipped."""
-        if not episodes:
-            print(f"step {self.step}: there is no episode to learn from: skipped")
-            return False
-        for t in episodes:
-            if not math.isfinite(t.reward):
-                return self._skip(episodes, t.info.get("not_finite", f"reward {t.reward}"))
-        shift_and_scale(episodes, self.config.reward_scaling, self.config.reward_bias)
-        self.log(**summarise(episodes))
-        self.log_episodes(episodes)
-        return True
+    def discard_if_not_finite(self, episodes, loss, grad_norm):
+        """Drop the gradients of an update that is not finite: the optimizer's step then does nothing.
 
-    def accept_update(self, episodes, loss, grad_norm):
-        """Return True if loss and gradient norm are finite, else the update is to be skipped.
-
-        An update that is not finite would spoil the weights for good. Its batch goes into
-        bad_step_N.json, and the third such update in a row raises Stop. From an update that is
-        accepted until the end of the step, signals wait.
+        Such an update would spoil the weights for good. Its episodes go into bad_step_N.json, and
+        the third in a row raises Stop. From a good update to the end of the step signals wait.
         """
         # With several ranks one would leave here while the others update.
         if self.ranks.world == 1:
             self.check()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return self._skip(episodes, f"loss {loss}, gradient norm {grad_norm}")
-        self.bad, self.updated = 0, True
-        return True
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.bad, self.updated = 0, True
+        else:
+            self.training.optimizer.zero_grad()
+            self._keep_bad(episodes, f"loss {loss}, gradient norm {grad_norm}")
 
-    def _skip(self, episodes, reason):
-        """Keep the episodes of a step that is skipped, and return False."""
+    def _keep_bad(self, episodes, reason):
+        """Write the episodes of a step that is skipped, or raise Stop: the third in a row."""
+        reason = printable(reason)
+        if not episodes:
+            print(f"step {self.step}: {reason}: skipped")
+            return
         self.bad += 1
         path = self.folder / f"bad_step_{self.step}.json"
-        rows = [{"group_id": t.group_id, "reward": str(t.reward), "tokens": len(t.token_ids),
+        kept = [{"group_id": t.group_id, "reward": str(t.reward), "tokens": len(t.token_ids),
                  "token_ids": t.token_ids, "task": t.info.get("task"),
                  "stop_reason": t.stop_reason} for t in episodes]
         if self.writes:
-            content = {"step": self.step, "why": reason, "episodes": rows}
+            content = {"step": self.step, "why": reason, "episodes": kept}
             self.files.write(path.name, to_json(content, indent=1))
         print(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
-        if self.bad < BAD_UPDATES:
-            return False
-        raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
-                   f"lower --learning_rate, or look at the rewards in {path}; another run can "
-                   f"start from this one's checkpoints: --model_path {self.folder}", 3)
+        if self.bad >= BAD_UPDATES:
+            raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
+                       f"lower --learning_rate, or look at the rewards in {path}; another run can "
+                       f"start from this one's checkpoints: --model_path {self.folder}", 3)
 
     # -------------------------------------------------------------------------------- leaving early
     def check(self):

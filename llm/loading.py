@@ -79,8 +79,6 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         _check_trainable(chosen, memory, dtype, lora_r)
     source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules)
     continues, quantized = _holds(path, ADAPTER), adapter["quantized_base"]
-    if continues:
-        check_base(path, source)
     # One that is only played stays beside quantized or streamed weights.
     if continues and not lora_r and (train or not (quantized or chosen.frozen_base)):
         merge = True
@@ -192,7 +190,9 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
               f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
-    return adapter_base(path), adapter
+    base = adapter_base(path)
+    check_base(path, base)
+    return base, adapter
 
 
 # --------------------------------------------------------------------------------- where a model is

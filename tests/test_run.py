@@ -17,7 +17,7 @@ from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
 from experiment.episodes import message_lines
 from experiment.files import finite
-from experiment.run import Run
+from experiment.run import LOGGED_EPISODES, Run
 from experiment.errors import UserError
 from experiment.seeds import mix
 
@@ -228,7 +228,7 @@ def test_lines_are_strict_json(tmp_path):
     assert strict(tmp_path / "timing.jsonl") == [{"step": 0, "seconds": None}]
     odd = "日本\u2028\ud800\n"
     book.step = 1
-    book.log_episodes([Episode(logprobs=[float("-inf"), -1.5], messages=[{"content": odd}]), Episode(reward=1.0)])
+    book.write_episodes([Episode(logprobs=[float("-inf"), -1.5], messages=[{"content": odd}]), Episode(reward=1.0)])
     rows = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().split("\n")[:-1]]
     assert rows == [{"step": 1, "logprobs": [None, -1.5], "messages": [{"content": odd.replace("\ud800", "?")}]}, {"step": 1, "reward": 1.0}]  # the strict reader takes it
 
@@ -236,9 +236,9 @@ def test_lines_are_strict_json(tmp_path):
 def test_no_group_is_cut_in_the_log_of_episodes(tmp_path):
     book = started(tmp_path)
     episodes = [Episode(group_id=f"0-{i // 5}", i=i) for i in range(30)]
-    book.log_episodes(episodes)
+    book.write_episodes(episodes, LOGGED_EPISODES)
     assert [row["i"] for row in strict(tmp_path / "trajectories.jsonl")] == list(range(20))
-    book.log_episodes(episodes, limit=None)
+    book.write_episodes(episodes)
     assert len(strict(tmp_path / "trajectories.jsonl")) == 50
 
 

@@ -16,13 +16,14 @@ import pytest
 import torch
 from programs import Program
 from safetensors.torch import load_file
+from saving import training
 from test_resume import CASES, assert_equal, config, place, rewarded  # noqa: F401  (place is a fixture)
 
 import dpo
 import grpo
 import reward_weighted
 import sft
-from agent import rollout
+from agent import Trajectory, rollout
 from experiment import run
 from experiment import run as experiment_run
 from experiment.notes import alarms
@@ -213,11 +214,21 @@ def test_weights_and_optimizer_are_unchanged_and_the_third_in_a_row_stops(place,
 
 
 def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
-    book = Run(sft.Config(output_dir=str(tmp_path)), "sft")
-    assert book.accept_update([], 1.0, 2.0) and book.updated
+    book, weight = Run(sft.Config(output_dir=str(tmp_path)), "sft"), torch.nn.Parameter(torch.ones(2))
+    book.begin()
+    book.training = training(optimizer=torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5))
+    episode = Trajectory(token_ids=[1], reward=1.0)
+
+    def update(loss, norm):
+        before = weight.detach().clone()
+        weight.grad = torch.ones(2)
+        book.discard_if_not_finite([episode], loss, norm)
+        book.training.optimizer.step()
+        return not torch.equal(before, weight)
+    assert update(1.0, 2.0) and book.updated
     for book.step, (loss, norm) in enumerate([(float("nan"), 0.0), (1.0, float("inf"))], 1):
-        assert not book.accept_update([], loss, norm)
-    assert book.accept_update([], 1.0, 2.0) and book.bad == 0  # three in a row, not three in all
+        assert not update(loss, norm)
+    assert update(1.0, 2.0) and book.bad == 0  # three in a row, not three in all
     assert sorted(path.name for path in tmp_path.glob("bad*")) == ["bad_step_1.json", "bad_step_2.json"]
 
 
