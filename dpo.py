@@ -333,7 +333,7 @@ def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
         print(f"{len(unusable)} of {len(played)} episodes left out; the first: {unusable[0]}")
     if not episodes:
         raise UserError(f"none of {len(played)} episodes has a finite reward")
-    run.log_episodes(episodes, limit=None)
+    run.write_episodes(episodes)
     success = sum(t.info["success"] for t in episodes) / len(episodes)
     print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {success:.3f} solved")
     return episodes
@@ -400,6 +400,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
     pairs = given_pairs(config, model, tokenizer)
+    run.begin()  # model and data have loaded: what is written from here on is this run's
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
@@ -409,7 +410,8 @@ def train(config: Config) -> dict:
     write_pairs(run, learned, held_out)
     test_tasks = drop_seen(test_tasks, tasks_of(chain(*learned, *held_out)))
     ref_sums = reference_sums(model, learned + held_out, config, run.ranks)
-    optimizer = adamw(model, config.weight_decay, beta2=0.999)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
+                      beta2=0.999)
     state = TrainingState(model, tokenizer, optimizer)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(learned) / per_step)
@@ -437,8 +439,8 @@ def train(config: Config) -> dict:
             run.ranks.add_gradients(model)
             totals = run.ranks.total(metrics)
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            if run.accept_update(chain(*batch), totals["loss"], grad_norm):
-                optimizer.step()
+            run.discard_if_not_finite([*chain(*batch)], totals["loss"], grad_norm)
+            optimizer.step()
             optimizer.zero_grad()
             tokens = sum(len(t.token_ids) for t in chain(*batch))
             run.log(**totals, grad_norm=grad_norm, tokens=tokens)

@@ -31,7 +31,8 @@ from agent import collate, evaluate, rollout, rollout_options
 from episodes.groups import collect_groups, group_shares
 from episodes.tasks import train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, check_accumulation, fill, flag, main, members)
+                        UserError, auto, check_accumulation, fill, flag, main, members,
+                        shift_and_scale, unusable)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs)
 from lora import freeze_reference, merged, reference
@@ -340,7 +341,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
-    optimizer = adamw(model, config.weight_decay)  # `run.steps` sets the learning rate
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
@@ -348,7 +349,9 @@ def train(config: Config) -> dict:
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each drawn task.
             trajectories = collect_groups(play, tasks, config, step, run)
-            if not run.accept_episodes(trajectories):  # also scales the rewards, and logs
+            shift_and_scale(trajectories, config.reward_scaling, config.reward_bias)
+            run.log_episodes(trajectories)
+            if unusable(trajectories):
                 continue
             batch = cheapest_order(trajectories, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
@@ -386,8 +389,8 @@ def train(config: Config) -> dict:
                 run.ranks.add_gradients(model)
                 totals = run.ranks.total(metrics)
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                if run.accept_update(batch, totals["loss"], grad_norm, config.updates_per_step):
-                    optimizer.step()
+                run.discard_if_not_finite(batch, totals["loss"], grad_norm)
+                optimizer.step()
                 optimizer.zero_grad()
                 run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
                 if update == 0:  # ratio 1 and gap 0, but for rounding and dropout

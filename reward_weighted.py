@@ -34,7 +34,7 @@ from episodes.demonstrations import read_trajectories
 from episodes.tasks import (draw_tasks, drop_seen, recorded_env, tasks_of, train_and_held_out)
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main, members,
-                        shift_and_scale, without_faults)
+                        shift_and_scale, unusable, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
@@ -288,7 +288,9 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     n = config.tasks_per_step
     round_tasks = draw_tasks(tasks, config.seed, step, n, first=0, n=n)
     episodes = without_faults(play(round_tasks, config.group_size, step=step))
-    return episodes if run.accept_episodes(episodes) else []
+    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+    run.log_episodes(episodes)
+    return [] if unusable(episodes) else episodes
 
 
 def minibatches(episodes, turn_weights, config: Config, step: int):
@@ -323,7 +325,8 @@ def train(config: Config) -> dict:
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
-    optimizer = adamw(model, config.weight_decay, beta2=0.999)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
+                      beta2=0.999)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     with run:
@@ -358,8 +361,8 @@ def train(config: Config) -> dict:
                 losses.append(sum(run.ranks.gather(loss_sum)))
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
                 grad_norms.append(grad_norm)
-                if run.accept_update(batch, losses[-1], grad_norm, len(updates)):
-                    optimizer.step()
+                run.discard_if_not_finite(batch, losses[-1], grad_norm)
+                optimizer.step()
                 optimizer.zero_grad()
             if updates:
                 run.log(updates=len(updates), loss=fmean(losses), grad_norm=fmean(grad_norms))

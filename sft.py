@@ -128,7 +128,7 @@ def train(config: Config) -> dict:
     vocabulary = model.get_input_embeddings().num_embeddings
     learned, held_out = demonstrations(config, conversations, tokenizer, vocabulary)
     tasks = evaluation_tasks(config, learned)
-    optimizer = adamw(model, config.weight_decay)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
     evaluation = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
@@ -157,8 +157,8 @@ def train(config: Config) -> dict:
             run.ranks.add_gradients(model)
             loss_sum = sum(run.ranks.gather(loss_sum))
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            if run.accept_update(batch, loss_sum, grad_norm):
-                optimizer.step()
+            run.discard_if_not_finite(batch, loss_sum, grad_norm)
+            optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
     next_step = "grpo.py" if config.env else "agent.py"
@@ -178,6 +178,7 @@ def teach_tiny(config, run) -> str:
     """
     if config.model_path != "tiny":
         return config.model_path
+    run.begin()
     base = run.folder / "base"
     # This file is written last: where it exists, the folder is complete.
     taught = base / "made.json"
@@ -185,8 +186,9 @@ def teach_tiny(config, run) -> str:
         return str(base)
     envs.need_expert(config.env or "equations")
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
-    schooling = Config(output_dir=str(base / "sft"), env=config.env or "equations",
-                       seed=config.seed, eval_tasks=0, overwrite=True, **TINY_SFT)
+    folder = base / "sft"
+    schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       eval_tasks=0, resume="newest" if folder.exists() else None, **TINY_SFT)
     seconds = train(schooling)["seconds"]
     run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
     run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))

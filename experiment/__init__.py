@@ -24,6 +24,7 @@ from experiment.episodes import (
     problem,
     shift_and_scale,
     summarise,
+    unusable,
     without_faults,
     without_too_long,
 )

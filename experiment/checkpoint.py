@@ -2,20 +2,23 @@
 
 A checkpoint is written beside its place, flushed to the disk, and renamed, so that whatever kills
 the process, what stands in its place is whole. state.json is written last. It holds the size and
-the sha256 of all other files, and a checksum of itself.
+the sha256 of all other files, those of the files that the run began with, and a checksum of itself.
 """
-import copy
 import hashlib
 import os
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 from experiment.data import read_json, reading
 from experiment.errors import UserError
-from experiment.files import fingerprint, replace_file, sync, to_json
+from experiment.files import fingerprint, replace_file, set_aside, sync, to_json
 
-MAX_COPY = 2**28  # bytes of a copy that lets a step be undone
+DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
+MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
+NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
+CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def checkpoints(output_dir):
@@ -32,7 +35,7 @@ def newest_checkpoint(output_dir):
 
 # ---------------------------------------------------------------------------- writing and reading
 def write_checkpoint(path, training, moments, state):
-    """Write a checkpoint whole or not at all. What stands in its place is moved aside.
+    """Write a checkpoint whole or not at all. What stands in its place is renamed.
 
     Args:
         path: checkpoints/step_NNNNNN.
@@ -51,18 +54,11 @@ def write_checkpoint(path, training, moments, state):
         save_file(moments, temporary / "optimizer.safetensors")
         _seal(temporary, state, path.parent.parent / "config.yaml")
         if path.exists():
-            _move_aside(path)
+            set_aside(path)
         temporary.rename(path)
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _move_aside(path):
-    number = 1
-    while path.with_name(f"kept_{number}_{path.name}").exists():
-        number += 1
-    path.rename(path.with_name(f"kept_{number}_{path.name}"))
 
 
 def _seal(folder, state, file_with_mode):
@@ -100,9 +96,8 @@ def read_state(checkpoint):
     return state
 
 
-# --------------------------------------------------------------------------------------- removing
 def prune(output_dir):
-    """Remove old checkpoints. The last two and the one with the best score stay."""
+    """Remove the run's old checkpoints. The last two and the one with the best score stay."""
     scores = {}
     for path in checkpoints(output_dir):
         # What no run of ours wrote is not removed.
@@ -112,27 +107,105 @@ def prune(output_dir):
     best = max(evaluated, key=scores.get, default=None)
     for path in list(scores)[:-2]:
         if path != best:
-            remove(path)
+            shutil.rmtree(path)
 
 
-def remove(path):
-    """Remove the files that a checkpoint's state.json lists, and it last. What else is there stays.
+# -------------------------------------------------------------------------- what a run is made of
+def ingredients(config, sources, program, base):
+    """Return {label: path} of the files that a run depends on.
 
-    A checkpoint whose list is damaged is moved aside.
+    The labels of models and source files say what a file is, and not where: folders may be moved.
+
+    Args:
+        config: its model_path and DATA_FLAGS are read.
+        sources: the paths of the files that define its environment.
+        program: the path of the algorithm's file; what was imported from its folder counts, too.
+        base: the folder of the tiny model that was made for the run, which may not exist.
     """
-    try:
-        names = [*read_json(path / "state.json")["files"], "state.json"]
-        listed = [path / name for name in names]
-    except (UserError, KeyError, TypeError):
-        _move_aside(path)
-        return
-    files = [file for file in listed if file.resolve().is_relative_to(path.resolve())]
-    for file in files:
-        file.unlink(missing_ok=True)
-    for folder in {file.parent for file in files}:
-        # Those above it go, too, if they are empty then.
-        with suppress(OSError):
-            os.removedirs(folder)
+    model = getattr(config, "model_path", "tiny")
+    paths = {f"base/{path.name}": path for path in _files_in(base)}
+    if model != "tiny":
+        paths |= _model_files(model)
+    for name in DATA_FLAGS:
+        for path in (getattr(config, name, None) or "").split(","):
+            paths[path.strip()] = path.strip()
+    for path in sources:
+        paths[f"environment {os.path.basename(path)}"] = path
+    folder = os.path.dirname(os.path.abspath(program))
+    for module in list(sys.modules.values()):
+        path = os.path.abspath(getattr(module, "__file__", None) or "")
+        if os.path.dirname(path) == folder:
+            paths[f"program {os.path.basename(path)}"] = path
+    return {label: path for label, path in paths.items() if os.path.isfile(path)}
+
+
+def fingerprints(paths):
+    """Return {label: fingerprint} of {label: path}."""
+    return {label: fingerprint(path) for label, path in paths.items()}
+
+
+def check_ingredients(recorded, paths):
+    """Refuse to continue a run with other weights, data or another environment.
+
+    A program that has changed is noted. `recorded` is what `fingerprints` returned when it began.
+    """
+    now = fingerprints(paths)
+    for label in sorted(recorded.keys() | now.keys()):
+        if recorded.get(label) == now.get(label):
+            continue
+        if not label.startswith("program "):
+            raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
+                            "that back, or begin anew with another --output_dir")
+        # Which modules are imported may depend on the caller.
+        if label in recorded and label in now:
+            print(f"note: {label} is not the file this run began with: from here on it may learn "
+                  "something else")
+
+
+def check_base(checkpoint, base):
+    """Raise UserError if the base model of a checkpoint's adapter has been replaced.
+
+    Args:
+        checkpoint: the folder of an adapter. Only our checkpoints say what it was trained on.
+        base: the folder or hub id of its base model, as it is now.
+    """
+    state, paths = Path(checkpoint, "state.json"), _model_files(base)
+    recorded = read_json(state).get("made_of", {}) if state.exists() else {}
+    for label in recorded:
+        is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
+        # Of a hub model only some files may be on this machine.
+        if is_weights and (label in paths or os.path.isdir(base)):
+            path = paths.get(label, label)
+            if not os.path.exists(path) or fingerprint(path) != recorded[label]:
+                raise UserError(f"{path}: is not the base model that the adapter {checkpoint} was "
+                                "trained on; put that back")
+
+
+def _model_files(model):
+    """Return {label: path} of a model's files, and of those of an adapter and its base model."""
+    if not os.path.isdir(model):
+        from huggingface_hub import try_to_load_from_cache
+        try:
+            cached = [try_to_load_from_cache(model, name) for name in CACHED_FILES]
+        except ValueError:  # not the form of a hub id
+            return {}
+        return {f"base/{name}": Path(path) for name, path in zip(CACHED_FILES, cached)
+                if isinstance(path, str)}
+    folder = newest_checkpoint(model) or Path(model)
+    if not (folder / "adapter_config.json").exists():
+        return {f"base/{path.name}": path for path in _files_in(folder)}
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "base"
+    # Where the base is no more, it may lie beside the adapter.
+    places = [path for path in (base, folder / "base", folder / "../../base") if os.path.isdir(path)]
+    files = {f"adapter/{path.name}": path for path in _files_in(folder)}
+    return files | _model_files(places[0] if places else base)
+
+
+def _files_in(folder):
+    """Return the paths of a model folder's files."""
+    paths = sorted(Path(folder).glob("*"))
+    return [path for path in paths
+            if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL]
 
 
 # -------------------------------------------------------------------------------------- optimizer
@@ -166,20 +239,3 @@ def load_optimizer(optimizer, path):
             number, _, key = name.partition("|")
             states.setdefault(int(number), {})[key] = value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-
-
-def copy_of_state(optimizer):
-    """Return a copy of the weights that train and of their state, or None if it is large."""
-    parameters = trained_parameters(optimizer)
-    # AdamW has two moments for each weight.
-    if 3 * sum(p.numel() * p.element_size() for p in parameters) > MAX_COPY:
-        return None
-    return [p.detach().clone() for p in parameters], copy.deepcopy(optimizer.state_dict())
-
-
-def put_back(optimizer, copies):
-    """Give the weights and the optimizer's state the values that `copy_of_state` returned."""
-    weights, state = copies
-    for p, values in zip(trained_parameters(optimizer), weights):
-        p.data.copy_(values)
-    optimizer.load_state_dict(state)

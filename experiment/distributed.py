@@ -5,41 +5,25 @@ step's tasks, the episodes of a task together, and then all ranks have all episo
 share of the step's micro-batches, whose losses are divided by counts over the whole step, so that
 one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
 
-Beside torch's process group each rank holds a plain connection to rank 0. The kernel closes it
-however a process ends, and so the others learn who is gone, where a collective would only wait.
+A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails.
 """
 import atexit
 import functools
 import os
-import socket
 import sys
-import threading
-import time
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 
-from experiment.errors import Stop, UserError, first_line
+from experiment.errors import RankLost, Stop, UserError, first_line
 
-GRACE = 10  # seconds between a rank's end and that of the others, who may save in them
-JOIN_MINUTES = 10  # to wait for all ranks to start
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def join():
-    """Return this process's Ranks, as the environment variables of torchrun describe them."""
-    return _joined() if os.environ.get("WORLD_SIZE", "1") != "1" else Ranks(0, 1)
+TIMEOUT = timedelta(hours=24)  # of a collective: a rank may wait so long for another one's rollout
 
 
 @functools.cache
-def _joined():
-    """Return the one Ranks of this process; torch's process group, too, exists once."""
-    for name in VARIABLES:
-        value = os.environ.get(name, "")
-        if not value or name != "MASTER_ADDR" and not value.isdecimal():
-            raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r} and {name} is {value!r}: "
-                            "start several processes with torchrun, or unset WORLD_SIZE")
-    return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+def join():
+    """Return this process's Ranks, as the environment variables of torchrun describe them."""
+    return Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
 
 class Ranks:
@@ -47,18 +31,10 @@ class Ranks:
 
     Attributes:
         rank, world: the number of this process, and how many there are.
-        gone: the name of a rank that left before the work was done, or None.
-        noticed: the event that `gone` is set.
-        peers: {connection: (its lines of text, the name of the rank at its other end)}.
-        runs: how many runs are under way, one inside the other.
-        leave: raises what ends the outermost run, which sets it.
     """
 
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
-        self.gone, self.runs, self.leave = None, 0, self._lost
-        self.noticed = threading.Event()
-        self.peers = {}
         if world == 1:
             return
         import torch
@@ -67,13 +43,7 @@ class Ranks:
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             self._choose_gpu()
-        # A rank that dies while the others start is noticed like one that dies in a run.
-        self.runs = 1
-        self._meet()
-        # A long wait is a long rollout. The connections tell who is gone.
-        self._together(dist.init_process_group, backend, timeout=timedelta(days=7),
-                       store=self.store, rank=rank, world_size=world)
-        self.runs = 0
+        dist.init_process_group(backend, timeout=TIMEOUT)
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:
@@ -93,47 +63,12 @@ class Ranks:
                             f"{gpus}; --nproc_per_node={gpus}")
         torch.cuda.set_device(local)
 
-    def _meet(self):
-        """Wait until all ranks have started, connect them with rank 0, and exchange their names."""
-        import torch.distributed as dist
-        name = f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})"
-        try:
-            timeout = timedelta(minutes=JOIN_MINUTES)
-            self.store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            for peer in self._connections():
-                peer.sendall(f"{name}\n".encode())
-                lines = peer.makefile(encoding="utf-8", errors="replace")
-                other = lines.readline().strip()
-                # Without a name it has gone again, or was none of the ranks.
-                if other or self.rank:
-                    self.peers[peer] = lines, other or "rank 0"
-        except (RuntimeError, OSError) as error:
-            raise Stop(f"some ranks have not started within {JOIN_MINUTES} minutes: "
-                       f"{first_line(error)}", 5) from None
-        for peer, watched in self.peers.items():
-            _keep_alive(peer)
-            threading.Thread(target=self._watch, args=watched, daemon=True).start()
-
-    def _connections(self):
-        """Yield the connection to rank 0, or on rank 0 those to all others."""
-        if self.rank:
-            port = int(self.store.get("experiment/port"))
-            yield socket.create_connection((os.environ["MASTER_ADDR"], port))
-            return
-        with socket.create_server(("", 0), backlog=self.world) as server:
-            server.settimeout(60 * JOIN_MINUTES)
-            self.store.set("experiment/port", str(server.getsockname()[1]))
-            while len(self.peers) < self.world - 1:
-                peer, _ = server.accept()
-                yield peer
-
     def _be_silent(self):
         """Print nothing but errors. What rank 0 prints is enough."""
         from tqdm import tqdm
         sys.stdout = open(os.devnull, "w")
         tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
 
-    # ---------------------------------------------------------------------------- shares and sums
     def share(self, n: int) -> range:
         """Return this rank's share of n things in a row."""
         return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
@@ -169,7 +104,7 @@ class Ranks:
         out, error = self.gather((out, error))[0]
         if error:
             # A process that ends with something unread takes back what it sent: wait for all.
-            with suppress(RuntimeError, Stop):
+            with suppress(RankLost):
                 self.gather(None)
             raise error
         return out
@@ -216,41 +151,9 @@ class Ranks:
             raise UserError("the ranks start from different weights; give all machines the same "
                             "files and versions")
 
-    # -------------------------------------------------------------------------------- who is gone
-    def _together(self, collective, *args, **options):
-        """Call a collective; if it fails because a rank is gone, leave."""
+    def _together(self, collective, *args):
+        """Call a collective. Raises RankLost if another rank has ended: its connection is closed."""
         try:
-            collective(*args, **options)
-        except RuntimeError:
-            if not self.noticed.wait(GRACE):
-                raise
-            self.leave()
-
-    def _lost(self):
-        raise Stop(f"{self.gone} is gone", 5)
-
-    def _watch(self, lines, name):
-        """Wait until a peer's connection closes; what it said before is who else was gone."""
-        said = ""
-        with suppress(OSError):
-            said = lines.readline().strip()
-        self.gone = self.gone or said or name
-        self.noticed.set()
-        if self.rank == 0:
-            for other in self.peers:
-                with suppress(OSError):
-                    other.sendall(f"{self.gone}\n".encode())
-                    other.shutdown(socket.SHUT_WR)
-        time.sleep(GRACE)
-        if self.runs:
-            # The main thread has not noticed, because it waits in a collective.
-            os.write(2, f"{self.gone} is gone; so is rank {self.rank}\n".encode())
-            os._exit(5)
-
-
-def _keep_alive(peer):
-    """Notice within seconds that a machine has lost its power, which closes no connection."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+            collective(*args)
+        except RuntimeError as error:
+            raise RankLost(f"another rank is gone ({first_line(error)})") from None

@@ -75,6 +75,16 @@ def problem(episode: dict) -> str | None:
     return None
 
 
+def unusable(episodes: list) -> str | None:
+    """Return why no step can learn from these episodes, or None."""
+    if not episodes:
+        return "there is no episode to learn from"
+    for t in episodes:
+        if not math.isfinite(t.reward):
+            return t.info.get("not_finite", f"reward {t.reward}")
+    return None
+
+
 def is_finite(number) -> bool:
     """True for a number that arithmetic does not overflow, False for NaN and infinity."""
     return type(number) in (int, float) and -1e300 < number < 1e300

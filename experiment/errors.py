@@ -45,6 +45,10 @@ class Stop(Printable):
         self.code = code
 
 
+class RankLost(Printable, RuntimeError):
+    """Another process of a torchrun job has ended before the work was done."""
+
+
 class EnvironmentFault(Printable, RuntimeError):
     """The code of an environment raised, did not return, or broke the contract.
 

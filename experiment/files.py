@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and that are never written through a symbolic link."""
+"""Files that are whole or absent, strict JSON, fingerprints, and the room on the disk."""
 import errno
 import hashlib
 import json
@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-from contextlib import contextmanager
 
 from experiment.data import whole
 from experiment.errors import Stop
@@ -34,19 +33,20 @@ def to_json(value, indent=None):
     return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
 
 
-def open_to_write(path, mode):
-    """Open a text file to write or append. A symbolic link in its place raises OSError."""
-    def opener(name, flags):
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
-    return open(path, mode, encoding="utf-8", newline="\n", opener=opener)
+def set_aside(path):
+    """Rename a file or folder to PATH.1, or to the next number that is free; return the new path."""
+    number = 1
+    while (new := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(new)
+    return new
 
 
 def replace_file(path, text):
     """Write a file whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        with open_to_write(temporary, "w") as file:
-            file.write(text)
+        temporary.write_text(text, encoding="utf-8", newline="\n")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -70,27 +70,6 @@ def is_disk_full(error):
     """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
     number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
     return number is not None and int(number[1]) in DISK_FULL
-
-
-@contextmanager
-def disk_space(path, needed, command):
-    """Turn a full disk inside the block into a Stop that names what could not be written.
-
-    Args:
-        path: the file or folder that is written.
-        needed: its size in bytes.
-        command: what continues the run once there is space.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
-        raise Stop(
-            f"{path}: cannot be written, it needs {needed} bytes and {free} are free "
-            f"({str(error).strip()}); earlier checkpoints are whole; make room, then: {command}",
-            4) from None
 
 
 def check_space(folder, needed):

@@ -1,13 +1,12 @@
-"""A program: what the command line starts, how it ends, and its standard streams."""
+"""A program: what the command line starts, and how it ends."""
+import io
 import os
-import re
 import sys
 
 from experiment.command_line import parse
-from experiment.errors import EnvironmentFault, Stop, UserError, first_line, printable
+from experiment.errors import EnvironmentFault, RankLost, Stop, UserError, first_line
 from experiment.files import is_disk_full
-from experiment.process import peak_memory_mb
-from experiment.signals import Signals
+from experiment.process import Signals, peak_memory_mb
 
 
 def main(config_class, train, doc):
@@ -24,17 +23,17 @@ def main(config_class, train, doc):
         6       the environment is broken
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
-    guard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the terminal cannot show is escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
     words, code = "", 0
     try:
         with Signals() as signals:
             train(parse(config_class, sys.argv[1:], doc))
     except BaseException as error:
-        words, code = _explain(error, signals.run)
+        words, code = _explain(error, signals)
         if words is None:
             raise
-        if code == 2 and signals.run:
-            signals.run.files.remove_if_unused()
     rank = os.environ.get("RANK", "0")
     if words:
         program = os.path.basename(sys.argv[0]) + ("" if rank == "0" else f": rank {rank}")
@@ -48,20 +47,26 @@ def main(config_class, train, doc):
         sys.exit(code)
 
 
-def _explain(error, run):
+def _explain(error, signals):
     """Return (one line, exit status) for what ended a run; None if a traceback is better."""
+    run = signals.run
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     reason = " ".join(str(error).split())
     if isinstance(error, Stop):
         return reason, error.code
     if isinstance(error, UserError):
         return reason + notes, 2
+    if isinstance(error, RankLost) and signals.signum:
+        return f"stopped by {signals.name}{notes}", 128 + signals.signum
+    if isinstance(error, RankLost):
+        return reason + notes, 5
     if isinstance(error, EnvironmentFault):
         return reason + notes, 6
     if isinstance(error, KeyboardInterrupt):
         return "interrupted" + (notes or "; the checkpoints that were written are whole"), 130
     if is_disk_full(error):
-        return f"the disk is full ({reason}); earlier checkpoints are whole{notes}", 4
+        then = f"; make room, then: {run.command}" if run else ""
+        return f"the disk is full ({reason}); earlier checkpoints are whole{then}", 4
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:
@@ -70,63 +75,3 @@ def _explain(error, run):
                 "smaller --batch_size (outside grpo with more --gradient_accumulation_steps) gives "
                 f"the same result with less memory{notes}"), 1
     return None, 1
-
-
-# ---------------------------------------------------------------------------- standard streams
-def guard_streams():
-    """Make stdin, stdout and stderr safe to use, however the process was started.
-
-    A descriptor that is closed is opened on the null device, or the next file that is opened would
-    get its number and with it all that is printed. What the terminal cannot show is escaped.
-    """
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # The lowest free number is taken, which is this one.
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdin = sys.stdin or open(os.devnull)
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, Guarded(stream))
-
-
-class Guarded:
-    """A text stream for what data and models wrote: a terminal obeys none of it.
-
-    Once its reader is gone, it writes to the null device.
-    """
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text):
-        # A progress bar begins by moving the cursor to the start of the line, or up.
-        moves = re.match("\r|(\x1b\\[A)*", text)[0]
-        try:
-            return self.stream.write(moves + printable(text[len(moves):]))
-        except (OSError, ValueError):  # ValueError: the stream is closed
-            self._discard()
-            return len(text)
-
-    def flush(self):
-        try:
-            self.stream.flush()
-        except (OSError, ValueError):
-            self._discard()
-
-    def _discard(self):
-        """Point the descriptor at the null device, so that Python can flush what it still holds."""
-        try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.stream.fileno())
-            os.close(null)
-        except (OSError, ValueError):
-            self.stream = open(os.devnull, "w")
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)

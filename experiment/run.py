@@ -4,7 +4,7 @@
     with run:                            whatever ends the block early saves the last whole step
         for step in run.steps(...):      resume, evaluate, log, save, stop on signals
             for rows in run.micro_batches(len(batch), step): ...
-            if run.accept_update(batch, loss, grad_norm): ...
+            run.discard_if_not_finite(batch, loss, grad_norm)
             run.log(loss=loss)
     return run.finish()
 
@@ -17,20 +17,17 @@ import sys
 import time
 from importlib.metadata import version
 
-from experiment.alarms import Alarms
-from experiment.checkpoint import (checkpoints, copy_of_state, load_optimizer, optimizer_tensors,
-                                   prune, put_back, trained_parameters, write_checkpoint)
-from experiment.closing import first_notes, next_command, print_table
+from experiment.checkpoint import (checkpoints, fingerprints, ingredients, load_optimizer,
+                                   optimizer_tensors, prune, trained_parameters, write_checkpoint)
 from experiment.config import convert, options
 from experiment.distributed import join
-from experiment.episodes import shift_and_scale, summarise
-from experiment.errors import Stop, UserError
-from experiment.files import check_space, disk_space, finite, sync, to_json
-from experiment.ingredients import ingredients
+from experiment.episodes import summarise, unusable
+from experiment.errors import Stop, UserError, printable
+from experiment.files import check_space, finite, sync, to_json
+from experiment.notes import Alarms, first_notes, next_command, print_table
 from experiment.output_folder import OutputFolder, algorithm_of
-from experiment.process import peak_memory_mb
+from experiment.process import active_signals, peak_memory_mb
 from experiment.seeds import mix
-from experiment.signals import active_signals
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
@@ -54,11 +51,11 @@ class Run:
     """
 
     def __init__(self, config, algorithm, sources=()):
-        """Enter the output folder. Make the run before anything is put in its `base/`.
+        """Lock the output folder, and verify the checkpoint to resume. `begin` changes the folder.
 
         Args:
             config: the filled config.
-            algorithm: the name of the program.
+            algorithm: the name of the algorithm.
             sources: the paths of the files that define its environment. No run is resumed on
                 others, nor on other weights or data.
 
@@ -67,10 +64,13 @@ class Run:
         """
         self.config, self.algorithm, self.sources = config, algorithm, sources
         flags = options(type(config))
-        values = {name: convert(getattr(config, name), flags[name], f"--{name}") for name in flags}
+        self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
+                       for name in flags}
         self.ranks = join()
         self.writes = self.ranks.rank == 0
-        self.files = OutputFolder(config.output_dir, algorithm, self.command)
+        self.program = program_of(config, algorithm)
+        name = os.path.basename(self.program)
+        self.files = OutputFolder(config.output_dir, algorithm, name, self.command)
         self.folder = self.files.path
         self.alarms = Alarms()
         self.step = self.bad = 0
@@ -78,39 +78,40 @@ class Run:
         self.rollout_seconds = 0.0
         self.watch = None
         self.saved_at = time.monotonic()
-        self.looping = self.updated = False
+        self.has_begun = self.looping = self.updated = False
         self.made_of = {}
-        self.saved = self.score = self.unlogged = self.marks = self.undo = self.schedule = None
+        self.saved = self.score = self.unlogged = self.marks = self.schedule = None
         self.signals = active_signals()
         if self.signals:
             self.signals.run = self
-        if not self.ranks.runs:
-            self.ranks.leave = self._leave
-        self.ranks.runs += 1
-        opened = self.ranks.first(lambda: self._open(values))
-        self.finished, self.checkpoint, self.state = opened
-        if self.finished is not None:
-            self.ranks.runs -= 1
+        self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
 
-    def _open(self, values):
+    def _open(self):
         """Enter the folder; return (result, checkpoint, state) as `continue_run` does."""
-        self.files.enter(values)
-        opened = None, None, None
-        if values.get("resume") and algorithm_of(self.folder):
-            opened = self.files.continue_run(self.config, values, self._ingredients())
-        elif values.get("resume"):
-            self.files.refuse_a_run()
+        self.files.enter(self.values)
+        if not self.values.get("resume"):
+            return None, None, None
+        if not algorithm_of(self.folder):
             print(f"{self.folder}: nothing to resume, a new run begins")
-        self.files.write_config(values)
-        return opened
+            return None, None, None
+        return self.files.continue_run(self.config, self.values, self._ingredients())
+
+    def begin(self):
+        """Take the output folder for this run: rename what is overwritten, write config.yaml.
+
+        `steps` does it, once model and data have loaded. What writes there earlier calls it first.
+        """
+        if not self.has_begun:
+            self.ranks.first(lambda: self.files.begin(self.values))
+            self.has_begun = True
 
     def _ingredients(self):
-        return ingredients(self.config, self.sources, self.folder / "base")
+        return ingredients(self.config, self.sources, self.program, self.folder / "base")
 
     @property
     def command(self):
         """The command that continues this run."""
-        name = f"{self.algorithm}.py"
+        name = os.path.basename(self.program)
         program = sys.argv[0] if os.path.basename(sys.argv[0]) == name else name
         config = os.path.join(self.config.output_dir, "config.yaml")
         return shlex.join([*self.ranks.launcher(), program, "--config", config, "--resume"])
@@ -123,22 +124,18 @@ class Run:
         return self
 
     def __exit__(self, kind, error, traceback):
-        """Save the last whole step if anything ends the block early."""
+        """Save the last whole step if anything ends the block early.
+
+        Between two updates of a step the weights are those of no step: the last checkpoint stands.
+        """
         if error is None or not self.looping:
             return
-        self._save_last_whole_step()
+        if self.saved != self.step and not self.updated:
+            self._save()
         if not isinstance(error, Stop):
             saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
-            error.add_note(f"{saved}; continue with: {self.command}")
-
-    def _save_last_whole_step(self):
-        if self.saved == self.step:
-            return
-        if self.updated and self.undo:
-            put_back(self.training.optimizer, self.undo)
-            self.updated = False
-        if not self.updated:
-            self._save()
+            lost = "half a step is lost, " if self.updated else ""
+            error.add_note(f"{lost}{saved}; continue with: {self.command}")
 
     def total_steps(self, steps_per_epoch, default=None):
         """Return --max_steps, else the steps of --num_epochs passes over the data, else default."""
@@ -148,7 +145,7 @@ class Run:
             return default
         return self.config.num_epochs * max(1, steps_per_epoch)
 
-    def learning_rate(self, step):
+    def scheduled(self, peak, step):
         """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
 
         The warm-up lasts a tenth of the steps, at most WARMUP_STEPS. The steps are those planned
@@ -157,14 +154,15 @@ class Run:
         warmup_steps = max(1, min(WARMUP_STEPS, self.schedule // 10))
         warmup = min(1.0, (step + 1) / warmup_steps)
         decay = 1 - 0.9 * min(step / max(self.schedule, 1), 1.0)
-        return self.config.learning_rate * warmup * decay
+        return peak * warmup * decay
 
     def steps(self, total, state, evaluate, evaluate_before=True):
         """Yield the numbers of the steps that are still to be done; do everything around them.
 
         Before the first step, load the checkpoint to resume from, or evaluate the policy. Before
-        each, set the learning rate. After each, even one left by `continue`, evaluate and save if
-        that is due, and write the lines of the logs. After the last, save and evaluate.
+        each, set the learning rates: the peak of each parameter group is the rate it was made with.
+        After each, even one left by `continue`, evaluate and save if that is due, and write the
+        lines of the logs. After the last, save and evaluate.
 
         Args:
             total: steps of the whole run.
@@ -174,6 +172,7 @@ class Run:
         """
         from tqdm import tqdm
         self.total, self.training = total, state
+        self.begin()
         extra = self._restore(state)
         self.schedule = extra.get("schedule", total)
         self.before = extra.get("before", {})
@@ -195,14 +194,13 @@ class Run:
                    disable=not total)
         for step in bar:
             self.line, self.rollout_seconds, began = {}, 0.0, time.time()
-            rate = self.learning_rate(step)
             for group in state.optimizer.param_groups:
-                group["lr"] = rate
-            self.log(learning_rate=rate)
+                group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
+            self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
             yield step
             timing = self._timing(time.time() - began)
             # From here on the weights are those after the step, whose line is not written yet.
-            self.step, self.updated, self.undo = step + 1, False, None
+            self.step, self.updated = step + 1, False
             self.unlogged, self.marks = self.line, self.files.log_sizes()
             self.score = None
             self._close_step(evaluate, timing)
@@ -232,15 +230,15 @@ class Run:
 
     def _timing(self, seconds):
         """Return seconds, tokens per second and peak memory of the step that ends now."""
-        update = seconds - self.rollout_seconds
-        timing = {"seconds": seconds, "update_seconds": update,
+        update_seconds = seconds - self.rollout_seconds
+        timing = {"seconds": seconds, "update_seconds": update_seconds,
                   "peak_memory_mb": peak_memory_mb()}
         episodes = self.line.get("episodes", 0)
         if self.rollout_seconds and episodes:
             sampled = self.line["sampled_tokens"] * episodes
             timing["rollout_seconds"] = self.rollout_seconds
             timing["rollout_tokens_per_second"] = sampled / self.rollout_seconds
-            timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update
+            timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update_seconds
         return timing
 
     def micro_batches(self, sequences, *seed):
@@ -259,14 +257,26 @@ class Run:
         """Add numbers to the step's line of metrics.jsonl; a later one replaces an earlier one."""
         self.line.update(metrics)
 
-    def log_episodes(self, trajectories, limit=LOGGED_EPISODES):
-        """Append the step's first `limit` episodes and the rest of their groups, or all, if None.
+    def log_episodes(self, episodes):
+        """Log the numbers of a step's episodes, and write the first LOGGED_EPISODES of them.
+
+        Those that are `unusable` go into bad_step_N.json instead, from which nobody learns.
+        """
+        reason = unusable(episodes)
+        if reason:
+            self._keep_bad(episodes, reason)
+            return
+        self.log(**summarise(episodes))
+        self.write_episodes(episodes, LOGGED_EPISODES)
+
+    def write_episodes(self, episodes, limit=None):
+        """Append the first `limit` episodes and the rest of their groups, or all, if None.
 
         They go into trajectories.jsonl, which other programs learn from: no group is cut.
         """
-        groups = {t.group_id for t in trajectories[:limit]}
-        rows = [{"step": self.step, **t.to_json()} for t in trajectories if t.group_id in groups]
-        self._append("trajectories.jsonl", rows)
+        groups = {t.group_id for t in episodes[:limit]}
+        lines = [{"step": self.step, **t.to_json()} for t in episodes if t.group_id in groups]
+        self._append("trajectories.jsonl", lines)
 
     def write_line(self, step, metrics, timing):
         """Append a step's line to metrics.jsonl and timing.jsonl, and print the alarms it raises.
@@ -278,83 +288,54 @@ class Run:
         for sentence in self.alarms.add(metrics):
             print(f"ALARM, step {step}: {sentence}")
 
-    def _append(self, name, rows):
+    def _append(self, name, lines):
         if self.writes:
-            self.files.append(name, rows)
+            self.files.append(name, lines)
 
     # --------------------------------------------------------------------------- steps that are bad
-    def accept_episodes(self, episodes):
-        """Scale the rewards and log the episodes, or return False: the step is to be skipped."""
-        if not episodes:
-            print(f"step {self.step}: there is no episode to learn from: skipped")
-            return False
-        for t in episodes:
-            if not math.isfinite(t.reward):
-                return self._skip(episodes, t.info.get("not_finite", f"reward {t.reward}"))
-        shift_and_scale(episodes, self.config.reward_scaling, self.config.reward_bias)
-        self.log(**summarise(episodes))
-        self.log_episodes(episodes)
-        return True
+    def discard_if_not_finite(self, episodes, loss, grad_norm):
+        """Drop the gradients of an update that is not finite: the optimizer's step then does nothing.
 
-    def accept_update(self, episodes, loss, grad_norm, updates=1):
-        """Return True if loss and gradient norm are finite, else the update is to be skipped.
-
-        An update that is not finite would spoil the weights for good. Its batch goes into
-        bad_step_N.json, and the third such update in a row raises Stop. From an update that is
-        accepted until the end of the step, signals wait.
-
-        Args:
-            episodes: the batch.
-            loss, grad_norm: of the update.
-            updates: of the step. Before the first of several what trains is copied, if it is small,
-                so that an error between two can save the last whole step.
+        Such an update would spoil the weights for good. Its episodes go into bad_step_N.json, and
+        the third in a row raises Stop. From a good update to the end of the step signals wait.
         """
         # With several ranks one would leave here while the others update.
         if self.ranks.world == 1:
             self.check()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return self._skip(episodes, f"loss {loss}, gradient norm {grad_norm}")
-        if updates > 1 and not self.updated and self.saved != self.step:
-            self.undo = copy_of_state(self.training.optimizer)
-        self.bad, self.updated = 0, True
-        return True
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.bad, self.updated = 0, True
+        else:
+            self.training.optimizer.zero_grad()
+            self._keep_bad(episodes, f"loss {loss}, gradient norm {grad_norm}")
 
-    def _skip(self, episodes, reason):
-        """Keep the episodes of a step that is skipped, and return False."""
+    def _keep_bad(self, episodes, reason):
+        """Write the episodes of a step that is skipped, or raise Stop: the third in a row."""
+        reason = printable(reason)
+        if not episodes:
+            print(f"step {self.step}: {reason}: skipped")
+            return
         self.bad += 1
         path = self.folder / f"bad_step_{self.step}.json"
-        rows = [{"group_id": t.group_id, "reward": str(t.reward), "tokens": len(t.token_ids),
+        kept = [{"group_id": t.group_id, "reward": str(t.reward), "tokens": len(t.token_ids),
                  "token_ids": t.token_ids, "task": t.info.get("task"),
                  "stop_reason": t.stop_reason} for t in episodes]
         if self.writes:
-            content = {"step": self.step, "why": reason, "episodes": rows}
+            content = {"step": self.step, "why": reason, "episodes": kept}
             self.files.write(path.name, to_json(content, indent=1))
         print(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
-        if self.bad < BAD_UPDATES:
-            return False
-        raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
-                   f"lower --learning_rate, or look at the rewards in {path}; another run can "
-                   f"start from this one's checkpoints: --model_path {self.folder}", 3)
+        if self.bad >= BAD_UPDATES:
+            raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
+                       f"lower --learning_rate, or look at the rewards in {path}; another run can "
+                       f"start from this one's checkpoints: --model_path {self.folder}", 3)
 
     # -------------------------------------------------------------------------------- leaving early
     def check(self):
-        """Leave if a signal came or a rank is gone, and the step has changed no weight yet.
+        """Leave if a signal came and the step has changed no weight yet.
 
         This is called between decode steps and between micro-batches.
         """
-        if self.signals and self.signals.signum or self.ranks.gone:
-            self.ranks.leave()
-
-    def _leave(self):
-        """Raise the Stop that ends the run. Of runs inside runs the outermost does it."""
-        if self.updated and not self.ranks.gone:
-            # This is checked again at the end of the step.
-            return
-        # `Ranks` kills a process that has runs soon after a rank is gone: let a slow save finish.
-        self.ranks.runs = 0
-        if self.signals and self.signals.signum:
+        if self.signals and self.signals.signum and not self.updated:
             raise self.signals.stop()
-        raise Stop(f"{self.ranks.gone} is gone; stopped{self.how_to_continue()}", 5)
 
     # ---------------------------------------------------------------------------------- checkpoints
     def _restore(self, state):
@@ -372,7 +353,7 @@ class Run:
             self.alarms.read(self.folder / "metrics.jsonl")
             self.made_of = self.state["made_of"]
         elif self.writes:
-            self.made_of = self._ingredients()
+            self.made_of = fingerprints(self._ingredients())
         size = sum(p.numel() * p.element_size() for p in trained)
         # A checkpoint holds the weights and the two moments of AdamW. Three are kept.
         needed = 3 * size * max(3 - len(checkpoints(self.folder)), 1)
@@ -391,11 +372,7 @@ class Run:
                      "made_of": self.made_of,
                      "versions": {name: version(name) for name in ("torch", "transformers")}}
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
-            moments = optimizer_tensors(self.training.optimizer)
-            # The weights are about half as large as the two moments of AdamW.
-            needed = sum(tensor.nbytes for tensor in moments.values()) * 3 // 2
-            with disk_space(path, needed, self.command):
-                write_checkpoint(path, self.training, moments, state)
+            write_checkpoint(path, self.training, optimizer_tensors(self.training.optimizer), state)
             prune(self.folder)
         self.saved, self.saved_at = self.step, time.monotonic()
 
@@ -417,7 +394,6 @@ class Run:
                   "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
         result = self.ranks.first(lambda: self._write_result(finite(result)))
-        self.ranks.runs -= 1
         return result
 
     def _write_result(self, result):
@@ -429,3 +405,14 @@ class Run:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)
         return result
+
+
+def program_of(config, algorithm):
+    """Return the path of the file that trains: the program, if the Config is its own.
+
+    In a notebook, and for a run inside a run, it is the file that defines the Config.
+    """
+    program = sys.modules["__main__"]
+    if getattr(program, "Config", None) is not type(config) or not hasattr(program, "__file__"):
+        program = sys.modules[type(config).__module__]
+    return getattr(program, "__file__", f"{algorithm}.py")

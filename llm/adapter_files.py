@@ -32,10 +32,14 @@ UNDERSTOOD = {
 FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
 
-def save_model(model, folder: str):
-    """Write the adapter in PEFT's format, or, when all weights train, a model folder."""
+def save_model(model, folder: str, leave_out=()):
+    """Write the adapter in PEFT's format, or, when all weights train, a model folder.
+
+    Weights with the names in `leave_out` are none of the model's own, and not in that folder.
+    """
     if not settings(model):
-        model.save_pretrained(folder)
+        weights = {name: w for name, w in model.state_dict().items() if name not in leave_out}
+        model.save_pretrained(folder, state_dict=weights if leave_out else None)
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,11 +61,12 @@ def save_model(model, folder: str):
     (folder / ADAPTER).write_text(json.dumps(config, indent=2))
 
 
-def load_weights(model, folder: str):
+def load_weights(model, folder: str, leave_out=()):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
     if not settings(model):
         saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
-        model.load_state_dict(saved.state_dict())
+        kept = {name: w for name, w in model.state_dict().items() if name in leave_out}
+        model.load_state_dict({**kept, **saved.state_dict()})
         return
     path = Path(folder, TENSORS)
     with reading(path):

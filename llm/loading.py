@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from experiment.checkpoint import newest_checkpoint, read_state
+from experiment.checkpoint import check_base, newest_checkpoint, read_state
 from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import (
@@ -185,7 +185,9 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
               f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
-    return adapter_base(path), adapter
+    base = adapter_base(path)
+    check_base(path, base)
+    return base, adapter
 
 
 # --------------------------------------------------------------------------------- where a model is

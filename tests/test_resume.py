@@ -14,6 +14,7 @@ import programs
 import pytest
 import torch
 from programs import Program
+from safetensors.torch import load_file
 from saving import save
 
 import dpo
@@ -32,7 +33,7 @@ from experiment.command_line import parse
 from experiment.errors import Stop, UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder, _sequences
-from llm import load_model, save_model
+from llm import load_model, merge, save_model
 from llm.tiny import make_tiny
 
 ROOT = Path(run.__file__).parent.parent
@@ -296,7 +297,7 @@ def test_a_start_that_went_on_is_another_start(place, stopped, tmp_path, monkeyp
     with pytest.raises(Killed):
         train(sft, again, monkeypatch, 2)
     sft.train(replace(toy(place, tmp_path / "start"), max_steps=4, resume="newest"))
-    with pytest.raises(UserError, match="start/checkpoints/step_00000[23]/.*: is not the file this run began with"):
+    with pytest.raises(UserError, match="start/checkpoints/step_000004/.*: is not the file this run began with"):
         sft.train(replace(again, resume="newest"))
 
 
@@ -312,6 +313,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_goes_on(place, stopp
         sft.train(again)
     again.resume = "previous"
     sft.train(again)
+    path.parent.with_name("step_000002.1").rename(tmp_path / "aside")  # renamed, and the run made a new step 2
+    assert (tmp_path / "aside" / path.name).read_bytes() == data
     assert_equal(tmp_path / "whole", tmp_path / "run")
     path.write_bytes(data[:-1])
     assert parse(sft.Config, ["--resume"]).resume == "newest"
@@ -364,7 +367,7 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
 
 
 # --------------------------------------------------------------------------------------------------------- full disk
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_both_numbers(stopped, tmp_path):
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_go_on(stopped, tmp_path):
     again = stopped(tmp_path / "run")
     (tmp_path / "full.py").write_text(
         "import resource, signal, sys; import sft; from experiment import program\n"
@@ -374,7 +377,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_both_numbers(stopped, t
         "program.main(sft.Config, sft.train, '')")
     done = programs.run(tmp_path / "full.py")
     assert done.returncode == 4, done.stderr
-    assert re.search(r"step_000003: cannot be written, it needs \d{7,} bytes and \d+ are free .* make room, then: python", done.stderr)
+    assert re.search(r"the disk is full \(.*\); earlier checkpoints are whole; make room, then: python", done.stderr)
     assert "Traceback" not in done.stderr
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(os.listdir(folder)) == ["step_000001", "step_000002"] and read_state(folder / "step_000002")["step"] == 2
@@ -437,6 +440,109 @@ def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, ch
     assert sft.train(again)["steps"] == 3
 
 
+def test_an_adapter_whose_base_was_replaced_is_refused_and_one_that_moved_with_it_is_not(place, tmp_path, monkeypatch):
+    import shutil
+    shutil.copytree(place / "base", tmp_path / "base")
+    sft.train(toy(place, tmp_path / "run", model_path=str(tmp_path / "base"), lora_r=2))
+    path = tmp_path / "base" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    words = "base/model.safetensors: is not the base model that the adapter .*step_000003 was trained on; put that back"
+    for use in (lambda: load_model(str(tmp_path / "run"), train=False), lambda: merge(str(tmp_path / "run"), str(tmp_path / "merged")),
+                lambda: sft.train(toy(place, tmp_path / "next", model_path=str(tmp_path / "run"), lora_r=2))):
+        with pytest.raises(UserError, match=words):
+            use()
+    path.rename(path.with_name("model-00001-of-00001.safetensors"))  # in other files
+    with pytest.raises(UserError, match=words):
+        load_model(str(tmp_path / "run"), train=False)
+    path.write_bytes(data)
+    load_model(str(tmp_path / "run"), train=False)
+    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 1})
+    options = dict(model_path="tiny", lora_r=2, tasks_per_step=2, max_steps=0)
+    grpo.train(config(grpo, place, tmp_path / "grpo", **options))
+    (tmp_path / "grpo").rename(tmp_path / "moved")
+    load_model(str(tmp_path / "moved"), train=False)
+    path = tmp_path / "moved" / "base" / "config.json"
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(UserError, match="base/config.json: is not the base model that the adapter .* was trained on"):
+        load_model(str(tmp_path / "moved"), train=False)
+
+
+FORK = """
+import sys
+sys.path[:0] = [{root!r}, "."]
+from dataclasses import dataclass
+import mylosses, sft
+from experiment import main
+@dataclass(kw_only=True)
+class Config(sft.Config):
+    output_dir: str = "r"
+main(Config, sft.train, "")
+"""
+
+
+def test_a_fork_prints_commands_that_run_the_fork_and_notices_that_it_changed(place, tmp_path):
+    (tmp_path / "mysft.py").write_text(FORK.format(root=str(ROOT)))
+    (tmp_path / "mylosses.py").write_text("")
+    words = f"--model_path {place}/base --max_samples 8 --batch_size 4 --eval_tasks 0 --lora_r 2 --save_every 1".split()
+    done = programs.run("mysft.py", *words, "--max_steps", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "`python mysft.py --config" in (tmp_path / "r" / "config.yaml").read_text().splitlines()[0]
+    done = programs.run("mysft.py", *words, "--max_steps", 1, "--learning_rate", "0.5", "--resume", cwd=tmp_path)
+    assert done.returncode == 2 and "the same command: python mysft.py --config r/config.yaml --resume" in done.stderr
+    for name in ("mysft.py", "mylosses.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "# another loss\n")
+    done = programs.run("mysft.py", *words, "--max_steps", 2, "--resume", cwd=tmp_path)
+    noted = re.findall(r"note: program (\w+.py) is not the file this run began with", done.stdout)
+    assert done.returncode == 0 and noted == ["mylosses.py", "mysft.py"], done.stderr[-2000:]
+
+
+def test_every_group_keeps_its_own_rate_also_when_resumed(place, tmp_path, monkeypatch):
+    """LoRA+: the rate of B is 16 times that of A, in every step of a run and of a resumed one."""
+    rates = []
+
+    def lora_plus(model, *, lr, **_):
+        halves = [[p for name, p in model.named_parameters() if name.endswith(f"lora.{half}")] for half in "AB"]
+        optimizer = torch.optim.AdamW([{"params": halves[0], "lr": lr}, {"params": halves[1], "lr": 16 * lr}])
+        optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        return optimizer
+    monkeypatch.setattr(sft, "adamw", lora_plus)
+    again = toy(place, tmp_path / "run", lora_r=2)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 1)
+    sft.train(replace(again, resume="newest"))
+    assert len(rates) == 4 and all(b == pytest.approx(16 * a) for a, b in rates)
+    assert [a for a, _ in rates[:2] + rates[3:]] == pytest.approx([1e-3, 0.7e-3, 0.4e-3])
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_a_module_that_a_fork_adds_is_saved_and_resumed(place, tmp_path, monkeypatch, lora_r):
+    load, score = sft.load_model, sft.token_logprobs
+
+    def with_value_head(*args, **options):
+        model, tokenizer = load(*args, **options)
+        torch.manual_seed(0)
+        model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
+        return model, tokenizer
+
+    def scored(model, token_ids, *rest):  # its output counts, so that it learns
+        logprobs, entropy = score(model, token_ids, *rest)
+        return logprobs + model.value_head(model.get_input_embeddings()(token_ids)).squeeze(-1), entropy
+    monkeypatch.setattr(sft, "load_model", with_value_head)
+    monkeypatch.setattr(sft, "token_logprobs", scored)
+    sft.train(toy(place, tmp_path / "whole", lora_r=lora_r))
+    again = toy(place, tmp_path / "run", lora_r=lora_r)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    sft.train(replace(again, resume="newest"))
+    assert_equal(tmp_path / "whole", tmp_path / "run")
+    first, last = (load_file(path / "added.safetensors") for path in checkpoints(tmp_path / "run")[-2:])
+    assert sorted(last) == ["value_head.bias", "value_head.weight"] and not torch.equal(first["value_head.weight"], last["value_head.weight"])
+    load(str(tmp_path / "run"), train=False)  # the model itself is a plain one
+    files = [path for path in checkpoints(tmp_path / "run")[-1].glob("*model.safetensors")]
+    assert len(files) == 1 and not any("value_head" in name for name in load_file(files[0]))
+
+
 def test_the_schedule_belongs_to_the_run(place, tmp_path):
     """A run that is made longer continues at a tenth of the peak; the first steps are those of the short run."""
     sft.train(toy(place, tmp_path / "run"))
@@ -447,11 +553,11 @@ def test_the_schedule_belongs_to_the_run(place, tmp_path):
 
 @pytest.mark.parametrize("total, warmup", [(2, [1.0, 1.0]), (10, [1.0, 1.0]), (50, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]), (340, [0.05, 0.1])])
 def test_the_warm_up_is_a_tenth_of_the_steps_and_at_most_twenty(total, warmup):
-    run_of = SimpleNamespace(schedule=total, config=SimpleNamespace(learning_rate=2.0))
+    run_of = SimpleNamespace(schedule=total)
     for step, share in enumerate(warmup):
-        assert run.Run.learning_rate(run_of, step) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
-    assert run.Run.learning_rate(run_of, 30) < 2.0
-    assert run.Run.learning_rate(run_of, total) == pytest.approx(0.2)
+        assert run.Run.scheduled(run_of, 2.0, step) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
+    assert run.Run.scheduled(run_of, 2.0, 30) < 2.0
+    assert run.Run.scheduled(run_of, 2.0, total) == pytest.approx(0.2)
 
 
 def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):
@@ -479,36 +585,18 @@ def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):
     assert read_state(folder) == whole
 
 
-# ---------------------------------------------------------------------------------------- what we did not write
-def test_overwrite_removes_only_what_a_run_wrote(place, tmp_path):
+# ------------------------------------------------------------------------------------------- nothing is removed
+@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted])
+def test_a_run_that_cannot_load_leaves_the_run_that_it_was_to_overwrite(place, tmp_path, module):
     folder = tmp_path / "run"
     sft.train(toy(place, folder))
-    kept = [folder / name for name in ("notes.txt", "checkpoints/mine/model.safetensors", "checkpoints/step_000003/notes.txt",
-                                       "base/mine.txt", "bad_step_by_hand.json", "checkpoints/step_999999/model.safetensors")]
-    for path in kept:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("mine")
-    sft.train(toy(place, folder, overwrite=True, seed=1))
-    kept[2] = folder / "checkpoints/kept_1_step_000003/notes.txt"
-    assert all(path.read_text() == "mine" for path in kept)
-    (tmp_path / "stranger" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "stranger" / "checkpoints" / "weights").write_text("mine")
-    for options in ({"overwrite": True}, {}, {"resume": "newest"}):
-        with pytest.raises(UserError, match="stranger: (holds|already holds) checkpoints"):
-            sft.train(toy(place, tmp_path / "stranger", **options))
-    assert (tmp_path / "stranger" / "checkpoints" / "weights").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "result.json", "report.html", "checkpoints", "base", ".lock", "trajectories.jsonl"])
-def test_nothing_is_written_through_a_symbolic_link(place, tmp_path, name):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    target = tmp_path / "elsewhere" if name in ("checkpoints", "base") else tmp_path / "elsewhere" / "file"
-    (tmp_path / "run" / name).symlink_to(target)
-    for options in ({}, {"overwrite": True}, {"resume": "newest"}):
-        with pytest.raises(UserError, match=f"{name}: is a symbolic link, which a run does not write through"):
-            sft.train(toy(place, tmp_path / "run", **options))
-    assert list((tmp_path / "elsewhere").iterdir()) == []
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="typo"):
+        module.train(config(module, place, folder, overwrite=True, model_path=str(tmp_path / "typo")))
+    assert os.listdir(tmp_path) == ["run"] and all(path.read_bytes() == data for path, data in files.items())
+    short = dict(trajectories=str(place / "episodes.jsonl"), max_steps=1) if module in (dpo, reward_weighted) else dict(max_steps=0)
+    module.train(config(module, place, folder, overwrite=True, **short))
+    assert all((tmp_path / "run.1" / path.relative_to(folder)).read_bytes() == data for path, data in files.items() if path.name != ".lock")
 
 
 @pytest.mark.parametrize("name", ["", "  "])

@@ -414,7 +414,7 @@ def test_recorded_episodes_need_no_tasks_to_play(monkeypatch):
 
 
 def test_the_next_command_plays_no_texts():
-    from experiment.closing import next_command
+    from experiment.notes import next_command
     texts = {"output_dir": "o", "dataset": "chats.jsonl", "eval_dataset": "more.jsonl", "dtype": "float32"}
     assert next_command("agent.py", sft.Config(**texts)) == "python agent.py --model_path o --dtype float32"
     played = sft.Config(**texts, env="gsm8k", tasks="t.jsonl")

@@ -1,5 +1,4 @@
 """run.py: what the flags accept and refuse, that config.yaml repeats a run, that a checkpoint is whole or absent."""
-import io
 import json
 import os
 import re
@@ -16,9 +15,9 @@ from saving import save, weights
 
 from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
+from experiment.episodes import message_lines
 from experiment.files import finite
-from experiment.program import Guarded
-from experiment.run import Run
+from experiment.run import LOGGED_EPISODES, Run
 from experiment.errors import UserError
 from experiment.seeds import mix
 
@@ -91,32 +90,17 @@ def test_success_and_our_own_bugs(program):
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 
 
-def test_a_terminal_obeys_nothing_that_is_printed():
-    stream = io.StringIO()
-    for text in ("\x1b]52;c;cm0gLXJm\x07 é\n", "a\rb\n", "\r 50%", "\x1b[A\x1b[A", "\r\x1b[31m"):
-        assert Guarded(stream).write(text)
-    assert stream.getvalue() == "\\x1b]52;c;cm0gLXJm\\x07 é\na\\rb\n\r 50%\x1b[A\x1b[A\r\\x1b[31m"
-
-
-def test_a_wrong_command_leaves_no_folder_behind(tmp_path):
-    for name, keeps in (("new", ()), ("used", ("metrics.jsonl",)), ("mine", ("notes.txt",))):
-        folder = tmp_path / name
-        if name == "mine":
-            folder.mkdir()
-        files = output_folder.OutputFolder(folder, "sft", "the command")
-        files.enter({"output_dir": str(folder)})
-        files.write_config({"seed": 1})
-        for kept in keeps:
-            (folder / kept).write_text("x")
-        files.remove_if_unused()
-        assert folder.exists() == bool(keeps) and all((folder / kept).exists() for kept in keeps)
+def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
+    messages = [{"role": "user", "content": "\x1b]52;c;cm0gLXJm\x07 é\na\rb"}]
+    assert message_lines(messages) == ["User: \\x1b]52;c;cm0gLXJm\\x07 é\na\\rb"]
 
 
 def test_an_environment_may_change_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = output_folder.OutputFolder("run", "sft", "the command")
+    files = output_folder.OutputFolder("run", "sft", "sft.py", "the command")
     files.enter({"output_dir": "run"})
     monkeypatch.chdir("/")
+    files.begin({"output_dir": "run"})
     files.append("metrics.jsonl", [{"step": 0}])
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -151,7 +135,9 @@ def test_ascii_locale(program):
 
 def started(folder, **changes):
     config = Config(output_dir=str(folder), **changes)
-    return Run(config, "grpo")
+    book = Run(config, "grpo")
+    book.begin()
+    return book
 
 
 def test_config_yaml_does_not_repeat_permissions(tmp_path):
@@ -170,43 +156,47 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(4 steps are saved\); --resume continues"):
         started(folder)
     (folder / "result.json").write_text("{}")
-    with pytest.raises(UserError, match="a: already holds a grpo run, finished; .*--overwrite replaces it, or give another --output_dir"):
+    with pytest.raises(UserError, match="a: already holds a grpo run, finished; .*--overwrite renames it, or give another --output_dir"):
         started(folder)
-    (folder / "metrics.jsonl").write_text("")
-    assert (folder / "metrics.jsonl").exists()
-    started(folder, overwrite=True)
-    assert not (folder / "metrics.jsonl").exists() and (folder / "notes.txt").read_text() == "mine"
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(UserError, match="b: already holds config.yaml; "):
-        started(tmp_path / "b")
+    for options in ({}, {"overwrite": True}, {"resume": "newest"}):
+        with pytest.raises(UserError, match="b: already holds config.yaml, which no run has written; "):
+            started(tmp_path / "b", **options)
 
 
-def test_overwrite_never_removes_what_the_run_starts_from(tmp_path):
-    started(tmp_path)
-    (tmp_path / "base").mkdir()
-    for start in (tmp_path, tmp_path / "base"):
+def test_overwrite_renames_the_run_that_was_there_and_nothing_is_lost(tmp_path, capsys):
+    folder = tmp_path / "a"
+    for number in range(3):
+        book = Run(Config(output_dir=str(folder), overwrite=True, seed=number), "grpo")
+        before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+        assert not number or before["notes.txt"] == b"mine", "the run is not taken before begin()"
+        book.begin()
+        book.write_line(0, {"loss": float(number)}, {})
+        (folder / "notes.txt").write_text("mine")
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.1", "a.2"]
+    assert [strict(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("a.1", "a.2", "a")] == [0, 1, 2]
+    assert f"{folder}: the run that was there is now {folder}.2\n" in capsys.readouterr().out
+
+
+def test_overwrite_never_renames_what_the_run_starts_from(tmp_path):
+    started(tmp_path / "a")
+    folder = tmp_path / "a"
+    (folder / "base").mkdir()
+    (folder / "trajectories.jsonl").write_text("{}")
+    for start in (folder, folder / "base", f"elsewhere.jsonl, {folder / 'trajectories.jsonl'}"):
         with pytest.raises(UserError, match="--model_path .* lies in the folder to overwrite"):
-            started(tmp_path, overwrite=True, model_path=str(start))
-    (tmp_path / "trajectories.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="--model_path .*trajectories.jsonl lies in the folder to overwrite"):
-        started(tmp_path, overwrite=True, model_path=f"elsewhere.jsonl, {tmp_path / 'trajectories.jsonl'}")
-    assert (tmp_path / "base").exists() and (tmp_path / "config.yaml").exists() and (tmp_path / "trajectories.jsonl").exists()
+            started(folder, overwrite=True, model_path=str(start))
+    assert os.listdir(tmp_path) == ["a"]
 
 
-def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
+def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     for folder, reason in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "a", "Not a directory"),
                            (tmp_path / ("n" * 256), "File name too long"), ("a\0b", "null byte")):
         with pytest.raises(UserError, match=f"(?s): cannot write there .*{reason}.*; give another --output_dir"):
             started(folder)
     assert started(tmp_path / ("n" * 255)).folder.is_dir()
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(output_folder, "open_to_write", full)              # read-only and full disks look like this
-    with pytest.raises(UserError, match="No space left"):
-        started(tmp_path / "full")
 
 
 def test_config_made_in_python_is_checked_too(tmp_path):
@@ -238,7 +228,7 @@ def test_lines_are_strict_json(tmp_path):
     assert strict(tmp_path / "timing.jsonl") == [{"step": 0, "seconds": None}]
     odd = "日本\u2028\ud800\n"
     book.step = 1
-    book.log_episodes([Episode(logprobs=[float("-inf"), -1.5], messages=[{"content": odd}]), Episode(reward=1.0)])
+    book.write_episodes([Episode(logprobs=[float("-inf"), -1.5], messages=[{"content": odd}]), Episode(reward=1.0)])
     rows = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().split("\n")[:-1]]
     assert rows == [{"step": 1, "logprobs": [None, -1.5], "messages": [{"content": odd.replace("\ud800", "?")}]}, {"step": 1, "reward": 1.0}]  # the strict reader takes it
 
@@ -246,9 +236,9 @@ def test_lines_are_strict_json(tmp_path):
 def test_no_group_is_cut_in_the_log_of_episodes(tmp_path):
     book = started(tmp_path)
     episodes = [Episode(group_id=f"0-{i // 5}", i=i) for i in range(30)]
-    book.log_episodes(episodes)
+    book.write_episodes(episodes, LOGGED_EPISODES)
     assert [row["i"] for row in strict(tmp_path / "trajectories.jsonl")] == list(range(20))
-    book.log_episodes(episodes, limit=None)
+    book.write_episodes(episodes)
     assert len(strict(tmp_path / "trajectories.jsonl")) == 50
 
 
@@ -301,9 +291,9 @@ def test_save(tmp_path):
     assert sorted(state["files"]) == ["model.safetensors", "optimizer.safetensors", "tokenizer.json"]
     assert state["files"]["tokenizer.json"]["bytes"] == 2
     assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "config.yaml").stat().st_mode}
-    save(book, 7)                                                           # what stands there is moved aside
+    save(book, 7)                                                           # what stands there is renamed
     assert read_state(path)["files"] != state["files"]
-    assert read_state(tmp_path / "checkpoints/kept_1_step_000007") == state
+    assert read_state(tmp_path / "checkpoints/step_000007.1") == state
     for step in (1000000, 999999):
         save(book, step)
     (tmp_path / "checkpoints/step_2000000").mkdir()                         # without a state.json it is none
@@ -395,7 +385,7 @@ def test_peak_memory():
 def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     from types import SimpleNamespace
 
-    from experiment.closing import first_notes
+    from experiment.notes import first_notes
     # sft.py has no --env_options, and --dtype means another thing there
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="gsm8k", tasks="t.jsonl",
                              env_options="limit=3", dtype="bfloat16")

@@ -3,6 +3,7 @@
     python agent.py --model_path runs/grpo
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
+import os
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -11,7 +12,7 @@ import envs
 from agent import Episode, play_turns, rollout, rollout_options
 from episodes.tasks import load_tasks
 from envs.session import Session, Watch, load_environments
-from experiment.files import open_to_write, replace_file, to_json
+from experiment.files import replace_file, set_aside, to_json
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import PlayFlags, fill, flag
@@ -75,7 +76,8 @@ def as_the_run(config: Config) -> Config:
     # The policy that is played is the one that was trained, rounded alike.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
-    print(f"as in {written}:", " ".join(f"--{name} {value}" for name, value in taken.items()))
+    words = " ".join(f"--{name} {value}" for name, value in taken.items())
+    print(f"as in {written}: {printable(words)}")
     return replace(config, **taken)
 
 
@@ -97,17 +99,21 @@ def write_traces(config: Config, model, tokenizer, tasks: list[dict]):
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size,
                        top_k=config.top_k, top_p=config.top_p, **rollout_options(config))
     if config.output:
-        lines = [to_json(t.to_json()) for t in episodes]
-        replace_file(Path(config.output), "".join(lines))
+        path, lines = Path(config.output), [to_json(t.to_json()) for t in episodes]
+        if path.stat().st_size:
+            print(f"{path}: the file that was there is now {set_aside(path)}")
+        replace_file(path, "".join(lines))
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
     print(to_json(summarise(episodes)), end="")
 
 
 def check_output(path: str):
-    """Raise UserError if the file cannot be written. What is in it stays until there is better."""
+    """Raise UserError if the file cannot be written. An old one stays until there is better."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"--output {path}: is no regular file")
     try:
-        open_to_write(path, "a").close()
+        open(path, "a").close()
     except OSError as error:
         raise UserError(f"--output {path}: {error.strerror}") from None
 

@@ -7,13 +7,11 @@ import shlex
 import sys
 
 from experiment.errors import UserError
-from experiment.program import guard_streams
 from llm.loading import merge
 
 
 def main(words: list[str]) -> int:
     """Run the command and return its exit status."""
-    guard_streams()
     if len(words) != 3 or words[0] != "merge":
         print(__doc__, file=sys.stderr)
         return 2

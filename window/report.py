@@ -15,7 +15,6 @@ from experiment.data import reading, whole
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
-from experiment.program import guard_streams
 from window.records import Record
 from window.statistics import difference, wilson
 
@@ -201,7 +200,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    guard_streams()
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:
