@@ -107,7 +107,7 @@ def task_rows(seed, steps) -> list[dict]:
 
 
 def rate(step, steps) -> float:
-    """Return the share of the peak learning rate: `Run.learning_rate` of experiment/run.py."""
+    """Return the share of the peak learning rate: `Run.scheduled` of experiment/run.py."""
     warmup_steps = max(1, min(20, steps // 10))
     return min(1.0, (step + 1) / warmup_steps) * (1 - 0.9 * min(step / steps, 1.0))
 

@@ -194,11 +194,12 @@ def _model_files(model):
     folder = newest_checkpoint(model) or Path(model)
     if not (folder / "adapter_config.json").exists():
         return {f"base/{path.name}": path for path in _files_in(folder)}
-    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "base"
-    # Where the base is no more, it may lie beside the adapter.
-    places = [path for path in (base, folder / "base", folder / "../../base") if os.path.isdir(path)]
-    files = {f"adapter/{path.name}": path for path in _files_in(folder)}
-    return files | _model_files(places[0] if places else base)
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or ""
+    for moved in (folder / "base", folder / "../../base"):
+        # Where the base is no more, it may lie beside the adapter.
+        if not os.path.exists(base) and moved.is_dir():
+            base = moved
+    return {f"adapter/{path.name}": path for path in _files_in(folder)} | _model_files(base)
 
 
 def _files_in(folder):

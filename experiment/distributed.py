@@ -152,7 +152,7 @@ class Ranks:
                             "files and versions")
 
     def _together(self, collective, *args):
-        """Call a collective. Raises RankLost if another rank has ended: its connection is closed."""
+        """Call a collective. Raises RankLost if it fails because another rank has ended."""
         try:
             collective(*args)
         except RuntimeError as error:

@@ -34,7 +34,7 @@ def to_json(value, indent=None):
 
 
 def set_aside(path):
-    """Rename a file or folder to PATH.1, or to the next number that is free; return the new path."""
+    """Rename a file or folder to PATH.1, or the next number that is free. Return the new path."""
     number = 1
     while (new := path.with_name(f"{path.name}.{number}")).exists():
         number += 1

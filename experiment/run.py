@@ -294,7 +294,7 @@ class Run:
 
     # --------------------------------------------------------------------------- steps that are bad
     def discard_if_not_finite(self, episodes, loss, grad_norm):
-        """Drop the gradients of an update that is not finite: the optimizer's step then does nothing.
+        """Drop the gradients of an update that is not finite: `optimizer.step()` then does nothing.
 
         Such an update would spoil the weights for good. Its episodes go into bad_step_N.json, and
         the third in a row raises Stop. From a good update to the end of the step signals wait.

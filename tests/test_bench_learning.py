@@ -97,9 +97,9 @@ def test_trl_gets_our_tasks_and_learning_rates():
 
     from experiment.run import Run
     from types import SimpleNamespace
-    run = SimpleNamespace(schedule=50, config=SimpleNamespace(learning_rate=1.0))
+    run = SimpleNamespace(schedule=50)
     for step in range(50):
-        assert learn_vs_trl.rate(step, 50) == pytest.approx(Run.learning_rate(run, step))
+        assert learn_vs_trl.rate(step, 50) == pytest.approx(Run.scheduled(run, 1.0, step))
 
 
 def test_the_environment_that_ends_says_too_much_at_the_end():

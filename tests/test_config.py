@@ -147,7 +147,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
                  loss=st.sampled_from(["grpo", "dapo", "gspo"]), seed=st.integers(0, 2**31 - 1)))
 def test_config_yaml_round_trips(tmp_path_factory, config):
     config.output_dir = str(tmp_path_factory.mktemp("run"))
-    Run(config, "grpo")
+    Run(config, "grpo").begin()
     assert parse(Config, ["--config", config.output_dir + "/config.yaml"]) == config
 
 
