@@ -32,7 +32,7 @@ from episodes.groups import collect_groups, group_shares
 from episodes.tasks import train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, main, members,
-                        shift_and_scale, unusable)
+                        unusable)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs)
 from lora import freeze_reference, merged, reference
@@ -306,12 +306,14 @@ def settle(config):
 
 
 # ------------------------------------------------------------------------------------------- loop
-def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask):
+def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask,
+               sampled_logprobs=None):
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
     The KL shares the normalizer, and the entropy is a mean over tokens for every loss. All tensors
     are (b, t); without kl_coef ref_logprobs is None. Returns the loss and its share of what the
-    step logs: the loss, and means over tokens. approx_kl is KL(old || policy).
+    step logs: the loss, and means over tokens. approx_kl is KL(old || policy), and gap how far the
+    log-probs are from the sampler's, if those are given.
     """
     surrogate, normalizer = LOSSES[config.loss]
     log_ratio = masked(logprobs - old_logprobs, mask)
@@ -327,6 +329,8 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
         loss = loss - config.entropy_coef * token_mean(entropy, mask, counts)
     to_log |= {"ratio": log_ratio.exp(), "approx_kl": log_ratio.exp() - 1 - log_ratio,
                "entropy": entropy, "advantage_abs": advantages.abs()}
+    if sampled_logprobs is not None:
+        to_log["gap"] = (logprobs - sampled_logprobs).abs()
     metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, counts)
                for name, x in to_log.items()}
     return loss, {**metrics, "loss": loss.detach()}
@@ -349,7 +353,6 @@ def train(config: Config) -> dict:
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each drawn task.
             trajectories = collect_groups(play, tasks, config, step, run)
-            shift_and_scale(trajectories, config.reward_scaling, config.reward_bias)
             run.log_episodes(trajectories)
             if unusable(trajectories):
                 continue
@@ -357,9 +360,8 @@ def train(config: Config) -> dict:
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
-            # 2. Advantages: a sampled token gets the advantage of its episode, or of its turn.
-            advantages = token_advantages(
-                batch, mask, config.credit, scale=config.scale_rewards)  # (B, T)
+            # 2. Advantages (B, T): a sampled token gets that of its episode, or of its turn.
+            advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
             run.log(**group_shares(batch, advantages))
             old_logprobs = sampled_logprobs
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
@@ -381,10 +383,9 @@ def train(config: Config) -> dict:
                         loss, numbers = total_loss(
                             config, counts, logprobs, entropy, old_logprobs[rows],
                             ref_logprobs[rows] if config.kl_coef else None,
-                            advantages[rows], mask[rows])
+                            advantages[rows], mask[rows], sampled_logprobs[rows])
                         loss.backward()
-                        gap = (logprobs.detach() - sampled_logprobs[rows]).abs()
-                        metrics.append({**numbers, "gap": token_mean(gap, mask[rows], counts)})
+                        metrics.append(numbers)
                         del logprobs, entropy, loss  # free the graph: the next one needs room
                 run.ranks.add_gradients(model)
                 totals = run.ranks.total(metrics)

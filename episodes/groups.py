@@ -2,7 +2,7 @@
 import math
 
 from episodes.tasks import draw_tasks
-from experiment.episodes import members, without_faults
+from experiment.episodes import members, shift_and_scale, without_faults
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 
@@ -11,8 +11,8 @@ def collect_groups(play, tasks, config, step, run):
     """Play the step's groups, and replace those outside the success-rate band by other tasks'.
 
     `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
-    episodes, group after group: fewer if prompts are too long, environments fail, or MAX_RESAMPLE
-    rounds do not suffice.
+    episodes, group after group, with rewards as `reward_scaling` and `reward_bias` say: fewer if
+    prompts are too long, environments fail, or MAX_RESAMPLE rounds do not suffice.
     """
     kept = []  # episodes
     drawn = dropped = 0  # groups
@@ -34,6 +34,7 @@ def collect_groups(play, tasks, config, step, run):
             else:
                 dropped += 1
     run.log(groups_dropped=dropped)
+    shift_and_scale(kept, config.reward_scaling, config.reward_bias)
     return kept
 
 
