@@ -42,7 +42,8 @@ def read_demonstrations(path: str, env: str | None) -> list[Conversation]:
 
 def single_environment(env: str | None) -> type | None:
     """Return the class of an environment. Of several (a,b) none is taken."""
-    return envs.load(env) if env and "," not in env else None
+    names = envs.names_of(env)
+    return envs.load(names[0]) if len(names) == 1 else None
 
 
 def messages_in(row: dict, env: type | None) -> list[dict]:
