@@ -21,7 +21,7 @@ SEEDS, RESULTS, AIMS = (0, 1, 2), os.path.join(ROOT, "bench", "results"), {"sft"
 def course(out: str, seed: int) -> list[str]:
     """README's five commands, in folder `out`."""
     csv, sft, traces, dpo = (os.path.join(out, name) for name in ("meetings.csv", "sft", "traces.jsonl", "dpo"))
-    return [f"bench/meetings_csv.py --rows 3000 --output {csv} --seed {seed}",
+    return [f"bench/meetings.py --rows 3000 --output {csv} --seed {seed}",
             f"sft.py --env meetings --tasks {csv} --expert_noise 0.1 --batch_size 16 --max_steps 800 "
             f"--eval_tasks 0 --output_dir {sft} --seed {seed} --overwrite",
             f"agent.py --model_path {sft} --env meetings --tasks {csv} --num_tasks 128 --group_size 8 "
@@ -51,7 +51,7 @@ def run(out: str, seed: int) -> dict:
 
 def main(out):
     sys.path.insert(0, ROOT)
-    from envs.meetings import TOOLS, accuracy
+    from bench.meetings import TOOLS, accuracy
     with ThreadPoolExecutor(2) as pool:
         rows = dict(zip((f"seed {seed}" for seed in SEEDS), pool.map(lambda seed: run(out, seed), SEEDS)))
     result = {"command": "python bench/course.py", "date": datetime.date.today().isoformat(), "rows": rows,

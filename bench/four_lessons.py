@@ -128,7 +128,7 @@ def picture(rows: dict, ceiling: float, path: str):
 
 def main():
     sys.path.insert(0, ROOT)
-    from envs.meetings import TOOLS, accuracy
+    from bench.meetings import TOOLS, accuracy
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "four_lessons"))
     parser.add_argument("--only", choices=START, help="default: all")

@@ -3,7 +3,6 @@
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator
-    meetings.py   a conference with hidden facts
     calls.py      the tools of a class, and one call of one of them
     session.py    one environment during an episode: its calls are made in another thread
 
@@ -50,7 +49,7 @@ ENVS = {
     "equations": "envs.equations:Equations",
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
-    "meetings": "envs.meetings:Meetings",
+    "meetings": "bench.meetings:Meetings",
 }
 
 

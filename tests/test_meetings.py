@@ -1,4 +1,4 @@
-"""envs/meetings.py: the simulator is what its docstring says, hides what it should, grades as the course does; its CSV."""
+"""bench/meetings.py: the simulator is what its docstring says, hides what it should, grades as the course does; its CSV."""
 import json
 import math
 import re
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from episodes.tasks import load_tasks
 import envs
 from episodes.imitation import demonstrate
-from envs.meetings import (
+from bench.meetings import (
     PERSONAS,
     PRIOR,
     REASONS,
@@ -314,7 +314,7 @@ def test_tasks_are_apart():
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("csv") / "meetings.csv"
-    done = subprocess.run([sys.executable, "bench/meetings_csv.py", "--rows", "300", "--output", path, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "bench/meetings.py", "--rows", "300", "--output", path, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "best possible accuracy is 83." in done.stdout
     return path
@@ -361,5 +361,5 @@ def test_any_csv_of_these_columns_can_be_read():
 
 @pytest.mark.parametrize("flags", [["--rows", "x"], ["--seed", "-1"], ["--output", "no/such/folder/x.csv"], ["--row_count", "3"]])
 def test_what_the_command_refuses(tmp_path, flags):
-    done = subprocess.run([sys.executable, ROOT / "bench/meetings_csv.py", *flags], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "bench/meetings.py", *flags], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "error: " in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr and not list(tmp_path.iterdir())

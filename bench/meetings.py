@@ -19,6 +19,8 @@ agent can be right more often than `accuracy(TOOLS)`, 83 %. Two scores allow 70 
 The answer is text: {"probability": 0.69, "reason": "slot", "recommendation": "YES"}. TRL shows an
 environment no text, so that there every episode counts as not completed.
 """
+import argparse
+import csv
 import json
 import math
 import re
@@ -289,3 +291,38 @@ class Meetings:
             if (zlib.crc32(str(meeting).encode()) % 10 == 0) == (split == "test"):
                 out[meeting] = {"meeting": meeting}
         return list(out.values())
+
+
+CSV_COLUMNS = ("input_text", "target_probability", "target_reason", "ground_truth_prob", "meeting")
+
+
+def write_csv(rows: int, output: str, seed: int):
+    """Write meetings of the training split with their true answers."""
+    tasks = Meetings._tasks("train", rows, seed)
+    with open(output, "w", encoding="utf-8", newline="") as f:
+        table = csv.writer(f)
+        table.writerow(CSV_COLUMNS)
+        for task in tasks:
+            made = simulate(task["meeting"])
+            truth = made["probability"]
+            target = json.loads(answer(truth, strongest(made["scores"], truth >= 0.5)))
+            table.writerow([made["prompt"], target["probability"], target["reason"], round(truth, 4), task["meeting"]])
+
+
+def main():
+    """Write a CSV file of meetings."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--output", default="meetings.csv")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    try:
+        write_csv(**vars(given))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"written: {given.output}; the best possible accuracy is {accuracy(TOOLS):.1%}\n"
+          f"next:    python sft.py --env meetings --tasks {given.output}")
+
+
+if __name__ == "__main__":
+    main()
