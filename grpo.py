@@ -358,11 +358,9 @@ def train(config: Config) -> dict:
                 continue
             batch = cheapest_order(trajectories, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
-            counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
             # 2. Advantages (B, T): a sampled token gets that of its episode, or of its turn.
             advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
-            run.log(**group_shares(batch, advantages))
             old_logprobs = sampled_logprobs
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
             if config.importance_correction:
@@ -371,10 +369,11 @@ def train(config: Config) -> dict:
                     old_logprobs, sampled_logprobs, mask, config.importance_correction)
             if config.kl_coef:
                 ref_logprobs = score_by(reference(model, start_policy))  # (B, T)
+            counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
             # 3. Update, in micro-batches, through the weights that sampled (`merged`).
             model.train()
-            for update in range(config.updates_per_step):
+            for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
                 with merged(model, update=True):
                     for rows in run.micro_batches(len(batch), step, update):
@@ -393,9 +392,9 @@ def train(config: Config) -> dict:
                 run.discard_if_not_finite(batch, totals["loss"], grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                run.log(**totals, grad_norm=grad_norm)  # the step's line keeps the last update
                 if update == 0:  # ratio 1 and gap 0, but for rounding and dropout
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
+            run.log(**totals, **group_shares(batch, advantages), grad_norm=grad_norm)
     return run.finish()
 
 
