@@ -261,8 +261,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                      aliases=("loss_type",))
     loss_weights: str | None = flag(None, "a number for each loss, separated by commas; default: 1")
     beta: float = flag(0.1, "the higher, the closer to the reference; ipo: tau", above=0)
-    label_smoothing: float = flag(0.0, "exo_pair: eps (paper: 0.001); robust: share of swapped "
-                                       "pairs", low=0, high=0.99)
+    label_smoothing: float | None = flag(None, "exo_pair: eps, default 0.001; robust: share of "
+                                               "swapped pairs, default 0", above=0, high=0.49)
     length_norm: bool = flag(False, "log-ratios are means over tokens; beta is then per token")
     sft_coef: float = flag(1.0, "weight of -log pi(chosen) per token, as in RPO; 0: the loss alone",
                            low=0, aliases=("rpo_alpha",))
@@ -280,21 +280,16 @@ def weighted_losses(config: Config) -> dict:
     text, eps = config.loss_weights, config.label_smoothing
     try:
         weights = [float(weight) for weight in text.split(",")] if text else [1.0] * len(names)
+        losses = {name: (weight, LOSSES[name]) for name, weight in zip(names, weights, strict=True)}
     except ValueError:
-        raise UserError(f"--loss_weights {text}: give numbers separated by commas") from None
-    if len(weights) != len(names) or not all(map(math.isfinite, weights)):
-        raise UserError(f"--loss_weights {text}: {len(weights)} weights, but --loss {config.loss} "
-                        f"names {len(names)}; give one finite number for each")
-    if "exo_pair" in names and not eps or "robust" in names and eps >= 0.5:
-        raise UserError(f"--label_smoothing {eps}: exo_pair needs it above 0 (paper: 0.001), "
-                        "robust below 0.5")
+        raise UserError(f"--loss_weights {text}: give {len(names)} numbers separated by commas, one "
+                        f"for each of --loss {config.loss}") from None
     if eps and not SMOOTHED & {*names}:
         raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
                         "use --loss robust")
-    losses = {}
-    for name, weight in zip(names, weights):
-        smoothed = partial(LOSSES[name], label_smoothing=eps)
-        losses[name] = weight, smoothed if name in SMOOTHED else LOSSES[name]
+    for name in SMOOTHED.intersection(names if eps else ()):
+        weight, loss = losses[name]
+        losses[name] = weight, partial(loss, label_smoothing=eps)
     return losses
 
 

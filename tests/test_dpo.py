@@ -496,9 +496,9 @@ def test_several_files_are_read_and_their_groups_kept_apart(start, recorded, tmp
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"loss": "sigmoid,sft", "loss_weights": "1.0"}, "1 weights, but --loss sigmoid,sft names 2"),
-    ({"loss_weights": "one"}, "give numbers separated by commas"), ({"loss": "sigmod"}, "did you mean sigmoid?"),
-    ({"loss": "exo_pair"}, "exo_pair needs it above 0"), ({"loss": "robust", "label_smoothing": 0.5}, "robust below 0.5"),
+    ({"loss": "sigmoid,sft", "loss_weights": "1.0"}, "give 2 numbers separated by commas, one for each of --loss sigmoid,sft"),
+    ({"loss_weights": "one"}, "give 1 numbers separated by commas"), ({"loss": "sigmod"}, "did you mean sigmoid?"),
+    ({"loss": "exo_pair", "label_smoothing": 0.0}, "must be greater than 0"), ({"loss": "robust", "label_smoothing": 0.5}, "must be at most 0.49"),
     ({"loss": "hinge,hinge"}, "names a loss twice"), ({"label_smoothing": 0.1}, "only exo_pair and robust"), ({"max_tokens": 40}, "no pair within --max_tokens 40: the shortest has"),
     ({"min_gap": 100.0}, "the largest gap is "), ({"env": "equatons"}, "did you mean equations?"),
     ({"dataset": "p.jsonl"}, "give one; tasks to evaluate on are given with --tasks"), ({"eval_dataset": "t.jsonl"}, "held-out pairs are --eval_share of all; tasks to evaluate on are given with --tasks")])
