@@ -959,7 +959,7 @@ def test_traces_come_from_the_training_split(tmp_path, monkeypatch):
     assert {t["equation"] for t in traces["train"]} <= train - test and {t["equation"] for t in traces["test"]} <= test - train
 
 
-def test_the_output_file_is_replaced_when_the_episodes_exist(tmp_path, monkeypatch):
+def test_an_old_output_file_is_renamed_when_the_episodes_exist(tmp_path, monkeypatch):
     out = tmp_path / "traces.jsonl"
     out.write_text("hours of work\n")
     monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
@@ -973,9 +973,10 @@ def test_the_output_file_is_replaced_when_the_episodes_exist(tmp_path, monkeypat
             talk.command(talk.Config(num_tasks=1, output=str(out)))
     assert out.read_text() == "hours of work\n" and os.listdir(tmp_path) == ["traces.jsonl"]
     talk.command(talk.Config(num_tasks=2, max_new_tokens=4, output=str(out)))
-    assert len(read_trajectories(str(out))) == 2 and os.listdir(tmp_path) == ["traces.jsonl"]
+    assert len(read_trajectories(str(out))) == 2 and sorted(os.listdir(tmp_path)) == ["traces.jsonl", "traces.jsonl.1"]
+    assert (tmp_path / "traces.jsonl.1").read_text() == "hours of work\n"
     (tmp_path / "link.jsonl").symlink_to(out)
-    for place, says in [(tmp_path / "link.jsonl", "symbolic links"), (tmp_path, "Is a directory"), (tmp_path / "no" / "t.jsonl", "No such file")]:
+    for place, says in [(tmp_path / "link.jsonl", "is no regular file"), (tmp_path, "is no regular file"), (tmp_path / "no" / "t.jsonl", "No such file")]:
         with pytest.raises(UserError, match=f"--output .*{says}"):
             talk.command(talk.Config(num_tasks=1, output=str(place)))
 

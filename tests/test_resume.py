@@ -340,6 +340,7 @@ def test_one_checkpoint_and_that_damaged(stopped, tmp_path):
 
 def test_the_best_checkpoint_is_kept(tmp_path):
     book = Run(sft.Config(output_dir=str(tmp_path), save_every=1), "sft")
+    book.begin()
     for step, book.score in enumerate((0.1, 0.7, 0.3, 0.4, None, 0.7, 0.2), 1):
         save(book, step)
         names = [int(path.name[5:]) for path in checkpoints(tmp_path)]

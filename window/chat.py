@@ -110,7 +110,7 @@ def write_traces(config: Config, model, tokenizer, tasks: list[dict]):
 
 def check_output(path: str):
     """Raise UserError if the file cannot be written. An old one stays until there is better."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"--output {path}: is no regular file")
     try:
         open(path, "a").close()
