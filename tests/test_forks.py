@@ -104,5 +104,9 @@ def test_a_fork_applies_runs_and_is_resumed(patch, base, tmp_path, server):
         assert lines[-1]["value_loss"] > 0 and head["value_head.weight"].any() and head["value_head.weight"].shape[0] == 1
     if patch.stem == "server_engine":
         assert len(server.requests) >= 24 and all(line["sampler_gap"] < 1e-4 for line in lines)
+    if patch.stem == "teaching":
+        run(ROOT, base, tmp_path / "whole", 2, *words, "--kl_coef", "0")
+        name = "checkpoints/step_000002/adapter_model.safetensors"
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     longer = run(folder, base, tmp_path / "out", 3, *words, "--resume")
     assert longer[:2] == lines and len(longer) == 3
