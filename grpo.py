@@ -8,7 +8,7 @@ TRL's loss bnpo, which divides by the tokens of a micro-batch.
     python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
-Shapes: B sequences of T tokens, (b, t) in a micro-batch; N rewards. Column t of a (B, T) tensor
+Shapes: B sequences of T tokens, b of them in a micro-batch; N rewards. Column t of a (B, T) tensor
 belongs to token t. A mask is 1 exactly where the policy sampled the token. sg is stop_gradient.
 Five log-probs of the same tokens:
 
@@ -262,8 +262,9 @@ def lower_clip(config):
     return config.clip_eps_low
 
 
-# An `auto` field that the user leaves open is None until `settle` fills it: from the loss's paper,
-# TINY or the environment, else with the default that stands here.
+# The fields that all algorithms share stand in experiment/config.py. An `auto` field that the user
+# leaves open is None until `settle` fills it: from the loss's paper, TINY or the environment, else
+# with the default that stands here.
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
@@ -311,7 +312,7 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
     The KL shares the normalizer, and the entropy is a mean over tokens for every loss. All tensors
-    are (b, t); without kl_coef ref_logprobs is None. Returns the loss and its share of what the
+    are (b, T); without kl_coef ref_logprobs is None. Returns the loss and its share of what the
     step logs: the loss, and means over tokens. approx_kl is KL(old || policy), and gap how far the
     log-probs are from the sampler's, if those are given.
     """
