@@ -21,13 +21,12 @@ from llm.adapter_files import (
     read_settings,
 )
 from llm.attention import causal_attention, other_layers
-from llm.checkpointing import checkpoint_layers, tile_mlps
+from llm.checkpointing import Stream, checkpoint_layers, layers_of, tile_mlps
 from llm.logprobs import head_logits, hidden_states
 from llm.memory import Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.quantization import pinned, round_weights
-from llm.streaming import Stream, layers_of
 from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from experiment.errors import UserError, first_line
+from llm.checkpointing import layers_of
 from llm.memory import Techniques
 from llm.quantization import Int8Embedding, Int8Head, Int8Table, Linear4bit, fits_4bit
-from llm.streaming import layers_of
 from llm.tiny import make_tiny
 
 # What is read of a model on the hub, beside its weights.

@@ -77,10 +77,10 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
 
 def check_call(raw) -> dict:
     """Return a call as {"name": str, "arguments": dict of JSON values}, else raise ValueError."""
-    if isinstance(raw, dict) and isinstance(raw.get("function"), dict):
-        raw = raw["function"]
     if not isinstance(raw, dict):
         raise ValueError("a tool call must be an object with a name and arguments")
+    if isinstance(raw.get("function"), dict):
+        raw = raw["function"]
     name = raw.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:50]!r} is not a function name")
