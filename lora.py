@@ -213,19 +213,17 @@ def _targeted(model, targets):
     linears = linears_of(model)
     targets = target_names(targets)
     if targets == ["all-linear"]:
-        targets = _text_targets(model, linears)
-    chosen, known = {}, set()
-    for name, linear in linears.items():
-        for target in targets:
-            if f".{name}".endswith(f".{target}"):
-                chosen[name] = linear
-                known.add(target)
-    unknown = [target for target in targets if target not in known]
-    if unknown or not chosen:
-        ends = ", ".join(sorted({name.split(".")[-1] for name in linears}))
-        raise UserError("--lora_target_modules: no Linear called "
-                        f"{', '.join(unknown) or 'all-linear'}; the model has: {ends}")
-    return chosen, targets
+        targets = _text_targets(model, linears) or targets
+    chosen = set()
+    for target in targets:
+        names = [name for name in linears if f".{name}".endswith(f".{target}")]
+        if not names:
+            ends = ", ".join(sorted({name.split(".")[-1] for name in linears}))
+            raise UserError(f"--lora_target_modules: no Linear called {target}; "
+                            f"the model has: {ends}")
+        chosen.update(names)
+    # In the model's order, in which their A are drawn.
+    return {name: linears[name] for name in linears if name in chosen}, targets
 
 
 def target_names(targets) -> list:

@@ -27,7 +27,7 @@ import llm.quantization as quantization
 from llm.engine import Row
 from llm.loading import load_model
 from llm.static_engine import make_engine
-from llm.training_state import adamw
+from llm.adapter_files import adamw
 
 aten = torch.ops.aten
 MIB = 2**20

@@ -1,11 +1,13 @@
-"""What lies in the folder of an adapter, in PEFT's own format: settings, tensors, the base's place.
+"""What training writes of a model, adapters in PEFT's own format, and the optimizer.
 
     adapter_config.json         `read_settings`, `adapter_base`
     adapter_model.safetensors   `load_weights`
     both                        `save_model`, which writes a model folder where all weights train
+    added.safetensors           both functions, if a fork has added to the model
 """
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from lora import adapter_tensors, settings
 
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+ADDED = "added.safetensors"
 # The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that
 # are set are refused.
 UNDERSTOOD = {
@@ -32,21 +35,75 @@ UNDERSTOOD = {
 FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
 
-def save_model(model, folder: str, leave_out=()):
+def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
+    """Return AdamW over what trains in the model. `Run.steps` applies the schedule to `lr`.
+
+    A beta2 of 0.95 soon forgets the tiny first gradients of a fresh adapter. An adapter that
+    `load_model` put into host memory is updated there: the device holds no adapter, gradient or
+    moment.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    # On a CPU the fused kernel is the fastest one. None lets torch choose.
+    fused = techniques_of(model).adamw_on_host or None
+    return torch.optim.AdamW(
+        weights, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, fused=fused)
+
+
+@dataclass
+class TrainingState:
+    """The weights, the tokenizer and the optimizer's moments, on which the next step depends."""
+
+    model: object
+    tokenizer: object
+    optimizer: object
+
+    def save_weights(self, folder):
+        """Write what trains into `folder`: the adapter in PEFT's format, or all weights."""
+        save_model(self.model, folder)
+
+    def load_weights(self, folder):
+        """Read back what `save_weights` wrote, bit for bit."""
+        load_weights(self.model, folder)
+
+
+def save_model(model, folder: str):
     """Write the adapter in PEFT's format, or, when all weights train, a model folder.
 
-    Weights with the names in `leave_out` are none of the model's own, and not in that folder.
+    What a fork has added to the model, a value head for instance, goes into a file of its own.
     """
-    if not settings(model):
-        weights = {name: w for name, w in model.state_dict().items() if name not in leave_out}
-        model.save_pretrained(folder, state_dict=weights if leave_out else None)
-        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: p.detach().cpu().contiguous() for name, p in adapter_tensors(model).items()}
+    added = added_weights(model)
+    if added:
+        save_file(_on_cpu(added), folder / ADDED)
+    if settings(model):
+        _save_adapter(model, folder)
+    else:
+        weights = {name: w for name, w in model.state_dict().items() if name not in added}
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def added_weights(model) -> dict:
+    """Return {name: parameter} of what trains and is neither the adapter nor the model's own.
+
+    Beside an adapter, weights of the base model that train are among them.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if settings(model):
+        return {name: p for name, p in trained.items() if ".lora." not in name}
+    with torch.device("meta"):
+        own = type(model)(model.config).state_dict()
+    return {name: p for name, p in trained.items() if name not in own}
+
+
+def _on_cpu(tensors: dict) -> dict:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _save_adapter(model, folder):
     quantized = ",".join(FORMS[name] for name in FORMS if getattr(techniques_of(model), name))
     # One entry of metadata alone: of two, safetensors writes the order at random.
-    save_file(tensors, folder / TENSORS,
+    save_file(_on_cpu(adapter_tensors(model)), folder / TENSORS,
               metadata={"base": quantized} if quantized else {"format": "pt"})
     base = facts(model).source
     # Nobody else has these random weights, so they are saved beside every adapter.
@@ -61,19 +118,26 @@ def save_model(model, folder: str, leave_out=()):
     (folder / ADAPTER).write_text(json.dumps(config, indent=2))
 
 
-def load_weights(model, folder: str, leave_out=()):
+def load_weights(model, folder: str):
     """Load what trains in `model` from what `save_model` wrote, bit for bit."""
-    if not settings(model):
+    added = added_weights(model)
+    if added:
+        path = Path(folder, ADDED)
+        with reading(path):
+            tensors = load_file(path)
+            for name, p in added.items():
+                p.data.copy_(tensors[name])
+    if settings(model):
+        _load_adapter(model, folder)
+    else:
         saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), PLAIN, 0)
-        kept = {name: w for name, w in model.state_dict().items() if name in leave_out}
-        model.load_state_dict({**kept, **saved.state_dict()})
-        return
+        model.load_state_dict(saved.state_dict(), strict=False)  # not what was added
+
+
+def _load_adapter(model, folder):
     path = Path(folder, TENSORS)
     with reading(path):
         saved = load_file(path)
-        for name, tensor in saved.items():
-            if not tensor.is_floating_point():
-                raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
     check_finite(path, saved)
     for name, p in adapter_tensors(model).items():
         stored = tuple(saved[name].shape) if name in saved else "missing"
@@ -98,12 +162,6 @@ def read_settings(folder: str) -> dict:
     path = Path(folder, TENSORS)
     with reading(path), safe_open(path, "pt") as file:
         config["quantized_base"] = (file.metadata() or {}).get("base", "")
-        # Refuse a rank that nobody trained before memory is taken for it.
-        for name in file.keys():
-            rank = file.get_slice(name).get_shape()[0]
-            if "lora_A" in name and rank != config["r"]:
-                raise UserError(f"{folder}: {ADAPTER} says r {config['r']}, "
-                                f"{TENSORS} has rank {rank}")
     return config
 
 
@@ -119,9 +177,6 @@ def _check_plain_lora(config):
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
     if not config["lora_alpha"] / config["r"] > 0:
         raise ValueError("lora_alpha and r must be above 0")
-    targets = config["target_modules"]
-    if isinstance(targets, str) and targets != "all-linear":
-        raise ValueError(f"target_modules is a regular expression, {targets:.60}; list the names")
 
 
 def adapter_base(folder: str) -> str:
@@ -147,7 +202,8 @@ def check_finite(path, tensors: dict):
     """Raise UserError if a value in the tensors that were read from `path` is not finite."""
     for name, tensor in tensors.items():
         # A sum is cheap, and not finite where a value is not, or where the sum is too large.
-        if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
-            # In float32, which it becomes.
-            if bad := int((~tensor.float().isfinite()).sum()):
-                raise UserError(f"{path}: {name}: {bad} values are not finite; the file is damaged")
+        if tensor.sum(dtype=torch.float32).isfinite():
+            continue
+        # In float32, which it becomes.
+        if not tensor.float().isfinite().all():
+            raise UserError(f"{path}: {name} has values that are not finite; the file is damaged")

@@ -6,7 +6,6 @@ The path is `tiny`, a hub id, a model folder, an adapter folder, or an output fo
 import inspect
 import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -22,13 +21,12 @@ from llm.adapter_files import (
     read_settings,
 )
 from llm.attention import causal_attention, other_layers
-from llm.checkpointing import checkpoint_layers, tile_mlps
+from llm.checkpointing import Stream, checkpoint_layers, layers_of, tile_mlps
 from llm.logprobs import head_logits, hidden_states
 from llm.memory import Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.quantization import pinned, round_weights
-from llm.streaming import Stream, layers_of
 from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -68,8 +66,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         read_state(path)  # sizes and sha256
     device = _prepared_device(device, train)
     chosen = techniques(memory, load_in_4bit, gradient_checkpointing)
-    if train:
-        _check_trainable(chosen, memory, dtype, lora_r)
+    if train and not lora_r:
+        _check_trainable(chosen, dtype)
     source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules)
     continues, quantized = _holds(path, ADAPTER), adapter["quantized_base"]
     # One that is only played stays beside quantized or streamed weights.
@@ -139,9 +137,6 @@ def _adapt(model, adapter: dict, dropout: float, seed: int, folder: str | None):
     if folder:
         load_weights(model, folder)
         settings(model).fresh = False
-        if not any(p.any() for name, p in adapter_tensors(model).items() if "lora_B" in name):
-            print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero",
-                  file=sys.stderr)
 
 
 def _use_techniques(model, chosen: Techniques, stream):
@@ -153,13 +148,12 @@ def _use_techniques(model, chosen: Techniques, stream):
         checkpoint_layers(model, chosen.offload_activations, stream)
 
 
-def _check_trainable(chosen, memory, dtype, lora_r):
+def _check_trainable(chosen, dtype):
     """Refuse techniques and dtypes that only frozen weights can have."""
-    if not lora_r and (chosen.frozen_base or chosen.adamw_on_host):
-        flag = f"--memory {memory}" if memory not in ("plain", "checkpoint") else "--load_in_4bit"
-        raise UserError(f"{flag} is for weights that stay as they are; "
-                        "give --lora_r, e.g. 16, or --memory checkpoint")
-    if not lora_r and dtype.endswith("16"):
+    if chosen.frozen_base or chosen.adamw_on_host:
+        raise UserError("--load_in_4bit and --memory 4bit, small and stream are for weights that "
+                        "stay as they are; give --lora_r, e.g. 16, or --memory checkpoint")
+    if dtype.endswith("16"):
         raise UserError("--dtype is for weights that stay as they are; "
                         "give --lora_r, e.g. 16, or --dtype float32")
 
@@ -198,13 +192,7 @@ def _holds(path: str, name: str) -> bool:
 
 def newest(path: str) -> str:
     """Return the newest checkpoint of an output folder, and every other path as it is."""
-    if not os.path.isdir(path):
-        return path
-    checkpoint = newest_checkpoint(path)
-    if not checkpoint and not any(Path(path).glob("*config.json")):
-        raise UserError(f"{path}: no config.json, no adapter_config.json and no checkpoints "
-                        "in this folder")
-    return str(checkpoint or path)
+    return str(newest_checkpoint(path) or path)
 
 
 def is_tiny(model_path: str) -> bool:

@@ -8,8 +8,8 @@ Each setting adds to the one before it:
     checkpoint    layers run again in the backward pass                  llm/checkpointing.py
     4bit          the frozen base in 4 bits a weight (NF4)               llm/quantization.py
     small         embedding and head in int8, MLPs in tiles, activations, adapter and AdamW
-                  in host memory                                     llm/training_state.py
-    stream        the base in host memory, two layers at a time on the device    llm/streaming.py
+                  in host memory                                     llm/adapter_files.py
+    stream        the base in host memory, two layers at a time          llm/checkpointing.py
 
 No technique changes an equation. With a run's flags, bench/memory.py counts what each needs.
 """

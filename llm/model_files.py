@@ -7,6 +7,7 @@ held as it was stored.
 """
 import os
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +15,28 @@ import torch
 from torch import nn
 
 from experiment.errors import UserError, first_line
+from llm.checkpointing import layers_of
 from llm.memory import Techniques
 from llm.quantization import Int8Embedding, Int8Head, Int8Table, Linear4bit, fits_4bit
-from llm.streaming import layers_of
 from llm.tiny import make_tiny
+
+# What is read of a model on the hub, beside its weights.
+TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def read_model(source: str, dtype, device, chosen: Techniques, seed: int):
+    """Return the model and tokenizer of a folder, of a hub id, or the tiny ones of this seed."""
+    if source == "tiny":
+        return _tiny_model(seed, dtype, device, chosen)
+    try:
+        if os.path.isdir(source):
+            return _read_folder(source, dtype, device, chosen)
+        return _read_from_hub(source, dtype, device, chosen)
+    except UserError:
+        raise
+    # It may be an OSError, a SafetensorError or another: name the place, keep the cause.
+    except Exception as error:
+        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
 
 
 def _tiny_model(seed, dtype, device, chosen):
@@ -28,96 +47,70 @@ def _tiny_model(seed, dtype, device, chosen):
     return model, tokenizer
 
 
-def read_model(source: str, dtype, device, chosen: Techniques, seed: int):
-    """Return the model and tokenizer of a folder, of a hub id, or the tiny ones of this seed."""
-    from huggingface_hub import model_info
-    if source == "tiny":
-        return _tiny_model(seed, dtype, device, chosen)
-    _check_source(source, device)
-    read = _read_sparingly if chosen.frozen_base or device.type == "meta" else _read_whole
-    try:
-        # Files on this machine first: without a network the hub's own order costs a minute.
-        try:
-            return read(source, dtype, device, chosen, local_files_only=True)
-        except (OSError, UserError):  # UserError: the weights are cached, the tokenizer is not
-            if os.path.isdir(source):
-                raise
-            # This fails at once where from_pretrained would try for a minute.
-            model_info(source, timeout=10)
-            return read(source, dtype, device, chosen)
-    except UserError:
-        raise
-    # It may be an OSError, a SafetensorError or another: name the place, keep the cause.
-    except Exception as error:
-        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
-
-
-def _check_source(source, device):
-    if not os.path.isdir(source):
-        if source.startswith((".", "/", "~")) or source.count("/") != 1:
-            raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
-                            "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
-    elif device.type != "meta" and not any(Path(source).glob("*.safetensors")):
-        raise UserError(f"{source}: no .safetensors file; a pytorch_model.bin is pickle; "
-                        "convert to safetensors")
-
-
-def _read_sparingly(source, dtype, device, chosen, **where):
-    """Read the model a tensor at a time, each in the form in which it will stay."""
+def _read_from_hub(source, dtype, device, chosen):
+    """Read a model of the hub, from the files on this machine if all that is needed is there."""
     from huggingface_hub import snapshot_download
+    if source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
+                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+    files = TEXTS if device.type == "meta" else [*TEXTS, "model*.safetensors"]
+    try:
+        folder = snapshot_download(source, allow_patterns=files, local_files_only=True)
+        return _read_folder(folder, dtype, device, chosen)
+    # Something is missing.
+    except (OSError, UserError):
+        folder = snapshot_download(source, allow_patterns=files)
+        return _read_folder(folder, dtype, device, chosen)
+
+
+def _read_folder(folder, dtype, device, chosen):
+    """Read the model and tokenizer in a folder."""
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{folder}: is a quantized model; "
+                        "give the original one, and --load_in_4bit for 4 bits")
+    # Transformers chooses. The attention that config.json names may be a kernel to download.
+    config._attn_implementation = None
+    if chosen.frozen_base or device.type == "meta":
+        model = _read_sparingly(folder, config, dtype, device, chosen)
+    else:
+        model = _read_whole(folder, config, dtype)
+    return model, read_tokenizer(folder)
+
+
+def _read_sparingly(folder, config, dtype, device, chosen):
+    """Read the model a tensor at a time, each in the form in which it will stay."""
     from transformers import GenerationConfig
-    config = _read_config(source, **where)
     stored = real_dtype(config.dtype or torch.float32, device)
     model = skeleton(config, stored if dtype == "auto" else dtype)
-    if device.type == "meta":
-        # On the meta device there are shapes only.
-        read = model.state_dict().__getitem__
-    elif os.path.isdir(source):
-        read = tensor_reader(source)
-    else:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-        read = tensor_reader(snapshot_download(source, allow_patterns=patterns, **where))
+    # On the meta device there are shapes only.
+    on_meta = device.type == "meta"
+    read = model.state_dict().__getitem__ if on_meta else tensor_reader(folder)
     fill(model, read, device, chosen)
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(source, **where)
-    except OSError:
-        # There is a generation_config already: from_config made it.
-        pass
-    return model, read_tokenizer(source, **where)
+    # Without such a file the model has the one that from_config made.
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
-def _read_whole(source, dtype, device, chosen, **where):
+def _read_whole(folder, config, dtype):
     """Read the model as transformers does."""
     from transformers import AutoModelForCausalLM
-    config = _read_config(source, **where)
     model, report = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-        output_loading_info=True, adapter_kwargs=where, **where)
+        folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+        output_loading_info=True)
     # Where weights are missing, transformers would continue with random ones.
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise UserError(f"{source}: no weights for {missing}: the model is incomplete")
-    return model, read_tokenizer(source, **where)
+        raise UserError(f"{folder}: no weights for {missing}: the model is incomplete")
+    return model
 
 
-def _read_config(source, **where):
-    """Return the model's config, in which the attention is left for transformers to choose.
-
-    What a folder's config.json says of attention is not used: it may name a kernel to download.
-    """
-    from transformers import AutoConfig
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"{source}: is a quantized model; "
-                        "give the original one, and --load_in_4bit for 4 bits")
-    config._attn_implementation = None
-    return config
-
-
-def read_tokenizer(source: str, **where):
+def read_tokenizer(source: str):
     from transformers import AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{source}: no tokenizer could be read ({first_line(error)})") from None
 
@@ -154,13 +147,8 @@ def tensor_reader(folder: str):
     It raises UserError if the folder has no such tensor.
     """
     from safetensors import safe_open
-    # The whole model or its shards; files of another format may lie beside them.
-    for pattern in ("model.safetensors", "model-0*.safetensors", "*.safetensors"):
-        paths = sorted(Path(folder).glob(pattern))
-        if paths:
-            break
     file_of = {}
-    for path in paths:
+    for path in Path(folder).glob("model*.safetensors"):
         file = safe_open(path, "pt")
         file_of.update(dict.fromkeys(file.keys(), file))
 

@@ -8,16 +8,10 @@ with ordinary tokens means the same as the added token.
 import ast
 import json
 import re
-import sys
 import warnings
 from itertools import islice
 
-from experiment.data import whole
-
 MAX_CALLS = 64  # in one turn
-MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
-MAX_DIGITS = 308  # of an integer, as in a float; Python refuses to print 5,000
-MAX_PYTHON = 100_000  # characters handed to Python's own parser
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 _SPACE = re.compile(r"\s*")
@@ -82,11 +76,11 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
 
 
 def check_call(raw) -> dict:
-    """Return a call as {"name": str, "arguments": dict of sound JSON}, else raise ValueError."""
-    if isinstance(raw, dict) and isinstance(raw.get("function"), dict):
-        raw = raw["function"]
+    """Return a call as {"name": str, "arguments": dict of JSON values}, else raise ValueError."""
     if not isinstance(raw, dict):
         raise ValueError("a tool call must be an object with a name and arguments")
+    if isinstance(raw.get("function"), dict):
+        raw = raw["function"]
     name = raw.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:50]!r} is not a function name")
@@ -98,27 +92,12 @@ def check_call(raw) -> dict:
         kind = type(arguments).__name__
         raise ValueError(f"the arguments of {name} must be an object, got {kind}")
     try:
-        _check_value(arguments)
-    except ValueError as error:
+        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
+        text.encode()  # a lone surrogate has no UTF-8
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError("arguments must be JSON with finite numbers and whole characters: "
                          f"{error}") from None
-    return {"name": name, "arguments": arguments}
-
-
-def _check_value(value, depth=0):
-    """Raise ValueError for what is no JSON, numbers that no float holds and deep nesting."""
-    if depth > MAX_DEPTH:
-        raise ValueError("nested too deep")
-    if not isinstance(value, dict | list | str | int | float | None):
-        raise ValueError(type(value).__name__)
-    # Of NaN every comparison is false.
-    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
-        raise ValueError("a number that is not finite, or too long")
-    if isinstance(value, str) and whole(value) != value:
-        raise ValueError("a lone surrogate")
-    items = [*value, *value.values()] if isinstance(value, dict) else value
-    for item in items if isinstance(items, list) else ():
-        _check_value(item, depth + 1)
+    return {"name": name, "arguments": json.loads(text)}
 
 
 def _error(problem):
@@ -163,7 +142,7 @@ def _attempt(text, opener):
             return [], [_error(error)], _next_tag(text, start)
         return [], [], opener.end()
     calls, errors = [], []
-    for raw in raw_calls[: MAX_CALLS + 1]:
+    for raw in raw_calls:
         try:
             calls.append(check_call(raw))
         except ValueError as error:
@@ -208,7 +187,7 @@ def _read(text, opener, start):
 def _read_json(text, position):
     """Read one call, a list of calls, or several with semicolons between them, as Llama writes."""
     calls = []
-    while text.startswith(("{", "["), position) and len(calls) <= MAX_CALLS:
+    while text.startswith(("{", "["), position):
         value, end = _json(text, position)
         calls += value if isinstance(value, list) else [value]
         position = _SEMICOLON.match(text, end).end()
@@ -266,8 +245,6 @@ def _tagged_value(raw):
 
 def _read_python(source):
     """Read [f(x=1), g(y="a")], as Llama 4 and LFM write calls. Nothing is evaluated."""
-    if len(source) > MAX_PYTHON:
-        raise ValueError(f"a tool call of more than {MAX_PYTHON} characters")
     # Python warns of an escape such as "\d".
     with warnings.catch_warnings(action="ignore"):
         tree = ast.parse(source, mode="eval").body
@@ -292,14 +269,7 @@ def _unique(pairs):
     return dict(pairs)
 
 
-def _integer(digits):
-    """Return a JSON integer, unless it is longer than any number that a tool can use."""
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of more than {MAX_DIGITS} digits")
-    return int(digits)
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_integer)
+_JSON = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _json(text, position):

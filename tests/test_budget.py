@@ -13,7 +13,7 @@ from llm.loading import load_model
 from llm.logprobs import token_logprobs
 from llm.memory import PLAIN, SETTINGS, Techniques
 from llm.quantization import Int8Embedding
-from llm.training_state import adamw
+from llm.adapter_files import adamw
 
 
 def real_step(model, rows, tokens):
@@ -109,7 +109,7 @@ def test_what_needs_an_adapter_says_so(capsys):
     assert list(needs) == ["plain", "checkpoint"]
     refused = [line for line in capsys.readouterr().out.splitlines() if "cannot be used: " in line]
     assert len(refused) == 3 and all("give --lora_r" in line for line in refused)
-    with pytest.raises(UserError, match="--memory small is for weights that stay as they are"):
+    with pytest.raises(UserError, match="--memory 4bit, small and stream are for weights that stay as they are"):
         print_settings(["--lora_r", "0", "--memory", "small"])
     with pytest.raises(UserError, match="did you mean --lora_r"):
         print_settings(["--lorra_r", "0"])

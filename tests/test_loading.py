@@ -269,12 +269,12 @@ def prompt_tuning(tiny, folder):
 
 
 @pytest.mark.parametrize("make, says", [
-    (missing, "no such folder"), (long_name, "no such folder"), (empty, "no config.json"), (pickle_only, "pytorch_model.bin is pickle; convert to safetensors"),
-    (no_weights, "no .safetensors"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
+    (missing, "no such folder"), (long_name, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
+    (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
     (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM scales its logits"),
     (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"),
     (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
-    (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "says r 8, adapter_model.safetensors has rank 4"), (missing_tensor, "v_proj.lora_A is missing"),
+    (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "lora_A is (4, 128), the model needs (8, 128)"), (missing_tensor, "v_proj.lora_A is missing"),
     (spare_tensor, "no place"), (broken_adapter_config, "adapter_config.json"), (corrupt_adapter, "adapter_model.safetensors"),
     (base_gone, "/gone/model: no such folder"), (prompt_tuning, "only plain LoRA")])
 def test_refusals_are_one_line_that_names_the_place(tiny, tmp_path, make, says):
@@ -291,34 +291,29 @@ def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch):
     import huggingface_hub
     calls = []
 
-    def no_network(*_, **__):
-        calls.append(1)
+    def no_network(*_, local_files_only=False, **__):
+        calls.append(local_files_only)
         raise ConnectionError("[Errno -2] Name or service not known")
 
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(huggingface_hub, "model_info", no_network)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
     began = time.time()
     with pytest.raises(UserError, match="nobody/no-such-model: cannot be loaded") as error:
         load("nobody/no-such-model")
-    assert calls and time.time() - began < 30 and "\n" not in str(error.value)
+    assert calls == [True, False] and time.time() - began < 30 and "\n" not in str(error.value)
 
 
-def test_a_hub_id_whose_tokenizer_is_not_cached_yet_goes_to_the_hub(tiny, monkeypatch):
+def test_a_hub_id_of_which_a_part_is_cached_goes_to_the_hub(tiny, tmp_path, monkeypatch):
     import huggingface_hub
-    from transformers import AutoConfig, AutoModelForCausalLM
-    asked, real, real_config = [], AutoModelForCausalLM.from_pretrained, AutoConfig.from_pretrained
-    tokenizer = make_tiny()[1]
+    (tmp_path / "part").mkdir()
+    shutil.copy(Path(tiny) / "config.json", tmp_path / "part")
 
-    def read_tokenizer(source, **where):
-        if where:
-            raise UserError("no tokenizer in the cache")
-        return tokenizer
+    def download(source, allow_patterns, local_files_only=False):
+        assert source == "some/model" and "model*.safetensors" in allow_patterns
+        return str(tmp_path / "part" if local_files_only else tiny)
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda source, **options: real(tiny, **options))
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda source, **options: real_config(tiny, **options))
-    monkeypatch.setattr(model_files, "read_tokenizer", read_tokenizer)
-    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: asked.append(1))
-    assert load_model("some/model", device="cpu")[1] is tokenizer and asked
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    model = load("some/model")
+    assert torch.equal(logits_of(model), logits_of(load(tiny))) and facts(model).source == "some/model"
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path):
@@ -357,9 +352,9 @@ def test_settings_that_an_adapter_has_already_are_not_ignored(tiny, tmp_path, op
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"r": 10**9}, "adapter_config.json says r 1000000000, adapter_model.safetensors has rank 4"), ({"r": None}, "adapter_config.json: "),
+    ({"r": None}, "adapter_config.json: "),
     ({"lora_alpha": 0}, "lora_alpha and r must be above 0"), ({"lora_alpha": "8"}, "adapter_config.json: "),
-    ({"target_modules": "(q_proj|v_proj)"}, "adapter_config.json: target_modules is a regular expression, (q_proj|v_proj); list the names"),
+    ({"target_modules": "(q_proj|v_proj)"}, "adapter_config.json: --lora_target_modules: no Linear called (q_proj|v_proj)"),
     ({"target_modules": ["no_such_proj"]}, "adapter_config.json: --lora_target_modules: no Linear called no_such_proj"),
     ({"base_model_name_or_path": ["x"]}, "no base_model_name_or_path"), ({"init_lora_weights": ["x"]}, "init_lora_weights")], ids=str)
 def test_an_adapter_config_that_is_not_understood_is_refused(tiny, tmp_path, changes, says):
@@ -371,17 +366,8 @@ def test_an_adapter_config_that_is_not_understood_is_refused(tiny, tmp_path, cha
     assert str(tmp_path) in str(error.value)
 
 
-def test_an_adapter_of_whole_numbers_is_refused(tiny, tmp_path):
-    save_model(load(tiny, lora_r=4), tmp_path)
-    tensors = {name: tensor.long() for name, tensor in load_file(tmp_path / "adapter_model.safetensors").items()}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="adapter_model.safetensors: .* holds torch.int64, not floating-point numbers"):
-        load(tmp_path, lora_r=4)
-
-
-@pytest.mark.parametrize("value, says", [(float("nan"), "1 values are not finite"), (float("inf"), "1 values are not finite"),
-                                         (1e300, "1 values are not finite")])
-def test_an_adapter_with_numbers_that_are_not_finite_is_refused_wherever_it_is_loaded(tiny, tmp_path, value, says):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_an_adapter_with_numbers_that_are_not_finite_is_refused_wherever_it_is_loaded(tiny, tmp_path, value):
     save_model(load(tiny, lora_r=4), tmp_path / "a")
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     name = sorted(tensors)[3]
@@ -389,7 +375,7 @@ def test_an_adapter_with_numbers_that_are_not_finite_is_refused_wherever_it_is_l
     tensors[name][1, 1] = value
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
     for go in (lambda: load(tmp_path / "a", lora_r=4), lambda: load(tmp_path / "a", train=False), lambda: merge(str(tmp_path / "a"), str(tmp_path / "m"))):
-        with pytest.raises(UserError, match=says) as error:
+        with pytest.raises(UserError, match="has values that are not finite") as error:
             go()
         assert f"{tmp_path}/a/adapter_model.safetensors: " in str(error.value) and ".lora_" in str(error.value)
 

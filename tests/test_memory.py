@@ -11,7 +11,7 @@ from experiment.errors import UserError
 from llm.loading import load_model, merge
 from llm.memory import SETTINGS, Techniques, techniques, techniques_of
 from llm.quantization import Int8Embedding, Linear4bit
-from llm.training_state import adamw
+from llm.adapter_files import adamw
 from lora import adapters
 
 
