@@ -12,6 +12,7 @@ import warnings
 from itertools import islice
 
 MAX_CALLS = 64  # in one turn
+MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 _SPACE = re.compile(r"\s*")
@@ -92,12 +93,22 @@ def check_call(raw) -> dict:
         kind = type(arguments).__name__
         raise ValueError(f"the arguments of {name} must be an object, got {kind}")
     try:
+        if _depth(arguments) > MAX_DEPTH:
+            raise ValueError("nested too deep")
         text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
         text.encode()  # a lone surrogate has no UTF-8
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError("arguments must be JSON with finite numbers and whole characters: "
                          f"{error}") from None
     return {"name": name, "arguments": json.loads(text)}
+
+
+def _depth(value) -> int:
+    """Return how many lists and objects lie around the innermost value."""
+    if not isinstance(value, dict | list):
+        return 0
+    items = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, items), default=0)
 
 
 def _error(problem):

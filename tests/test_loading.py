@@ -17,7 +17,6 @@ from saving import training
 import lora
 from experiment.checkpoint import write_checkpoint
 from experiment.errors import UserError
-from llm import model_files
 from llm.memory import facts
 from llm.adapter_files import load_weights, save_model
 from llm.loading import is_tiny, load_model, merge, newest
