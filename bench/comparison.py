@@ -18,13 +18,12 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiment.data import reading, whole  # noqa: E402
+from experiment.data import objects, reading, whole  # noqa: E402
 from experiment.episodes import transcript  # noqa: E402
 from experiment.errors import UserError, printable  # noqa: E402
 from experiment.files import replace_file  # noqa: E402
 from window.curves import number  # noqa: E402
-from window.records import Record  # noqa: E402
-from window.statistics import difference, wilson  # noqa: E402
+from window.report import Record, difference, wilson  # noqa: E402
 
 CUT = ("max_tokens", "max_new_tokens")      # stop reasons of a truncated episode
 MAX_CALLS = 8           # rows of the histogram of calls per episode
@@ -227,16 +226,7 @@ def measure(name):
     record.name, record.notes, record.episodes = str(name), [], []
     record.before = record.after = None
     record.measured_on = "episodes"
-    for line, episode in record.episodes_of(late_steps(record)):
-        with reading(record.episode_file, line):
-            transcript(episode)
-            for message in episode["messages"]:
-                for call in message.get("tool_calls", []):
-                    call["name"].strip()
-        # There may be thousands of episodes, and the tokens are most of them.
-        del episode["token_ids"], episode["loss_mask"], episode["logprobs"]
-        episode["info"].setdefault("tool_errors", 0)
-        record.episodes.append(episode)
+    record.episodes = late_episodes(record)
     without_faults = [bool(e["info"]["success"]) for e in record.episodes if "success" in e["info"]]
     if without_faults:
         record.after = sum(without_faults), len(without_faults)
@@ -247,16 +237,35 @@ def measure(name):
     return record
 
 
-def late_steps(record):
-    """Return the last quarter of the steps with episodes, when the policy was nearly finished."""
-    steps = sorted(record.lines_of_step)
+def late_episodes(record):
+    """Return the episodes of the last quarter of the steps, when the policy was nearly finished."""
+    episodes = read_episodes(record.episode_file) if record.episode_file.exists() else []
+    newest = max((episode["step"] for episode in episodes), default=-1)
     logged = [row.get("step") for log in record.logs[:1] for row in log]
     last = max(filter(is_number, logged), default=0)
-    if steps and 0 <= 2 * steps[-1] < last:
+    if 0 <= 2 * newest < last:
         record.notes.append(f"{record.name}: its episodes are of the policy it started from, "
                             "so they are not counted")
         return []
-    return [step for step in steps if step < 0 or step >= 0.75 * steps[-1]]
+    return [episode for episode in episodes if episode["step"] < 0 or episode["step"] >= 0.75 * newest]
+
+
+def read_episodes(path):
+    """Return the episodes of a file without their tokens. Where no step is stated it is -1."""
+    episodes = []
+    for line, episode in objects(path):
+        with reading(path, line):
+            episode = {"step": -1, "reward_parts": {}, **episode, "reward": float(episode["reward"])}
+            episode["info"] = {"tool_calls": 0, "tool_errors": 0, **episode["info"]}
+            transcript(episode)
+            for message in episode["messages"]:
+                for call in message.get("tool_calls", []):
+                    call["name"].strip()
+        # There may be thousands of episodes, and the tokens are most of them.
+        for name in ("token_ids", "loss_mask", "logprobs"):
+            episode.pop(name, None)
+        episodes.append(episode)
+    return episodes
 
 
 def held_out(record, key):

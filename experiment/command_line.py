@@ -8,11 +8,10 @@ import argparse
 import functools
 import re
 
-from experiment.config import convert, nearest, options
+from experiment.config import ONCE, convert, nearest, options
 from experiment.data import read_yaml
 from experiment.errors import UserError
 
-PERMISSIONS = ("overwrite", "resume")  # given by a person at the command line, never by a file
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "false"}
 # Names that TRL, transformers, PEFT, verl and OpenRLHF give to our flags.
 SYNONYMS = {
@@ -72,17 +71,10 @@ def parse(config_class, argv, description=""):
     for path in given.config:
         values.update(_yaml_values(path, flags))
     del given.config
-    for name, (typed, text) in vars(given).items():
+    for name, text in vars(given).items():
         is_none = flags[name].optional and text.lower() in ("none", "null")
-        values[name] = convert(None if is_none else text, flags[name], typed)
+        values[name] = convert(None if is_none else text, flags[name], f"--{name}")
     return config_class(**values)
-
-
-class _Store(argparse.Action):
-    """Keep the value of a flag together with the name that was typed, for messages."""
-
-    def __call__(self, parser, namespace, text, option_string=None):
-        setattr(namespace, self.dest, (option_string, self.const if text == [] else text))
 
 
 def _names(flags):
@@ -112,7 +104,7 @@ def _make_parser(flags, description):
         words = [name, *option.aliases]
         words += [word.replace("_", "-") for word in words]
         spellings = [f"--{word}" for word in words]
-        shape = {"dest": name, "action": _Store, "metavar": METAVARS[option.kind]}
+        shape = {"dest": name, "metavar": METAVARS[option.kind]}
         if option.kind is bool or option.const:
             shape.update(nargs="?", const=option.const or "true")
         action = groups[option.group].add_argument(*spellings, help=_help_text(option), **shape)
@@ -120,7 +112,7 @@ def _make_parser(flags, description):
         action.option_strings = spellings[:1]
         if option.kind is bool:
             parser.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name,
-                                action=_Store, nargs=0, const="false", help=argparse.SUPPRESS)
+                                action="store_const", const="false", help=argparse.SUPPRESS)
     return parser
 
 
@@ -140,16 +132,15 @@ def _help_text(option):
 # --------------------------------------------------------------------------------------- YAML files
 def _yaml_values(path, flags):
     """Return {field name: checked value} of a YAML file."""
-    names, values, lines = _names(flags), {}, {}
+    names, values = _names(flags), {}
     for line, key, value in read_yaml(path):
         name = names.get(key.replace("-", "_"))
         if not name:
             raise UserError(f"{path}:{line}: unknown option {key}; {_proposal(key, names)}")
-        if name in PERMISSIONS:
+        if name in ONCE:
             raise UserError(f"{path}:{line}: {key} is given on the command line only: --{name}")
-        if name in lines:
-            raise UserError(f"{path}:{line}: {key} is given twice, first in line {lines[name]}")
-        lines[name] = line
+        if name in values:
+            raise UserError(f"{path}:{line}: {key} is given twice")
         values[name] = convert(value, flags[name], f"{path}:{line}: {key}")
     return values
 

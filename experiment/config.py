@@ -16,6 +16,8 @@ from pathlib import Path
 
 from experiment.errors import UserError
 
+# Permissions for one call: a file neither gives nor repeats them.
+ONCE = ("overwrite", "resume")
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
@@ -59,13 +61,10 @@ def fill(config, *tables):
     """Return a copy of the config in which every `auto` field has a value.
 
     What the user said stays. A field that is still None gets the value of the first table that has
-    it, or else its stated default. A table may only contain names of the config's fields.
+    it, or else its stated default.
     """
     flags = options(type(config))
     given = ChainMap(*tables)
-    for name in given:
-        if name not in flags:
-            raise KeyError(f"{type(config).__name__} has no field {name}")
     unset = [name for name in flags if flags[name].auto and getattr(config, name) is None]
     config = dataclasses.replace(config)
     for name in unset:

@@ -3,9 +3,6 @@ import math
 
 from experiment.errors import UserError, printable
 
-FIELDS = {"token_ids": list, "loss_mask": list, "logprobs": list, "rewards": list, "messages": list,
-          "reward_parts": dict, "info": dict, "group_id": str, "stop_reason": str}
-KINDS = {list: "a list", dict: "an object", str: "text"}
 UNREADABLE = {"name": "unreadable call", "arguments": {}}
 
 
@@ -49,16 +46,11 @@ def transcript(episode: dict) -> str:
 def problem(episode: dict) -> str | None:
     """Return why no algorithm may learn from this episode, or None.
 
-    The fields are those of agent.Trajectory.
+    The fields are those of agent.Trajectory. Raises TypeError or AttributeError for a field of
+    another type.
     """
-    for name, kind in FIELDS.items():
-        if not isinstance(episode[name], kind):
-            return f"{name} must be {KINDS[kind]}"
-    for message in episode["messages"]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return "messages must be objects with a role"
-    token_ids, loss_mask, logprobs = map(episode.get, ("token_ids", "loss_mask", "logprobs"))
-    lengths = len(token_ids), len(loss_mask), len(logprobs)
+    token_ids, loss_mask = episode["token_ids"], episode["loss_mask"]
+    lengths = len(token_ids), len(loss_mask), len(episode["logprobs"])
     if not token_ids or len(set(lengths)) > 1:
         return f"token_ids, loss_mask, logprobs have lengths {lengths}"
     if not all(type(token) is int and token >= 0 for token in token_ids):
@@ -67,11 +59,10 @@ def problem(episode: dict) -> str | None:
         return "loss_mask must be 0 or 1"
     if loss_mask[0] == 1:
         return "loss_mask[0] is 1, but nothing precedes the first token"
-    if not all(map(is_finite, logprobs)):
-        return "logprobs must be finite numbers"
-    rewards = [*episode["rewards"], episode["reward"], *episode["reward_parts"].values()]
-    if not all(map(is_finite, rewards)):
-        return "rewards must be finite numbers"
+    numbers = [*episode["logprobs"], episode["reward"], *episode["rewards"],
+               *episode["reward_parts"].values()]
+    if not all(map(is_finite, numbers)):
+        return "logprobs and rewards must be finite numbers"
     return None
 
 

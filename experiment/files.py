@@ -1,14 +1,12 @@
-"""Files that are whole or absent, strict JSON, fingerprints, and the room on the disk."""
+"""Files that are whole or absent, strict JSON, and fingerprints."""
 import errno
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 
 from experiment.data import whole
-from experiment.errors import Stop
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -70,11 +68,3 @@ def is_disk_full(error):
     """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
     number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
     return number is not None and int(number[1]) in DISK_FULL
-
-
-def check_space(folder, needed):
-    """Raise Stop if fewer than `needed` bytes are free in the folder."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise Stop(f"{folder}: checkpoints need {needed} bytes and {free} are free; "
-                   "make room, or give another --output_dir", 4)

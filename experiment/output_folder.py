@@ -5,11 +5,10 @@ Nothing is removed: a run that is overwritten, or a checkpoint that is in the wa
 import fcntl
 import os
 import re
-from importlib.metadata import version
 from pathlib import Path
 
 from experiment.checkpoint import check_ingredients, checkpoints, read_state
-from experiment.config import convert, options
+from experiment.config import ONCE, convert, options
 from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
 from experiment.files import replace_file, set_aside, to_json
@@ -17,11 +16,9 @@ from experiment.files import replace_file, set_aside, to_json
 CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
-# Permissions for one call, which config.yaml does not repeat.
-ONCE = ("overwrite", "resume")
-# What a resumed run may change without a word, and what it may change with a note.
-FREE = (*ONCE, "output_dir", "save_every")
-HARMLESS = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "eval_every")
+# What a resumed run may change. The two that make an update may change together.
+FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing")
+UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 
 def algorithm_of(folder):
@@ -75,7 +72,8 @@ class OutputFolder:
         if not algorithm or values.get("resume"):
             return
         if not values.get("overwrite"):
-            self._refuse(algorithm)
+            raise UserError(f"{self.path}: already holds a {algorithm} run; --resume continues it, "
+                            "--overwrite renames it, or give another --output_dir")
         self._check_start(values)
         self.is_replaced = True
 
@@ -102,14 +100,6 @@ class OutputFolder:
             return
         self.lock.truncate(0)
         print(os.getpid(), file=self.lock, flush=True)
-
-    def _refuse(self, algorithm):
-        steps = [int(path.name[5:]) for path in checkpoints(self.path)]
-        saved = f"{steps[-1]} steps are saved" if steps else "no step is saved"
-        is_finished = (self.path / "result.json").exists()
-        progress = "finished" if is_finished else f"unfinished ({saved})"
-        raise UserError(f"{self.path}: already holds a {algorithm} run, {progress}; --resume "
-                        "continues it, --overwrite renames it, or give another --output_dir")
 
     def _check_start(self, values):
         """Refuse to rename a folder that the new run starts from."""
@@ -190,10 +180,6 @@ class OutputFolder:
         checkpoint, state = self._choose(values["resume"] == "previous")
         if state:
             check_ingredients(state["made_of"], paths)
-            for name, recorded in state["versions"].items():
-                if version(name) != recorded:
-                    print(f"note: {name} is {version(name)}, the checkpoint was written by "
-                          f"{recorded}: numbers may differ a little")
         self.is_resumed, self.state = True, state
         print(f"{self.path}: continues after step {state['step']}" if state else
               f"{self.path}: no step is saved, begins again")
@@ -205,18 +191,19 @@ class OutputFolder:
         began = {name: convert(value, flags[name], f"{path}: {name}")
                  for _, name, value in read_yaml(path) if name in flags and name not in FREE}
         changed = {name: old for name, old in began.items() if old != values[name]}
+        if _sequences(values) == _sequences({**values, **began}):
+            for name in UPDATE:
+                changed.pop(name, None)
         steps = changed.get("max_steps"), values.get("max_steps")
         longer = None not in steps and steps[1] > steps[0]
         if longer:
             del changed["max_steps"]
-        differences = [f"--{name} is {values[name]} and was {old}" for name, old in changed.items()]
-        if changed and not (changed.keys() <= {*HARMLESS}
-                            and _sequences(values) == _sequences({**values, **began})):
+        if changed:
+            differences = [f"--{name} is {values[name]} and was {changed[name]}"
+                           for name in changed]
             raise UserError(f"{self.path}: --resume continues the run as it began (max_steps may "
                             f"grow), but {', '.join(differences)}; the same command: "
                             f"{self.command}")
-        for difference in differences:
-            print(f"note: {difference}: numbers may differ by rounding from here on")
         return longer
 
     def _choose(self, previous):
@@ -250,7 +237,7 @@ class OutputFolder:
 
 
 def _sequences(values):
-    """Return the sequences of an update where these two flags decide it. In grpo they do not."""
+    """Return the sequences of an update where UPDATE decides it. In grpo it does not."""
     if "updates_per_step" in values:
         return None
     return values["batch_size"] * (values["gradient_accumulation_steps"] or 1)

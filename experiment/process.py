@@ -56,8 +56,8 @@ class Signals:
 
     def stop(self):
         """Return the Stop that ends the process."""
-        how_to_continue = self.run.how_to_continue() if self.run else ""
-        return Stop(f"stopped by {self.name}{how_to_continue}", 128 + self.signum)
+        how = f" after step {self.run.step}; continue with: {self.run.command}" if self.run else ""
+        return Stop(f"stopped by {self.name}{how}", 128 + self.signum)
 
 
 def active_signals():

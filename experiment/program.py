@@ -1,12 +1,12 @@
 """A program: what the command line starts, and how it ends."""
-import io
 import os
+import shlex
 import sys
 
 from experiment.command_line import parse
 from experiment.errors import EnvironmentFault, RankLost, Stop, UserError, first_line
 from experiment.files import is_disk_full
-from experiment.process import Signals, peak_memory_mb
+from experiment.process import Signals
 
 
 def main(config_class, train, doc):
@@ -23,9 +23,8 @@ def main(config_class, train, doc):
         6       the environment is broken
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # What the terminal cannot show is escaped.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    # What the terminal cannot show is escaped.
+    sys.stdout.reconfigure(errors="backslashreplace")
     words, code = "", 0
     try:
         with Signals() as signals:
@@ -62,16 +61,12 @@ def _explain(error, signals):
         return reason + notes, 5
     if isinstance(error, EnvironmentFault):
         return reason + notes, 6
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted" + (notes or "; the checkpoints that were written are whole"), 130
     if is_disk_full(error):
         then = f"; make room, then: {run.command}" if run else ""
         return f"the disk is full ({reason}); earlier checkpoints are whole{then}", 4
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:
-        step = f", step {run.step}" if run else ""
-        return (f"out of memory{step}, peak {peak_memory_mb():.0f} MB: {first_line(error)} A "
-                "smaller --batch_size (outside grpo with more --gradient_accumulation_steps) gives "
-                f"the same result with less memory{notes}"), 1
+        command = shlex.join(["python", "bench/memory.py", *sys.argv])
+        return f"out of memory: {first_line(error)}; what would fit: {command}{notes}", 1
     return None, 1

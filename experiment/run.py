@@ -15,15 +15,14 @@ import os
 import shlex
 import sys
 import time
-from importlib.metadata import version
 
-from experiment.checkpoint import (checkpoints, fingerprints, ingredients, load_optimizer,
-                                   optimizer_tensors, prune, trained_parameters, write_checkpoint)
+from experiment.checkpoint import (fingerprints, ingredients, load_optimizer, optimizer_tensors,
+                                   prune, trained_parameters, write_checkpoint)
 from experiment.config import convert, options
 from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
-from experiment.files import check_space, finite, sync, to_json
+from experiment.files import finite, sync, to_json
 from experiment.notes import Alarms, first_notes, next_command, print_table
 from experiment.output_folder import OutputFolder, algorithm_of
 from experiment.process import active_signals, peak_memory_mb
@@ -39,6 +38,7 @@ class Run:
     """One run and its output folder. Under torchrun every rank makes one; only rank 0 writes.
 
     Attributes:
+        command: the command that continues this run.
         finished: what result.json holds if a finished run is resumed, else None.
         folder: the path of the output folder.
         ranks: the `Ranks` that share the work.
@@ -69,6 +69,9 @@ class Run:
         self.ranks = join()
         self.writes = self.ranks.rank == 0
         self.program = program_of(config, algorithm)
+        written = os.path.join(config.output_dir, "config.yaml")
+        self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
+                                   "--config", written, "--resume"])
         name = os.path.basename(self.program)
         self.files = OutputFolder(config.output_dir, algorithm, name, self.command)
         self.folder = self.files.path
@@ -107,17 +110,6 @@ class Run:
 
     def _ingredients(self):
         return ingredients(self.config, self.sources, self.program, self.folder / "base")
-
-    @property
-    def command(self):
-        """The command that continues this run."""
-        name = os.path.basename(self.program)
-        program = sys.argv[0] if os.path.basename(sys.argv[0]) == name else name
-        config = os.path.join(self.config.output_dir, "config.yaml")
-        return shlex.join([*self.ranks.launcher(), program, "--config", config, "--resume"])
-
-    def how_to_continue(self):
-        return f" after step {self.step}; continue with: {self.command}"
 
     # ------------------------------------------------------------------------------------ the loop
     def __enter__(self):
@@ -173,22 +165,22 @@ class Run:
         from tqdm import tqdm
         self.total, self.training = total, state
         self.begin()
-        extra = self._restore(state)
-        self.schedule = extra.get("schedule", total)
-        self.before = extra.get("before", {})
-        if not extra and evaluate_before:
+        saved = self._restore(state)
+        self.schedule = saved.get("schedule", total)
+        self.before = saved.get("before", {})
+        if not saved and evaluate_before:
             self.before = evaluate()
         # Both clocks count earlier sessions. That of training starts after the first evaluation.
-        self.began = time.time() - extra.get("seconds", 0.0)
-        self.opened -= extra.get("seconds", 0.0)
+        self.began = time.time() - saved.get("seconds", 0.0)
+        self.opened -= saved.get("seconds", 0.0)
         if self.algorithm != "sft":
             for note in first_notes(self.before, self.config, state.model):
                 print(note)
         self.looping, self.marks = True, self.files.log_sizes()
         self.saved_at = time.monotonic()
-        if extra.get("unlogged"):
+        if saved.get("unlogged"):
             # The run was stopped between a step and its line: write that line now.
-            self.line = extra["unlogged"]
+            self.line = saved["unlogged"]
             self._close_step(evaluate, {})
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
                    disable=not total)
@@ -204,9 +196,8 @@ class Run:
             self.unlogged, self.marks = self.line, self.files.log_sizes()
             self.score = None
             self._close_step(evaluate, timing)
-            shown = [name for name, value in self.line.items() if value is not None
-                     and (name in ("success", "loss") or name.startswith("loss/"))]
-            bar.set_postfix({name: f"{self.line[name]:.3f}" for name in shown})
+            bar.set_postfix({name: self.line[name] for name in ("success", "loss")
+                             if name in self.line})
         self.training_seconds = time.time() - self.began
         if self.saved != self.step:
             self._save()
@@ -260,7 +251,7 @@ class Run:
     def log_episodes(self, episodes):
         """Log the numbers of a step's episodes, and write the first LOGGED_EPISODES of them.
 
-        Those that are `unusable` go into bad_step_N.json instead, from which nobody learns.
+        Those that are `unusable` go into bad_step_N.json instead, from which no program learns.
         """
         reason = unusable(episodes)
         if reason:
@@ -316,11 +307,9 @@ class Run:
             return
         self.bad += 1
         path = self.folder / f"bad_step_{self.step}.json"
-        kept = [{"group_id": t.group_id, "reward": str(t.reward), "tokens": len(t.token_ids),
-                 "token_ids": t.token_ids, "task": t.info.get("task"),
-                 "stop_reason": t.stop_reason} for t in episodes]
         if self.writes:
-            content = {"step": self.step, "why": reason, "episodes": kept}
+            content = {"step": self.step, "why": reason,
+                       "episodes": [t.to_json() for t in episodes]}
             self.files.write(path.name, to_json(content, indent=1))
         print(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
@@ -339,38 +328,28 @@ class Run:
 
     # ---------------------------------------------------------------------------------- checkpoints
     def _restore(self, state):
-        """Load the checkpoint to continue from, and return the `extra` it was saved with.
-
-        In a new run that is {}. Raises Stop if there is no disk space for the checkpoints to come.
-        """
-        trained = trained_parameters(state.optimizer)
-        self.ranks.check_alike(trained)
-        if self.checkpoint:
-            state.load_weights(self.checkpoint)
-            load_optimizer(state.optimizer, self.checkpoint / "optimizer.safetensors")
-            self.step = self.saved = self.state["step"]
-            self.bad = self.state["bad"]
-            self.alarms.read(self.folder / "metrics.jsonl")
-            self.made_of = self.state["made_of"]
-        elif self.writes:
-            self.made_of = fingerprints(self._ingredients())
-        size = sum(p.numel() * p.element_size() for p in trained)
-        # A checkpoint holds the weights and the two moments of AdamW. Three are kept.
-        needed = 3 * size * max(3 - len(checkpoints(self.folder)), 1)
-        self.ranks.first(lambda: check_space(self.folder, needed))
-        return self.state["extra"] if self.checkpoint else {}
+        """Load the checkpoint to continue from; return its state.json, {} in a new run."""
+        self.ranks.check_alike(trained_parameters(state.optimizer))
+        if not self.checkpoint:
+            if self.writes:
+                self.made_of = fingerprints(self._ingredients())
+            return {}
+        state.load_weights(self.checkpoint)
+        load_optimizer(state.optimizer, self.checkpoint / "optimizer.safetensors")
+        self.step = self.saved = self.state["step"]
+        self.bad, self.made_of = self.state["bad"], self.state["made_of"]
+        self.alarms.read(self.folder / "metrics.jsonl")
+        return self.state
 
     def _save(self):
         """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
         if self.writes:
             for name in self.marks:
                 sync(self.folder / name)
-            extra = {"before": self.before, "seconds": time.time() - self.began,
-                     "schedule": self.schedule, "unlogged": self.unlogged}
-            state = {"step": self.step, "algorithm": self.algorithm, "extra": extra,
-                     "score": self.score, "bad": self.bad, "lines": self.marks,
-                     "made_of": self.made_of,
-                     "versions": {name: version(name) for name in ("torch", "transformers")}}
+            state = {"step": self.step, "algorithm": self.algorithm, "score": self.score,
+                     "before": self.before, "seconds": time.time() - self.began,
+                     "schedule": self.schedule, "bad": self.bad, "made_of": self.made_of,
+                     "lines": self.marks, "unlogged": self.unlogged}
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
             write_checkpoint(path, self.training, optimizer_tensors(self.training.optimizer), state)
             prune(self.folder)
@@ -408,11 +387,6 @@ class Run:
 
 
 def program_of(config, algorithm):
-    """Return the path of the file that trains: the program, if the Config is its own.
-
-    In a notebook, and for a run inside a run, it is the file that defines the Config.
-    """
-    program = sys.modules["__main__"]
-    if getattr(program, "Config", None) is not type(config) or not hasattr(program, "__file__"):
-        program = sys.modules[type(config).__module__]
-    return getattr(program, "__file__", f"{algorithm}.py")
+    """Return the path of the file that trains: the one that defines the Config."""
+    program = sys.modules[type(config).__module__]
+    return getattr(program, "__file__", f"{algorithm}.py")  # none in a notebook

@@ -12,6 +12,7 @@ class Config:
     lora_dropout: float = flag(0.0, "probability", low=0, high=1)
     group_size: int = flag(8, "episodes per task", aliases=("samples_per_prompt",), low=2)
     batch_size: int = flag(4, "sequences in one forward", low=1)
+    gradient_accumulation_steps: int | None = flag(None, "forwards of an update", low=1)
     max_steps: int | None = flag(None, "optimizer steps", low=1)
     loss: str = flag("grpo", "objective", choices=("grpo", "dapo", "gspo"))
     load_in_4bit: bool = flag(False, "4-bit base weights")

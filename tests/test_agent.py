@@ -1034,7 +1034,7 @@ def test_the_chat():
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("You: ") == 4 and "Environment equations: add_terms" in done.stdout and done.stdout.count("Task: Solve for x") == 4
     assert "Every question is an episode of its own" in done.stdout and not done.stderr.count("Traceback")
-    assert done.stdout.count("[cut: --max_new_tokens is 12]") == 3  # a turn cut by the limit is not silent
+    assert done.stdout.count("[max_new_tokens; success False; ") == 3  # a turn cut by the limit is not silent
 
 
 def chat_in(monkeypatch, capsys, words, *turns, env_name="equations", **options):

@@ -7,7 +7,7 @@ import pytest
 from bench import comparison as view
 from bench.comparison import bins, brier, calibration_error, forecast, measure, summary
 from experiment.errors import UserError
-from window.statistics import difference, wilson
+from window.report import difference, wilson
 from test_report import EVIL, episode, folder, turn, write
 
 

@@ -12,9 +12,7 @@ import pytest
 from window import report as view
 from window.curves import chart
 from experiment.errors import UserError
-from window.records import Record
-from window.report import MAX_EPISODES, token_texts
-from window.statistics import difference, wilson
+from window.report import MAX_EPISODES, Record, difference, token_texts, wilson
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
@@ -201,13 +199,13 @@ def test_a_curve_shows_the_values_logged():
     assert {float(p.split(",")[1]) for p in means.split()} == {70.0} and len(means.split()) == 20
 
 
-def test_ten_thousand_steps_become_few_points_and_no_spike_is_lost(tmp_path):
+def test_no_spike_of_a_long_run_is_lost(tmp_path):
     rows = [{"step": t, "success": 0.5 + 0.001 * (t % 7), "grad_norm": 99.0 if t == 4321 else None if t % 2 else 1.0,
              "clip_low": 0.0, "eval/success": t / 1e4 if t % 1000 == 0 else None} for t in range(10_000)]
     raw = Path(view.write_html(folder(tmp_path, rows))).read_text()
-    assert len(raw) < 80_000 and "Unchanged throughout: clip_low 0." in raw
+    assert "Unchanged throughout: clip_low 0." in raw
     lines = re.findall(r'class=raw points="(.*?)"', raw)
-    assert all(len(line.split()) <= 300 for line in lines) and len(lines) == 3
+    assert [len(line.split()) for line in lines] == [10_000, 5001, 10]
     heights = [float(point.split(",")[1]) for point in lines[1].split()]
     assert heights.count(20.0) == 1 and heights.count(120.0) == len(heights) - 1
 
@@ -221,12 +219,12 @@ def test_odd_metrics_make_a_page(tmp_path, rows):
     assert page(folder(tmp_path, rows)).open == []
 
 
-def test_episodes_shown_are_spread_over_the_run_worst_to_best(tmp_path):
+def test_episodes_shown_are_spread_over_the_run_and_the_last_comes_first(tmp_path):
     name = folder(tmp_path, episodes=[episode(reward=float(i), step=step) for step in range(50) for i in range(16)])
     shown = re.findall(r"step (\d+) · reward (\d+)", page(name).text)
-    steps = list(dict.fromkeys(int(step) for step, _ in shown))
-    assert len(shown) == MAX_EPISODES and steps == [49, 42, 35, 28, 21, 14, 7, 0]
-    assert [int(r) for _, r in shown[:3]] == [15, 7, 0]
+    assert len(shown) == MAX_EPISODES and shown[0] == ("49", "15")
+    steps = [int(step) for step, _ in shown]
+    assert steps == sorted(set(steps), reverse=True) and steps[-1] == 2
     name = write(tmp_path / "few.jsonl", [episode(reward=float(i)) for i in range(5)])
     assert re.findall(r"reward (\d+) ·", page(name).text) == ["4", "3", "2", "1", "0"]  # fewer than fit: each once
 
@@ -257,6 +255,7 @@ def test_what_is_no_episode_is_named_by_line(tmp_path, broken):
 
 def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
     write(tmp_path / "run" / "metrics.jsonl", [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}])
+    (tmp_path / "run" / "config.yaml").write_text("# sft run; repeat it\nseed: 0\n")
     assert "loss" in page(tmp_path / "run").text
     (tmp_path / "empty").mkdir()
     for name, words in (("rum", "no such file"), ("empty", "give an output folder")):

@@ -30,7 +30,7 @@ from experiment import run
 from experiment.checkpoint import checkpoints, newest_checkpoint, read_state
 from experiment.run import Run
 from experiment.command_line import parse
-from experiment.errors import Stop, UserError
+from experiment.errors import UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder, _sequences
 from llm import load_model, merge, save_model
@@ -270,16 +270,13 @@ def test_a_smaller_batch_without_more_accumulation_is_another_update(module):
     assert (_sequences(began) == _sequences(smaller)) == (module is grpo)
 
 
-def test_flags_that_leave_the_equations_alone_may_differ_with_a_note(place, stopped, tmp_path, capsys):
+def test_flags_that_leave_the_equations_alone_may_differ(place, stopped, tmp_path):
     was = stopped(tmp_path / "run")
     half = was.batch_size // 2
     for options in ({"batch_size": half}, {"learning_rate": 3e-3}, {"memory": "4bit"}, {"batch_size": half, "gradient_accumulation_steps": 3}):
         with pytest.raises(UserError, match="continues the run as it began"):
             sft.train(replace(was, **options))
     sft.train(replace(was, batch_size=half, gradient_accumulation_steps=2, gradient_checkpointing=True))
-    out = capsys.readouterr().out
-    for words in ("--gradient_checkpointing is True and was False", f"--batch_size is {half} and was {was.batch_size}"):
-        assert f"note: {words}: numbers may differ by rounding" in out
     sft.train(toy(place, tmp_path / "whole"))
     mine, whole = ([json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "whole"))
     assert len(mine) == len(whole) and mine == pytest.approx(whole, rel=1e-4)
@@ -383,14 +380,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_go_on(stopped, t
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(os.listdir(folder)) == ["step_000001", "step_000002"] and read_state(folder / "step_000002")["step"] == 2
     assert sft.train(again)["steps"] == 3
-
-
-def test_too_little_room_is_said_before_the_first_step(place, tmp_path, monkeypatch):
-    import shutil
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
-    with pytest.raises(Stop, match=r"checkpoints need \d+ bytes and 1000 are free; make room") as caught:
-        sft.train(toy(place, tmp_path / "run"))
-    assert caught.value.code == 4 and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_episodes_survive_the_file(place, tmp_path):

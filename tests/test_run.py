@@ -51,8 +51,6 @@ def program(tmp_path_factory):
         def train(config):
             if config.fail == "user":
                 raise UserError("reward.py: returns nan;\\nreturn a finite number, not \u2014 this")
-            if config.fail == "interrupt":
-                raise KeyboardInterrupt
             if config.fail == "memory":
                 raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB.\\nmore")
             if config.fail == "bug":
@@ -73,7 +71,6 @@ def program(tmp_path_factory):
     (["--lr", "1"], 2, "toy.py: unknown option --lr; did you mean --learning_rate?"),
     (["--learning_rate", "0"], 2, "toy.py: --learning_rate 0: must be greater than 0"),
     (["--fail", "user"], 2, "toy.py: reward.py: returns nan; return a finite number, not — this"),
-    (["--fail", "interrupt"], 130, "toy.py: interrupted; the checkpoints that were written are whole"),
 ])
 def test_exit_codes(program, argv, code, line):
     done = program(*argv)
@@ -84,8 +81,8 @@ def test_success_and_our_own_bugs(program):
     done = program("--learning_rate", "1e-4")
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained 0.0001\n", "")
     done = program("--fail", "memory")
-    assert done.returncode == 1 and re.fullmatch(r"toy.py: out of memory, peak \d+ MB: CUDA out of memory. Tried to allocate 2.00 GiB. "
-                                                 r"A smaller --batch_size \(outside grpo with more --gradient_accumulation_steps\) gives the same result with less memory\n", done.stderr), done.stderr
+    assert done.returncode == 1 and re.fullmatch(r"toy.py: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; "
+                                                 r"what would fit: python bench/memory.py \S*toy.py --fail memory\n", done.stderr), done.stderr
     done = program("--fail", "bug")
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 
@@ -150,13 +147,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     folder = tmp_path / "a"
     started(folder).write_line(0, {"loss": 1.0}, {})
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(no step is saved\); --resume continues"):
-        started(folder)
-    save(started(folder, resume="newest"), 4)
-    with pytest.raises(UserError, match=r"a: already holds a grpo run, unfinished \(4 steps are saved\); --resume continues"):
-        started(folder)
-    (folder / "result.json").write_text("{}")
-    with pytest.raises(UserError, match="a: already holds a grpo run, finished; .*--overwrite renames it, or give another --output_dir"):
+    with pytest.raises(UserError, match="a: already holds a grpo run; --resume continues it, --overwrite renames it, or give another --output_dir"):
         started(folder)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
@@ -286,8 +277,7 @@ def test_save(tmp_path):
     path = save(book, 7, optimizer=optimizer)
     assert path == tmp_path / "checkpoints/step_000007" == newest_checkpoint(str(tmp_path))
     state = read_state(path)
-    assert (state["step"], state["algorithm"], state["extra"]["before"]) == (7, "grpo", {})
-    assert state["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert (state["step"], state["algorithm"], state["before"]) == (7, "grpo", {})
     assert sorted(state["files"]) == ["model.safetensors", "optimizer.safetensors", "tokenizer.json"]
     assert state["files"]["tokenizer.json"]["bytes"] == 2
     assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "config.yaml").stat().st_mode}
@@ -371,8 +361,6 @@ def test_mix():
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
     ones = [sum(mix(seed, step) >> bit & 1 for seed in range(40) for step in range(50)) for bit in range(63)]
     assert all(850 < count < 1150 for count in ones)                         # 1000 expected, 6.7 sigma
-    with pytest.raises(TypeError):
-        mix(torch.tensor(1))
 
 
 def test_peak_memory():

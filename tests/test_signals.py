@@ -193,8 +193,8 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_episodes_are_kept(place
     assert [line["grad_norm"] is None for line in lines] == [False, True, False]
     assert "step 1: loss" in capfd.readouterr().out
     bad = json.loads((tmp_path / "bad_step_1.json").read_text())
-    assert bad["step"] == 1 and "gradient norm nan" in bad["why"] and float(bad["episodes"][0]["reward"]) is not None
-    assert all(len(t["token_ids"]) == t["tokens"] > 8 for t in bad["episodes"])
+    assert bad["step"] == 1 and "gradient norm nan" in bad["why"]
+    assert all(len(t["token_ids"]) > 8 for t in bad["episodes"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -259,7 +259,7 @@ def test_rewards_that_are_not_finite_skip_their_step_and_the_third_in_a_row_stop
         module.train(config(module, place, tmp_path / "o", env=f"{tmp_path}/w.py:W", lora_r=2, **{**steps, "eval_tasks": 0}))
     assert caught.value.code == 3
     bad = [json.loads(path.read_text()) for path in sorted((tmp_path / "o").glob("bad_step_*.json"))]
-    assert len(bad) == 3 and all("nan" in [t["reward"] for t in step["episodes"]] for step in bad)
+    assert len(bad) == 3 and all(None in [t["reward"] for t in step["episodes"]] for step in bad)
     for path in checkpoints(tmp_path / "o"):
         tensors = load_file(path / "adapter_model.safetensors")
         assert not any(v.any() for k, v in tensors.items() if "lora_B" in k) and all(v.isfinite().all() for v in tensors.values())
@@ -296,7 +296,7 @@ def test_logits_that_are_not_finite_skip_the_step(place, tmp_path, monkeypatch, 
                         if module is reward_weighted else options))
     assert "the model's logits are not finite while decoding" in capfd.readouterr().out
     bad, = tmp_path.glob("bad_step_*.json")
-    assert json.loads(bad.read_text())["episodes"][0]["reward"] == "nan"
+    assert json.loads(bad.read_text())["episodes"][0]["reward"] is None
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows}) and sum("loss" in row for row in rows) >= 2
 

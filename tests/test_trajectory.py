@@ -30,10 +30,10 @@ def test_trajectory_round_trip():
     [
         ({"logprobs": [0.0, -1.0]}, r"lengths \(3, 3, 2\)"),
         ({"token_ids": []}, "lengths"),
-        ({"token_ids": 5}, "must be a list"),
+        ({"token_ids": 5}, "not a trajectory"),
         ({"token_ids": [1, 2, -3]}, "integers"),
         ({"token_ids": [1, 2.0, 3]}, "integers"),
-        ({"token_ids": "abc"}, "must be a list"),
+        ({"token_ids": "abc"}, "integers"),
         ({"loss_mask": [0, 2, 1]}, "0 or 1"),
         ({"loss_mask": [0, True, 1]}, "0 or 1"),
         ({"loss_mask": [1, 1, 1]}, "precedes"),

@@ -174,9 +174,6 @@ def how_it_ended(episode: Episode) -> str:
     if not t.stop_reason:
         limit = episode.limits.max_tokens
         return f"the prompt has {len(t.token_ids)} tokens, --max_tokens is {limit}"
-    if t.truncated:
-        limit = getattr(episode.limits, t.stop_reason)
-        return f"cut: --{t.stop_reason} is {limit}"
     return f"{t.stop_reason}; success {t.info['success']}; reward {t.reward:.2f}"
 
 

@@ -1,13 +1,11 @@
 """Curves of a run as inline SVG: small multiples of every number that changes."""
 import math
 from html import escape
-from operator import itemgetter
 from statistics import fmean
 
 from experiment.episodes import is_finite
 
-MAX_POINTS = 150  # of a curve; in longer runs several steps share a point
-PARTS = 20        # of a run, over each of which the bold curve is a mean
+PARTS = 20  # of a run, over each of which the bold curve is a mean
 UNITS = {"peak_memory_mb": "MiB"}
 UNITS |= dict.fromkeys(("entropy", "kl", "approx_kl", "held_out_loss"), "nats per token")
 
@@ -42,13 +40,10 @@ def points_of(log, name):
 
 
 def chart(name, points):
-    """Return one curve as a <figure>, between its lowest and its highest value.
-
-    Where steps share a point, the lowest and the highest of them are drawn: no spike is lost.
-    """
-    value_of = itemgetter(1)
-    low, high = value_of(min(points, key=value_of)), value_of(max(points, key=value_of))
-    (first, _), (last, latest) = points[0], points[-1]
+    """Return one curve as a <figure>, between its lowest and its highest value."""
+    steps, values = zip(*points)
+    first, last = steps[0], steps[-1]
+    low, high = min(values), max(values)
 
     def polyline(kind, drawn):
         places = []
@@ -58,22 +53,18 @@ def chart(name, points):
             places.append(f"{x:.1f},{y:.1f}")
         return f'<polyline class={kind} points="{" ".join(places)}" />'
 
-    raw = []
-    for bucket in buckets(points, math.ceil(len(points) / MAX_POINTS)):
-        raw += sorted({min(bucket, key=value_of), max(bucket, key=value_of)})
-    parts = buckets(points, math.ceil(len(points) / PARTS))
-    means = [tuple(map(fmean, zip(*part))) for part in parts]
+    means = []
+    size = math.ceil(len(points) / PARTS)
+    for start in range(0, len(points), size):
+        part = slice(start, start + size)
+        means.append((fmean(steps[part]), fmean(values[part])))
     name, unit = escape(name), UNITS.get(name, "")
-    return (f"<figure><figcaption><span><b>{name}</b> <i>{unit}</i></span><b>{number(latest)}</b>"
-            f'</figcaption><svg viewBox="0 0 320 140" role=img aria-label="{name}">'
+    return (f"<figure><figcaption><span><b>{name}</b> <i>{unit}</i></span>"
+            f'<b>{number(values[-1])}</b></figcaption>'
+            f'<svg viewBox="0 0 320 140" role=img aria-label="{name}">'
             f"<text x=10 y=12>{number(high)}</text><text x=10 y=135>{number(low)}</text>"
             f"<text x=310 y=135 text-anchor=end>steps {first} to {last}</text>"
-            f"{polyline('raw', raw)}{polyline('smooth', means)}</svg></figure>")
-
-
-def buckets(items, size):
-    """Return the items in lists of `size`, the last of which may be shorter."""
-    return [items[i:i + size] for i in range(0, len(items), size)]
+            f"{polyline('raw', points)}{polyline('smooth', means)}</svg></figure>")
 
 
 def number(value, style=""):

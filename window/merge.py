@@ -17,18 +17,14 @@ def main(words: list[str]) -> int:
         return 2
     folder = words[2]
     try:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            names = os.listdir(folder)
-        except OSError as error:
-            raise UserError(f"{folder}: cannot write there ({error.strerror})") from None
+        os.makedirs(folder, exist_ok=True)
         # The folder may hold the adapter's base, and the adapter would be applied twice.
-        if names:
+        if os.listdir(folder):
             raise UserError(f"{folder}: is not empty; give a new folder")
         merge(*words[1:])
         print("merged into a plain model folder. Talk to it:\n"
               f"  python agent.py --model_path {shlex.quote(folder)}")
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"lora.py: {error}", file=sys.stderr)
         return 2
     return 0

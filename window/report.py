@@ -10,15 +10,16 @@ from html import escape
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
-from window.curves import curves, number
-from experiment.data import reading, whole
+from experiment.data import lines_of, objects, read_json, read_yaml, reading, whole
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
-from window.records import Record
-from window.statistics import difference, wilson
+from experiment.output_folder import CONFIG, algorithm_of
+from window.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
+# Two-sided 95 % quantile of the normal distribution.
+Z = 1.959964
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
 LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. Coloured:
 sampled, with probability <i class=s0> over 0.9 </i> <i class=s1> over 0.5 </i>
@@ -66,6 +67,39 @@ HEAD = """<!doctype html><html lang=en><head><meta charset=utf-8>
 <title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>"""
 
 
+class Record:
+    """One run (an output folder), or one .jsonl of episodes, as it was written.
+
+    Attributes:
+        config, result: what the files say, {} where there is no such file.
+        logs: the rows of each log.
+        algorithm: the name of the program, or None.
+        episode_file: the file of its episodes, which may not exist.
+    """
+
+    def __init__(self, name):
+        """Read everything but the episodes. Raises UserError."""
+        self.path = self.episode_file = Path(name)
+        self.config, self.result, self.logs = {}, {}, []
+        with reading(self.path):
+            self.path.stat()
+        self.algorithm = algorithm_of(self.path)
+        if self.algorithm:
+            self._read_folder()
+        elif self.path.suffix != ".jsonl":
+            raise UserError(f"{name}: give an output folder of a run, or a .jsonl of episodes")
+
+    def _read_folder(self):
+        self.config = {key: value for _, key, value in read_yaml(self.path / CONFIG)}
+        self.episode_file = self.path / "trajectories.jsonl"
+        result = self.path / "result.json"
+        if result.exists():
+            self.result = read_json(result)
+        for log in (self.path / "metrics.jsonl", self.path / "timing.jsonl"):
+            if log.exists():
+                self.logs.append([row for _, row in objects(log)])
+
+
 def write_html(name):
     """Write the page of an output folder or of a .jsonl of episodes beside it; return its path.
 
@@ -84,12 +118,12 @@ def page(record):
     with reading(record.path / "result.json"):
         parts.append(facts(record.result))
     parts.append(curves(record.logs))
-    if record.lines_of_step:
+    if record.episode_file.exists():
         parts.append(LEGEND)
-    tokenizer = load_tokenizer(record.path)
-    for step, line, episode in chosen_episodes(record):
-        with reading(record.episode_file, line):
-            parts.append(episode_html(episode, step, tokenizer))
+        tokenizer = load_tokenizer(record.path)
+        for line, episode in chosen_episodes(record.episode_file):
+            with reading(record.episode_file, line):
+                parts.append(episode_html(episode, tokenizer))
     if record.config:
         config = "\n".join(f"{name}: {value}" for name, value in record.config.items())
         parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
@@ -114,24 +148,42 @@ def facts(result):
     return f"<dl class=facts>{''.join(tiles)}</dl>"
 
 
-# ----------------------------------------------------------------------------------- episodes
-def chosen_episodes(record):
-    """Yield up to MAX_EPISODES (step, line number, episode) of steps spread over the run.
+# ---------------------------------------------------------------------- intervals of proportions
+def wilson(k, n):
+    """Return the 95 % interval of a proportion k / n, and (0, 1) for n = 0.
 
-    The last step comes first, and of each step the best episode.
+    (p + z^2/2n -+ z sqrt(p (1-p) / n + z^2/4n^2)) / (1 + z^2/n). Wilson 1927. It stays within 0..1
+    and has a width at k = 0 and k = n too.
     """
-    steps = spread(sorted(record.lines_of_step), MAX_EPISODES // 3)
-    for step in reversed(steps):
-        episodes = list(record.episodes_of([step]))
-        episodes.sort(key=lambda numbered: numbered[1]["reward"], reverse=True)
-        for line, episode in spread(episodes, MAX_EPISODES // len(steps)):
-            yield step, line, episode
+    if not n:
+        return 0.0, 1.0
+    p, z2 = k / n, Z * Z
+    middle = p + z2 / (2 * n)
+    half = Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + z2 / n)), min(1.0, (middle + half) / (1 + z2 / n))
 
 
-def spread(items, n):
-    """Return n of the items at even distances, or all if there are fewer."""
-    n = min(n, len(items))
-    return [items[round(i * (len(items) - 1) / max(n - 1, 1))] for i in range(n)]
+def difference(k1, n1, k2, n2):
+    """Return p2 - p1 and the bounds of its 95 % interval, for two independent samples.
+
+    Newcombe 1998 (the paper on two proportions), method 10, from Wilson's l and u:
+    (d - sqrt((p2 - l2)^2 + (u1 - p1)^2), d + sqrt((u2 - p2)^2 + (p1 - l1)^2)).
+    """
+    p1, p2 = k1 / n1, k2 / n2
+    low1, high1 = wilson(k1, n1)
+    low2, high2 = wilson(k2, n2)
+    low = p2 - p1 - math.hypot(p2 - low2, high1 - p1)
+    high = p2 - p1 + math.hypot(high2 - p2, p1 - low1)
+    return p2 - p1, low, high
+
+
+# ----------------------------------------------------------------------------------- episodes
+def chosen_episodes(file):
+    """Return up to MAX_EPISODES (line number, episode) spread over a file, the last one first."""
+    lines = sum(1 for _ in lines_of(file))
+    n = min(lines, MAX_EPISODES)
+    wanted = {round(i * lines / n) for i in range(1, n + 1)}
+    return reversed(list(objects(file, wanted)))
 
 
 def load_tokenizer(folder):
@@ -144,14 +196,14 @@ def load_tokenizer(folder):
         return Tokenizer.from_file(str(file))
 
 
-def episode_html(episode, step, tokenizer):
+def episode_html(episode, tokenizer):
     """Return one episode: a line to click, then its tokens, or its text without a tokenizer."""
     asked = [m["content"] for m in episode["messages"] if m["role"] == "user"]
     question = textwrap.shorten(str(asked[0]) if asked else "", 120)
-    words = [f"step {step}"] if step >= 0 else []
+    words = [f"step {episode['step']}"] if "step" in episode else []
     words += [f"{name} {number(reward)}" for name, reward in
               {"reward": episode["reward"], **episode["reward_parts"]}.items()]
-    words += [f"{episode['info']['tool_calls']} calls", str(episode.get("stop_reason")),
+    words += [f"{episode['info'].get('tool_calls', 0)} calls", str(episode.get("stop_reason")),
               f"{len(episode['token_ids'])} tokens"]
     mark = "<b class=bad>✗ no success</b>"
     if episode["info"].get("success"):
