@@ -142,13 +142,11 @@ def limits(env_names: str | None) -> dict:
     largest = {}
     for name in names_of(env_names):
         stated = getattr(load(name), "limits", {})
-        if not isinstance(stated, dict):
-            raise UserError(f"environment {name!r}: limits is {stated!r:.60}, it must be a dict")
-        for key, value in {**LIMITS, **stated}.items():
-            if key not in LIMITS or not isinstance(value, int | float) or not 0 < value <= 1e9:
-                raise UserError(f"environment {name!r}: limits[{key!r}] is {value!r}; it may state "
-                                f"positive numbers as {', '.join(LIMITS)}")
-            largest[key] = max(value, largest.get(key, value))
+        if unknown := stated.keys() - LIMITS:
+            raise UserError(f"environment {name!r}: limits names {', '.join(sorted(unknown))}; it "
+                            f"may state {', '.join(LIMITS)}")
+        for key, default in LIMITS.items():
+            largest[key] = max(stated.get(key, default), largest.get(key, 0))
     return largest
 
 

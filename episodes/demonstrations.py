@@ -59,9 +59,8 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
         return completion(row)
     if hasattr(env, "_conversation"):
         return env._conversation(row)
-    readers = [name for name in envs.ENVS if reads(name, row)]
-    hint = f"--env {readers[0]} reads such rows" if readers else "tasks are given with --tasks"
-    need(row, "messages", otherwise=f'need it, or "prompt" and "completion"; {hint}')
+    need(row, "messages", otherwise='need it, or "prompt" and "completion"; rows of an '
+                                    "environment's own form need its --env, tasks --tasks")
 
 
 def completion(row: dict) -> list[dict]:
@@ -72,14 +71,6 @@ def completion(row: dict) -> list[dict]:
             raise ValueError(f'"{name}" is empty: nothing to {purpose}')
     prompt = as_messages(row["prompt"], "prompt", "user")
     return without_loss(prompt) + as_messages(row["completion"], "completion", "assistant")
-
-
-def reads(env_name: str, row: dict) -> bool:
-    """True if the environment has a `_conversation` that reads the row."""
-    try:
-        return bool(envs.load(env_name)._conversation(row))
-    except Exception:  # whatever a row of another form leads to
-        return False
 
 
 # --------------------------------------------------------------------------------------- messages

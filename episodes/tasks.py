@@ -56,12 +56,9 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     if not hasattr(cls, "_tasks"):
         raise UserError(f"environment {name!r} makes no tasks of its own; "
                         "give --tasks path/to/tasks.jsonl")
-    if not isinstance(inspect.getattr_static(cls, "_tasks"), (staticmethod, classmethod)):
-        raise UserError(f"environment {name!r}: _tasks(split, n, seed) must be a @staticmethod")
     rows = cls._tasks(split, n, seed)
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) returned "
-                        f"{rows!r:.60}, it must be a list of dicts, the arguments of reset()")
+    if not rows:
+        raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) made no tasks")
     try:
         json.dumps(rows)
     except (TypeError, ValueError) as error:
