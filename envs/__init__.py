@@ -35,7 +35,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -98,10 +97,6 @@ def load(name: str) -> type:
             module = importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
         raise UserError(f"environment {name!r}: {error}") from None
-    except (Exception, SystemExit) as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"environment {name!r}: {line.filename}:{line.lineno}: "
-                        f"{type(error).__name__}: {error}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
         raise UserError(f"environment {name!r}: {place} has no class {class_name}")

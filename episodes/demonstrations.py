@@ -66,9 +66,6 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
 def completion(row: dict) -> list[dict]:
     """Return the messages of {"prompt", "completion"}."""
     need(row, "prompt")
-    for name, purpose in (("prompt", "answer"), ("completion", "train on")):
-        if row[name] == [] or isinstance(row[name], str) and not row[name].strip():
-            raise ValueError(f'"{name}" is empty: nothing to {purpose}')
     prompt = as_messages(row["prompt"], "prompt", "user")
     return without_loss(prompt) + as_messages(row["completion"], "completion", "assistant")
 
@@ -110,8 +107,6 @@ class Encoder:
         messages, row, place = conversation
         with reading(place):
             system = row.get("system") or self.system_prompt
-            if not isinstance(system, str | None):
-                raise ValueError('"system" must be text')
             if system and messages[0].get("role") != "system":
                 messages = [{"role": "system", "content": system, "loss": 0}, *messages]
             tools = self.schemas if row.get("tools") is None else read_tools(row["tools"])

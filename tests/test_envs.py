@@ -166,7 +166,7 @@ CONTRACT = "class Environment:\n    def reset(self, **_):\n        pass\n    def
 
 
 @pytest.mark.parametrize("text, says", [
-    ("import sys\nsys.exit(4)\n", "SystemExit: 4"), ("class Environment:\n    def reset(self):\n        pass\n", "Environment has no get_reward()"),
+    ("class Environment:\n    def reset(self):\n        pass\n", "Environment has no get_reward()"),
     (CONTRACT + "    reset = 3\n", "Environment has no reset()"),
     (CONTRACT + "    _tasks = staticmethod(lambda *_: [])\n", "made no tasks")])
 def test_an_environment_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
@@ -190,12 +190,6 @@ def test_a_file_may_import_its_neighbours(tmp_path):
     (tmp_path / "my.py").write_text("import neighbour_of_mine\nclass Environment:\n    answer = neighbour_of_mine.ANSWER\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
     before = list(sys.path)
     assert envs.load(f"{tmp_path / 'my.py'}:Environment").answer == 42 and sys.path == before
-
-
-def test_a_file_that_raises_is_told_with_its_line(tmp_path):
-    (tmp_path / "my.py").write_text("x = 1\ny = unknown\n")
-    with pytest.raises(UserError, match=r"my.py:2: NameError: name 'unknown' is not defined"):
-        envs.load(f"{tmp_path / 'my.py'}:Environment")
 
 
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):
@@ -223,7 +217,7 @@ def test_options_reach_reset(monkeypatch):
     assert parse_env_options('num_turns=3, shaped=true,name=a b,x=1.5,none=null,quoted="7"', ["anything"]) == {
         "num_turns": 3, "shaped": True, "name": "a b", "x": 1.5, "none": None, "quoted": "7"}
     assert parse_env_options(None, ["equations"]) == parse_env_options("", ["equations"]) == {}
-    for text, says in [("num_turns", "write name=value"), ("a b=1", "write name=value"), ("noize=1", "did you mean noise")]:
+    for text, says in [("num_turns", "write name=value"), ("noize=1", "did you mean noise")]:
         with pytest.raises(UserError, match=says):
             parse_env_options(text, ["equations"])
     tasks = load_tasks("equations", "train", 3, 0, env_options="noise=0.5")
