@@ -35,7 +35,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -98,10 +97,6 @@ def load(name: str) -> type:
             module = importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
         raise UserError(f"environment {name!r}: {error}") from None
-    except (Exception, SystemExit) as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"environment {name!r}: {line.filename}:{line.lineno}: "
-                        f"{type(error).__name__}: {error}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
         raise UserError(f"environment {name!r}: {place} has no class {class_name}")
@@ -142,13 +137,11 @@ def limits(env_names: str | None) -> dict:
     largest = {}
     for name in names_of(env_names):
         stated = getattr(load(name), "limits", {})
-        if not isinstance(stated, dict):
-            raise UserError(f"environment {name!r}: limits is {stated!r:.60}, it must be a dict")
-        for key, value in {**LIMITS, **stated}.items():
-            if key not in LIMITS or not isinstance(value, int | float) or not 0 < value <= 1e9:
-                raise UserError(f"environment {name!r}: limits[{key!r}] is {value!r}; it may state "
-                                f"positive numbers as {', '.join(LIMITS)}")
-            largest[key] = max(value, largest.get(key, value))
+        if unknown := stated.keys() - LIMITS:
+            raise UserError(f"environment {name!r}: limits names {', '.join(sorted(unknown))}; it "
+                            f"may state {', '.join(LIMITS)}")
+        for key, default in LIMITS.items():
+            largest[key] = max(stated.get(key, default), largest.get(key, 0))
     return largest
 
 

@@ -32,10 +32,6 @@ def schemas(env) -> list[dict]:
     from transformers.utils import get_json_schema
     out = []
     for name, method in tools(env).items():
-        for p in inspect.signature(method).parameters.values():
-            # The model's arguments are given by name.
-            if p.name != "self" and p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                raise UserError(f"tool {name}: cannot be called with {p} by name")
         try:
             out.append(get_json_schema(method))
         # transformers raises DocstringParsingException and TypeHintParsingException.
@@ -160,21 +156,14 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
         return whole(str(result)), None
     except WrongCall as error:
         return f"error: {error}", error
-    except BaseException as error:
-        # Signals come to the main thread. In any other thread it was the tool that raised this.
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if isinstance(error, KeyboardInterrupt) and in_main_thread:
-            raise
+    # A tool that runs the model's code may meet its exit().
+    except (Exception, SystemExit) as error:
         return f"error: {message_of(error)}", error
 
 
 def message_of(error: BaseException) -> str:
-    """Return the type and the text of an exception, which tools may make unprintable."""
-    name = type(error).__name__
-    try:
-        return whole(f"{name}: {error}")[:290]
-    except Exception:
-        return name
+    """Return the type and the text of an exception, at most 290 characters."""
+    return whole(f"{type(error).__name__}: {error}")[:290]
 
 
 def awaited(result):
@@ -182,18 +171,11 @@ def awaited(result):
 
     All async methods run in one loop, in a thread of its own: one that blocks holds up the others.
     """
-    if not inspect.isawaitable(result):
+    if not inspect.iscoroutine(result):
         return result
-
-    async def without_exit():
-        try:
-            return await result
-        except (SystemExit, KeyboardInterrupt) as error:
-            # It would end the loop.
-            raise RuntimeError(message_of(error)) from None
     with LOOP_LOCK:
         loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(without_exit(), loop).result()
+    return asyncio.run_coroutine_threadsafe(result, loop).result()
 
 
 LOOP_LOCK = threading.Lock()

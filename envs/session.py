@@ -1,11 +1,11 @@
-"""Environments as episodes use them: each call is made in a thread, with a time-out, and counted.
+"""Environments as episodes use them: each call is made in a thread, with a time-out.
 
 The code of an environment is not ours. It may raise, exit, or never return. Whatever it does ends
 at most its own episode, until it happens so often that the environment must be broken.
 """
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from concurrent import futures
 
 import envs
@@ -15,28 +15,27 @@ from llm.chat import Chat
 from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
-MAX_FAULTS = 0.2  # share of the calls of one kind that may meet one and the same fault
-MIN_CALLS = 20  # fewer calls than this count as this many
+MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
 
 
 class Watch:
     """What the environments of a rollout share: the time-out and the count of faults.
 
     Args:
-        earlier: the Watch of the run's previous rollout. Of what it saw too rarely to judge the
-            count continues, so that small rollouts do not fail for ever.
+        earlier: the Watch of the run's previous rollout, whose count continues.
     """
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
-        self.calls = Counter()  # by kind: "tool", "reset()", ...
-        self.faults = defaultdict(list)  # (kind, what happened) -> the whole messages
+        self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
         self.abandoned = []  # the calls that did not return in time
-        if earlier:
-            rare = {kind: calls for kind, calls in earlier.calls.items() if calls < MIN_CALLS}
-            self.calls.update(rare)
-            self.faults.update({key: messages for key, messages in earlier.faults.items()
-                                if key[0] in rare})
+        self.broken = None  # the fault that came too often, in words
+
+    def count(self, kind, fault: str | None):
+        """Count the faults in a row. A call of this kind met one, or none."""
+        self.faults[kind] = self.faults[kind] + 1 if fault else 0
+        if self.faults[kind] >= MAX_FAULTS:
+            self.broken = fault
 
     def check_abandoned(self):
         """Raise EnvironmentFault if too many calls were left behind."""
@@ -47,14 +46,12 @@ class Watch:
                 "tool_timeout in its `limits`")
 
     def check(self):
-        """Raise EnvironmentFault if too many calls met the same fault."""
-        for (kind, fault), messages in self.faults.items():
-            calls = self.calls[kind]
-            if len(messages) > MAX_FAULTS * max(calls, MIN_CALLS):
-                raise EnvironmentFault(
-                    f"{fault} in {len(messages)} of {calls} calls: it is broken, and the model "
-                    "cannot help it; what is the model's fault a tool returns as text, or raises "
-                    f"as ValueError; the first: {messages[0]}")
+        """Raise EnvironmentFault if calls of one kind met a fault again and again."""
+        if self.broken:
+            raise EnvironmentFault(
+                f"{MAX_FAULTS} faults in a row: the environment is broken, and the model cannot "
+                "help it; what is the model's fault a tool returns as text, or raises as "
+                f"ValueError; the last: {self.broken}")
 
 
 def load_environments(tokenizer, env_names: str, generation_config=None) -> tuple[dict, dict]:
@@ -83,7 +80,6 @@ class Session:
         stuck: True once a call was left behind. The environment still sits in it, and is not
             touched again.
         member: what is called now, such as "reset()" or the name of a tool.
-        kind: as what its faults are counted: "tool" for every tool, else the member.
     """
 
     def __init__(self, watch: Watch, name: str, cls: type, task: dict):
@@ -94,7 +90,7 @@ class Session:
         self.reward = self.reward_at_reset = 0.0
         self.done = False
         self.stuck = False
-        self.member = self.kind = "__init__()"
+        self.member = "__init__()"
 
     @property
     def paid(self) -> float:
@@ -120,10 +116,10 @@ class Session:
         for call, (text, error, gain) in zip(self.calls, list(self.answers)):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
-            if not isinstance(error, (*BY_ARGUMENTS, type(None))):
-                fault = f"{call['name']} raised {type(error).__name__}"
-                self.watch.faults["tool", fault].append(self.place(call["name"]))
-        if not self.stuck or self.kind != "tool":
+            if not isinstance(error, BY_ARGUMENTS):
+                fault = error and f"{self.place(call['name'])} raised {message_of(error)}"
+                self.watch.count((self.name, call["name"]), fault)
+        if not self.stuck:
             self._check()
         late = f"error: TimeoutError: no answer within {self.watch.timeout:g} s"
         return results + [(late, True, 0.0)] * (len(self.calls) - len(results))
@@ -145,14 +141,12 @@ class Session:
         return f"environment {self.name}: {member} on task {str(self.task)[:200]}"
 
     # --------------------------------------------------------------------- what runs in the thread
-    def _enter(self, member: str, kind: str | None = None):
+    def _enter(self, member: str):
         """Begin the call of a member: its time-out starts now."""
         if self.stuck:
             # This thread was left behind. It must not change anything any more.
             raise SystemExit
         self.member = member
-        self.kind = kind or member
-        self.kinds[self.kind] += 1
         self.began = time.monotonic()
 
     def _get(self, member: str, default=None):
@@ -177,7 +171,7 @@ class Session:
         for call in self.calls:
             # Read apart from the tool, which reads it too: a fault of `done` is not the tool's.
             self._read_done()
-            self._enter(call["name"], "tool")
+            self._enter(call["name"])
             text, error = call_tool(self.env, call["name"], call["arguments"])
             self.answers.append((text, error, self._gain()))
         self._read_done()
@@ -216,9 +210,9 @@ class Session:
     # --------------------------------------------------------------------------- and around it
     def _begin(self, function, *arguments):
         """Start the function in a thread of its own. It ends with the process, if not before."""
-        outcome = self.outcome = futures.Future()
-        self.kinds = Counter()
+        self.phase = function.__name__
         self.began = time.monotonic()
+        outcome = self.outcome = futures.Future()
 
         def run():
             try:
@@ -237,22 +231,17 @@ class Session:
                 self.watch.abandoned.append(self.place(self.member))
                 break
             futures.wait([self.outcome], left)
-        self.watch.calls.update(self.kinds)
 
     def _check(self):
         """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""
-        error = None if self.stuck else self.outcome.exception()
+        fault = None
         if self.stuck:
-            problem = f"did not return within {self.watch.timeout:g} s"
-        elif error is not None:
-            problem = f"raised {message_of(error)}"
-        else:
-            return
-        message = f"{self.place(self.member)} {problem}"
-        # The same fault has another text on every task. What is the same is the exception's type.
-        fault = f"{self.member} {problem.partition(':')[0]}"
-        self.watch.faults[self.kind, fault].append(message)
-        raise EnvironmentFault(message)
+            fault = f"{self.place(self.member)} did not return within {self.watch.timeout:g} s"
+        elif error := self.outcome.exception():
+            fault = f"{self.place(self.member)} raised {message_of(error)}"
+        self.watch.count((self.name, self.phase), fault)
+        if fault:
+            raise EnvironmentFault(fault)
 
     def _ask(self, function, *arguments):
         """Return what the function returns."""

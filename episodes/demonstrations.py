@@ -59,27 +59,15 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
         return completion(row)
     if hasattr(env, "_conversation"):
         return env._conversation(row)
-    readers = [name for name in envs.ENVS if reads(name, row)]
-    hint = f"--env {readers[0]} reads such rows" if readers else "tasks are given with --tasks"
-    need(row, "messages", otherwise=f'need it, or "prompt" and "completion"; {hint}')
+    need(row, "messages", otherwise='need it, or "prompt" and "completion"; rows of an '
+                                    "environment's own form need its --env, tasks --tasks")
 
 
 def completion(row: dict) -> list[dict]:
     """Return the messages of {"prompt", "completion"}."""
     need(row, "prompt")
-    for name, purpose in (("prompt", "answer"), ("completion", "train on")):
-        if row[name] == [] or isinstance(row[name], str) and not row[name].strip():
-            raise ValueError(f'"{name}" is empty: nothing to {purpose}')
     prompt = as_messages(row["prompt"], "prompt", "user")
     return without_loss(prompt) + as_messages(row["completion"], "completion", "assistant")
-
-
-def reads(env_name: str, row: dict) -> bool:
-    """True if the environment has a `_conversation` that reads the row."""
-    try:
-        return bool(envs.load(env_name)._conversation(row))
-    except Exception:  # whatever a row of another form leads to
-        return False
 
 
 # --------------------------------------------------------------------------------------- messages
@@ -119,8 +107,6 @@ class Encoder:
         messages, row, place = conversation
         with reading(place):
             system = row.get("system") or self.system_prompt
-            if not isinstance(system, str | None):
-                raise ValueError('"system" must be text')
             if system and messages[0].get("role") != "system":
                 messages = [{"role": "system", "content": system, "loss": 0}, *messages]
             tools = self.schemas if row.get("tools") is None else read_tools(row["tools"])

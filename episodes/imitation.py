@@ -152,7 +152,6 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
     envs.need_expert(env_name)
     classes, chats = load_environments(tokenizer, env_name)
-    warn_of_letters(tokenizer, classes)
     trajectories = []
     watch = Watch(limits.tool_timeout)
     for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
@@ -177,20 +176,3 @@ def expert_turn(episode: Episode):
     episode.take_turn(ids, [0.0] * len(ids))
     if episode.calling:
         episode.take_results()
-
-
-def warn_of_letters(tokenizer, classes: dict):
-    """Print a note if the tokenizer spells the words of an environment's tools in letters.
-
-    The tiny model's tokenizer knows few words besides those of the environments that come with it.
-    """
-    for name, cls in classes.items():
-        words = []
-        for schema in envs.schemas(cls):
-            words += [schema["function"]["name"], *schema["function"]["parameters"]["properties"]]
-        spelled = [word for word in dict.fromkeys(words)
-                   if len(tokenizer.tokenize(word)) > max(len(word) / 2, 2)]
-        if spelled:
-            print(f"note: this tokenizer spells {', '.join(spelled[:5])} of environment {name} in "
-                  "letters, which makes its turns long and hard to learn; a real model does not, "
-                  "or add the words to TINY_TEXT in llm/tiny.py")

@@ -574,6 +574,8 @@ HOWS = {"KeyError": raising, "SystemExit": lambda: sys.exit(3), "KeyboardInterru
 @pytest.mark.parametrize("member", MEMBERS)
 def test_a_member_that_misbehaves_ends_its_own_episode_and_is_named(monkeypatch, member, how):
     """Whatever an environment does, and wherever: this episode ends, by name of environment, member and task; the other is not touched."""
+    if member == "done" and "return" in how:
+        pytest.skip("read beside the calls of a turn: text for the model, as a tool that hangs")
     for name, value in (("member", member), ("_how", staticmethod(HOWS[how])), ("made", [])):
         monkeypatch.setattr(Faulty, name, value)
     Script(monkeypatch, [[[call("pay", amount=1)], "fine"]] * 2, "faulty")
@@ -588,9 +590,9 @@ def test_a_member_that_misbehaves_ends_its_own_episode_and_is_named(monkeypatch,
 @pytest.mark.parametrize("member, env_name", [("reset", "box"), ("get_reward", "box"), ("_reply", "asking"), ("_check", "asking")])
 def test_an_environment_that_always_fails_stops_the_run_by_name(monkeypatch, member, env_name):
     monkeypatch.setattr(ENVIRONMENTS[env_name], member, lambda self, *_, **__: raising())
-    Script(monkeypatch, [["stop"]] * 5, env_name)
-    with pytest.raises(EnvironmentFault, match=rf"{member}\(\) raised KeyError in 5 of 5 calls.*environment {env_name}: {member}\(\) on task .*needle.* raised KeyError: 'nope'"):
-        rollout(MODEL, TOKENIZER, env_name, [{"word": "needle"}], 5, limits=LONG)
+    Script(monkeypatch, [["stop"]] * 10, env_name)
+    with pytest.raises(EnvironmentFault, match=rf"10 faults in a row.*environment {env_name}: {member}\(\) on task .*needle.* raised KeyError: 'nope'"):
+        rollout(MODEL, TOKENIZER, env_name, [{"word": "needle"}], 10, limits=LONG)
 
 
 def test_few_faults_do_not_stop_the_run(monkeypatch, capsys):
@@ -602,29 +604,29 @@ def test_few_faults_do_not_stop_the_run(monkeypatch, capsys):
 
 
 def test_a_broken_environment_stops_a_run_of_small_steps_too(monkeypatch):
-    """Four faults in four calls are no proof, eight in eight are; a rollout of 20 calls is judged by itself."""
+    """Five faults in a row are no proof, ten are, be it over two rollouts; a call that goes well begins the count anew."""
     run = SimpleNamespace(watch=None, checkpoint=None, check=lambda: None, rollout_seconds=0.0, ranks=Ranks(0, 1))
     monkeypatch.setattr(Box, "get_reward", lambda self: raising() if len(self.log) else 1.0)
-    good, bad = [["fine"]] * 20, [[[call("pay", amount=1)], "fine"]] * 4
-    for turns in (good, bad):
+    good, bad = [["fine"]] * 20, [[[call("pay", amount=1)], "fine"]] * 5
+    for turns in (bad, good, bad):
         with monkeypatch.context() as patch:
             Script(patch, turns)
             rollout(MODEL, TOKENIZER, "box", [{}], len(turns), limits=LONG, run=run)
     Script(monkeypatch, bad)
-    with pytest.raises(EnvironmentFault, match=r"get_reward\(\) raised KeyError in 8 of 8 calls"):
-        rollout(MODEL, TOKENIZER, "box", [{}], 4, limits=LONG, run=run)
+    with pytest.raises(EnvironmentFault, match=r"10 faults in a row.*get_reward\(\) on task .* raised KeyError"):
+        rollout(MODEL, TOKENIZER, "box", [{}], 5, limits=LONG, run=run)
 
 
-def test_tools_that_raise_what_is_no_exception_are_counted(monkeypatch):
-    def interrupt(self) -> str:
-        """Interrupt."""
-        raise KeyboardInterrupt
-    monkeypatch.setattr(Box, "interrupt", interrupt, raising=False)
+def test_a_tool_that_exits_is_text_for_the_model_and_counted(monkeypatch):
+    def leave(self) -> str:
+        """Leave."""
+        raise SystemExit(3)
+    monkeypatch.setattr(Box, "leave", leave, raising=False)
     with monkeypatch.context() as patch:
-        t = play(patch, [call("interrupt")], "fine")
-        assert results_of(t) == ["error: KeyboardInterrupt: "] and t.stop_reason == "done"
-    Script(monkeypatch, [[[call("interrupt")] * 5, "fine"]])
-    with pytest.raises(EnvironmentFault, match="interrupt raised KeyboardInterrupt in 5 of 5 calls: it is broken"):
+        t = play(patch, [call("leave")], "fine")
+        assert results_of(t) == ["error: SystemExit: 3"] and t.stop_reason == "done"
+    Script(monkeypatch, [[[call("leave")] * 10, "fine"]])
+    with pytest.raises(EnvironmentFault, match="10 faults in a row.*leave on task .* raised SystemExit"):
         rollout(MODEL, TOKENIZER, "box", [{}], limits=LONG)
 
 
@@ -827,12 +829,12 @@ def test_too_many_hanging_tools_stop_the_run(monkeypatch):
 
 
 def test_a_broken_tool_stops_the_run_and_a_strict_one_does_not(monkeypatch):
-    """The same fault of the tool's own in more than a fifth of 20 calls or more; ValueError is said to the model."""
+    """Ten faults of the tool's own in a row, whatever other tools do; ValueError is said to the model."""
     with monkeypatch.context() as patch:
-        Script(patch, [[[call("give", what="raising")] * 5, "fine"], [[call("say", word="a")] * 5, [call("say", word="b")] * 10, "fine"]])
-        with pytest.raises(RuntimeError, match="give raised RuntimeError in 5 of 20 calls: it is broken"):
-            rollout(MODEL, TOKENIZER, "box", [{}], 2, limits=LONG)
-    Script(monkeypatch, [[[call("give", what="raising")] * 4, "fine"], [[call("fail")] * 16, "fine"]])
+        Script(patch, [[[call("give", what="raising"), call("say", word="a")] * 5, [call("give", what="raising")] * 5, "fine"]])
+        with pytest.raises(RuntimeError, match="10 faults in a row: the environment is broken.*give on task .* raised RuntimeError"):
+            rollout(MODEL, TOKENIZER, "box", [{}], limits=LONG)
+    Script(monkeypatch, [[[call("give", what="raising")] * 9, [call("give", what="none")], [call("give", what="raising")] * 9, "fine"], [[call("fail")] * 16, "fine"]])
     assert [t.stop_reason for t in rollout(MODEL, TOKENIZER, "box", [{}], 2, limits=LONG)] == ["done"] * 2
 
 

@@ -129,16 +129,15 @@ def test_accepted(tmp_path, monkeypatch):
 
 
 ROWS = [
-    ({"prompt": " ", "completion": "b"}, '"prompt" is empty: nothing to answer'),  # 16
-    ({"prompt": "a", "completion": ""}, '"completion" is empty: nothing to train on'),  # 16
-    ({"prompt": "a", "completion": []}, '"completion" is empty: nothing to train on'),  # 16
+    ({"prompt": "a", "completion": ""}, 'message 1: is empty: nothing to train on'),  # 16
+    ({"prompt": "a", "completion": []}, '"completion" must be text or a list of {"role": ..., "content": ...}'),  # 16
     ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "message 1: is empty: nothing to train on"),  # 16
     ({"messages": [ASK, {"role": "bot", "content": "x"}, ANSWER]}, "message 1: need assistant after the user, got bot"),  # 17
     ({"messages": [ANSWER]}, "message 0: need system or user at the start, got assistant"),  # 17
     ({"messages": [ASK, {"role": "tool", "content": "x"}, ANSWER]}, "message 1: need assistant after the user, got tool"),  # 18
     ({"messages": [ASK, called("serch"), {"role": "tool", "content": "x"}, ANSWER], "tools": [TOOL]}, "message 1: calls 'serch'; tools are search"),  # 20
     ({"messages": [ASK]}, "nothing to train: no assistant message"),  # 24
-    ({"text": "x"}, 'no "messages" field; has: text; need it, or "prompt" and "completion"; tasks are given with --tasks'),  # 14
+    ({"text": "x"}, 'no "messages" field; has: text; need it, or "prompt" and "completion"; rows of an environment\'s own form need its --env, tasks --tasks'),  # 14
 ]
 
 

@@ -400,7 +400,6 @@ def test_a_system_text_beside_the_pair_opens_it(tiny, tmp_path, row):
 
 
 @pytest.mark.parametrize("row, words", [
-    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": 3}, 'pairs.jsonl:2: "system" must be text'),
     ({"prompt": "a", "rejected": "b"}, 'pairs.jsonl:2: no "chosen" field; has: prompt, rejected'),
     ({"prompt": "a", "chosen": "b"}, 'pairs.jsonl:2: no "rejected" field'),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pairs.jsonl:2: chosen and rejected are the same"),

@@ -345,13 +345,14 @@ def test_a_file_is_imitated_as_a_dataset_and_played_as_tasks(tokenizer, tmp_path
     assert read(None, tokenizer, env="gsm8k", tasks=path)[0].rewards[-1] == 1.0  # played: it has rewards
     assert "tasks for the expert of gsm8k (train)" in capsys.readouterr().out
     assert read(path, tokenizer, env="gsm8k")[0].rewards == []  # learnt as written
-    for env, says in ((None, "--env gsm8k reads such rows"), ("equations", "--env gsm8k reads such rows")):
+    for env in (None, "equations"):
         with pytest.raises(UserError) as caught:
             read(path, tokenizer, env=env)
-        assert str(caught.value) == f'{path}:1: no "messages" field; has: question, answer; need it, or "prompt" and "completion"; {says}'
+        assert str(caught.value) == (f'{path}:1: no "messages" field; has: question, answer; need it, or "prompt" and "completion"; '
+                                     "rows of an environment's own form need its --env, tasks --tasks")
     path = write(tmp_path, [{"equation": f"x + {b} = 9"} for b in range(1, 40)])
     assert read(None, tokenizer, tasks=path)[0].rewards
-    with pytest.raises(UserError, match='has: equation; need it, or "prompt" and "completion"; tasks are given with --tasks'):
+    with pytest.raises(UserError, match='has: equation; need it, or "prompt" and "completion"; rows of an environment.s own form need its --env, tasks --tasks'):
         read(path, tokenizer)
 
 
