@@ -188,7 +188,7 @@ def teach_tiny(config, run) -> str:
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     folder = base / "sft"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
-                       eval_tasks=0, resume="newest" if folder.exists() else None, **TINY_SFT)
+                       eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     seconds = train(schooling)["seconds"]
     run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
     run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))

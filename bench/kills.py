@@ -93,7 +93,7 @@ def main(kills, kind):
     count = {"kills": 0, "in_saving": 0, "unreadable": 0, "lost_more_than_an_interval": 0, "failed": 0, "runs_ended": 0,
              "final_bits_differ": 0}
     folder = place / "run"
-    config.output_dir, config.resume = str(folder), "newest"
+    config.output_dir, config.resume = str(folder), True
     while count["kills"] < kills:
         lines, pid, aimed = size(folder), start(module, config), count["kills"] % 2
         saving = folder / "checkpoints"

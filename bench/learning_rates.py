@@ -54,7 +54,7 @@ def main():
         folder = os.path.join(args.out, f"grpo_{rate}_{seed}")
         result = grpo.train(grpo.Config(
             model_path=taught, output_dir=folder, learning_rate=float(rate), tasks_per_step=4, group_size=8,
-            batch_size=8, max_steps=args.steps, eval_tasks=100, seed=int(seed), resume="newest"))
+            batch_size=8, max_steps=args.steps, eval_tasks=100, seed=int(seed), resume=True))
         with open(os.path.join(folder, "metrics.jsonl")) as file:
             lines = [json.loads(line) for line in file]
         row = rows.setdefault(rate, {"runs": []})

@@ -105,8 +105,8 @@ def _make_parser(flags, description):
         words += [word.replace("_", "-") for word in words]
         spellings = [f"--{word}" for word in words]
         shape = {"dest": name, "metavar": METAVARS[option.kind]}
-        if option.kind is bool or option.const:
-            shape.update(nargs="?", const=option.const or "true")
+        if option.kind is bool:
+            shape.update(nargs="?", const="true")
         action = groups[option.group].add_argument(*spellings, help=_help_text(option), **shape)
         # All spellings are parsed, and --help shows the first.
         action.option_strings = spellings[:1]

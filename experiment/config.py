@@ -41,7 +41,6 @@ def flag(default, help="", /, **properties):
         aliases: other names of the flag.
         low, high: inclusive bounds of a number.
         above: exclusive lower bound of a number.
-        const: the value of the flag if it is given without one.
     """
     if help:
         properties["help"] = help
@@ -92,7 +91,6 @@ class Option:
     low: float | None = None
     high: float | None = None
     above: float | None = None
-    const: object = None
     group: str = ""
 
 
@@ -231,9 +229,7 @@ class RunFlags:
     heading = "run"
     output_dir: str = flag("runs/run", "folder of this run")
     overwrite: bool = flag(False, "replace the run that is in output_dir")
-    resume: str | None = flag(
-        None, "continue the run in output_dir from its newest checkpoint, or the one before",
-        choices=("newest", "previous"), const="newest")
+    resume: bool = flag(False, "continue the run in output_dir from its newest checkpoint")
     seed: int = flag(0, "seed of everything random", low=0)
     save_every: int = flag(
         0, "steps between checkpoints; 0: after 10 minutes of training each, and at the end", low=0)

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from experiment.checkpoint import check_ingredients, checkpoints, read_state
+from experiment.checkpoint import check_ingredients, checkpoints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert, options
 from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
@@ -40,15 +40,13 @@ class OutputFolder:
     Args:
         path: the folder, which is created if it does not exist.
         algorithm: the name of the algorithm.
-        program: the name of the file that runs it.
         command: what continues this run.
     """
 
-    def __init__(self, path, algorithm, program, command):
+    def __init__(self, path, algorithm, command):
         # An environment may change the current folder.
         self.path = Path(path).absolute()
-        self.algorithm, self.program = algorithm, program
-        self.command = command
+        self.algorithm, self.command = algorithm, command
         self.is_replaced = self.is_resumed = False
         self.state = None
 
@@ -138,10 +136,10 @@ class OutputFolder:
     def _write_config(self, values):
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
-        again = f"`python {self.program} --config {CONFIG} --output_dir elsewhere` repeats it"
         kept = {name: value for name, value in values.items() if name not in ONCE}
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         text = yaml.safe_dump(kept, sort_keys=False)
+        again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
         self.write(CONFIG, f"# {self.algorithm} run; {again}\n{text}")
 
     def append(self, name, rows):
@@ -177,8 +175,9 @@ class OutputFolder:
                 steps = result["steps"]
             print(f"{self.path}: finished after {steps} steps; a larger --max_steps continues it")
             return result, None, None
-        checkpoint, state = self._choose(values["resume"] == "previous")
-        if state:
+        checkpoint, state = newest_checkpoint(self.path), None
+        if checkpoint:
+            state = self._verified(checkpoint)
             check_ingredients(state["made_of"], paths)
         self.is_resumed, self.state = True, state
         print(f"{self.path}: continues after step {state['step']}" if state else
@@ -206,22 +205,13 @@ class OutputFolder:
                             f"{self.command}")
         return longer
 
-    def _choose(self, previous):
-        """Return the checkpoint to continue from and its verified state, or (None, None)."""
-        candidates = checkpoints(self.path)
-        if previous and len(candidates) < 2:
-            raise UserError(f"{self.path}: no previous checkpoint to resume; use --resume")
-        if previous:
-            candidates.pop()
-        if not candidates:
-            return None, None
+    def _verified(self, checkpoint):
+        """Return the state of a checkpoint that is whole."""
         try:
-            return candidates[-1], read_state(candidates[-1])
+            return read_state(checkpoint)
         except UserError as error:
-            fix = "there is no other one to continue from: --overwrite starts anew"
-            if candidates[1:] and not previous:
-                fix = f"--resume previous continues from {candidates[-2].name}"
-            raise UserError(f"{error}; {fix}") from None
+            raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
+                            "checkpoint before") from None
 
     def _go_back(self):
         """Take away what was written after the checkpoint: result, log lines, newer checkpoints."""

@@ -72,8 +72,7 @@ class Run:
         written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
                                    "--config", written, "--resume"])
-        name = os.path.basename(self.program)
-        self.files = OutputFolder(config.output_dir, algorithm, name, self.command)
+        self.files = OutputFolder(config.output_dir, algorithm, self.command)
         self.folder = self.files.path
         self.alarms = Alarms()
         self.step = self.bad = 0

@@ -21,4 +21,4 @@ class Config:
     output_dir: str = flag("runs/a", "folder")
     overwrite: bool = flag(False, "replace the run in output_dir")
     offset: float = flag(0.0, "any number")
-    resume: str | None = flag(None, "continue", choices=("newest", "previous"), const="newest")
+    resume: bool = flag(False, "continue")

@@ -182,7 +182,7 @@ def test_probabilities(told, place, tmp_path):  # noqa: F811
     (grpo, ["--temperature", "0"], "--temperature 0: must be greater than 0"),
     (grpo, ["--dtype", "bf16"], "--dtype bf16: must be one of float32, bfloat16, float16, auto"),
     (grpo, ["--seed", "-1"], "--seed -1: must be at least 0"),
-    (sft, ["--resume", "latest"], "--resume latest: must be one of newest, previous"),
+    (sft, ["--resume", "latest"], "--resume latest: not true or false"),
     (grpo, "--tasks_per_step 4 --group_size 4 --batch_size 3 --gradient_accumulation_steps 2".split(),  # 42
      "a step has 16 sequences, but batch_size 3 x gradient_accumulation_steps 2 = 6"),
 ])

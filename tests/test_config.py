@@ -36,8 +36,8 @@ def refusal(*argv):
     ("--no_shuffle", "shuffle", False), ("--no-shuffle", "shuffle", False), ("--shuffle --seed 1", "shuffle", True),
     ("--max_steps 3", "max_steps", 3), ("--max_steps none", "max_steps", None), ("--reference none", "reference", None),
     ("--model_path none", "model_path", "none"), ("--model_path=--odd", "model_path", "--odd"),
-    ("--model_path a=b", "model_path", "a=b"), ("--reference=", "reference", ""), ("--offset -1e-4", "offset", -1e-4), ("--offset=-.5", "offset", -0.5), ("--resume", "resume", "newest"),
-    ("--resume previous --seed 1", "resume", "previous"), ("--resume --seed 1", "seed", 1),
+    ("--model_path a=b", "model_path", "a=b"), ("--reference=", "reference", ""), ("--offset -1e-4", "offset", -1e-4), ("--offset=-.5", "offset", -0.5), ("--resume", "resume", True),
+    ("--resume --seed 1", "resume", True),
     ("--seed 1 --seed 2", "seed", 2),
 ])
 def test_accepts(line, name, value):
@@ -68,7 +68,7 @@ def test_accepts(line, name, value):
     ("--batch_size=", "--batch_size '': not a whole number"),
     ("--samples_per_prompt 1", "--group_size 1: must be at least 2"),
     ("--load_in_4bit=yes", "--load_in_4bit yes: not true or false"),
-    ("--load_in_4bit yes", "--load_in_4bit yes: not true or false"), ("--resume x", "--resume x: must be one of newest, previous"),
+    ("--load_in_4bit yes", "--load_in_4bit yes: not true or false"), ("--resume x", "--resume x: not true or false"),
     ("--loss gpro", "--loss gpro: must be one of grpo, dapo, gspo"),
     ("--seed", "--seed: needs a value"), ("--seed --shuffle", "--seed: needs a value"),
     ("--seed none", "--seed none: not a whole number"),

@@ -212,7 +212,7 @@ def test_what_the_user_can_mend_ends_all_ranks_with_exit_status_2(start, tmp_pat
     pair = start("sft.py")
     errors = [p.communicate()[1] for p in pair]
     assert [p.returncode for p in pair] == [2, 2], errors
-    assert all("already holds a sft run, unfinished" in e and "Traceback" not in e for e in errors), errors
+    assert all("already holds a sft run; --resume" in e and "Traceback" not in e for e in errors), errors
 
 
 DIES = """

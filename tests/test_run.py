@@ -94,7 +94,7 @@ def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
 
 def test_an_environment_may_change_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = output_folder.OutputFolder("run", "sft", "sft.py", "the command")
+    files = output_folder.OutputFolder("run", "sft", "the command")
     files.enter({"output_dir": "run"})
     monkeypatch.chdir("/")
     files.begin({"output_dir": "run"})
@@ -151,7 +151,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
         started(folder)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
-    for options in ({}, {"overwrite": True}, {"resume": "newest"}):
+    for options in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(UserError, match="b: already holds config.yaml, which no run has written; "):
             started(tmp_path / "b", **options)
 
@@ -241,12 +241,12 @@ def test_resume_drops_later_steps_and_cut_lines(tmp_path):
             save(book, 2)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
-    book = started(tmp_path, resume="newest")
+    book = started(tmp_path, resume=True)
     book.write_line(2, {"loss": 9}, {})
     assert [row["loss"] for row in strict(tmp_path / "metrics.jsonl")] == [0, 1, 9]
     assert len(strict(tmp_path / "timing.jsonl")) == 3
     (tmp_path / "checkpoints" / "step_000002").rename(tmp_path / "gone")
-    started(tmp_path, resume="newest")
+    started(tmp_path, resume=True)
     assert not (tmp_path / "metrics.jsonl").read_text()
 
 

@@ -106,7 +106,7 @@ def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_afte
     steps = [int(path.name[5:]) for path in checkpoints(tmp_path / "stopped")]
     assert done is None or steps[-1] == done, steps
     assert target[1] != "step" or calls[0] == call, "decoding went on after the signal"
-    again.resume, again.save_every = "newest", 1
+    again.resume, again.save_every = True, 1
     module.train(again)
     assert newest_checkpoint(a).name == newest_checkpoint(b).name
     for folder in (a, b):
@@ -364,7 +364,7 @@ def test_any_error_saves_the_last_whole_step_and_resuming_is_never_having_stoppe
             module.train(again)
     assert newest_checkpoint(tmp_path / "stopped").name == f"step_{saved:06d}"
     assert f"step {saved} is saved; continue with: python grpo.py --config" in caught.value.__notes__[-1]
-    again.resume = "newest"
+    again.resume = True
     module.train(again)
     for folder in (unstopped, tmp_path / "stopped"):
         for path in checkpoints(folder)[:-1]:
@@ -387,7 +387,7 @@ def test_an_error_between_two_updates_saves_no_half_step_and_says_so(place, whol
         patch.setattr(grpo, "clip_grad_norm_", broken)
         module.train(again)
     assert caught.value.__notes__[-1].startswith("half a step is lost, step 1 is saved; continue with: python grpo.py")
-    again.resume = "newest"
+    again.resume = True
     module.train(again)
     for folder in (unstopped, tmp_path / "stopped"):
         for path in checkpoints(folder)[:-1]:
