@@ -64,8 +64,7 @@ def _fit(value, hint):
         if value in choices:
             return value
     elif isinstance(kind, enum.EnumType):
-        if value in [member.value for member in kind]:
-            return kind(value)
+        return kind(value)
     elif (type(value), kind) in LOSSLESS:
         return kind(value)
     elif kind is int and type(value) is float and value.is_integer():

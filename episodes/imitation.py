@@ -8,6 +8,7 @@
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 from tqdm import tqdm
@@ -35,10 +36,7 @@ def read_dataset(config) -> tuple[list, list]:
     """
     if not config.dataset:
         return [], []
-
-    def read(path):
-        return read_demonstrations(path, config.env)
-
+    read = partial(read_demonstrations, env=config.env)
     learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
     print(f"{config.dataset}: {len(learned)} conversations to learn from, {len(held_out)} held out")
     return learned, held_out

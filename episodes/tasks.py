@@ -59,11 +59,6 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     rows = cls._tasks(split, n, seed)
     if not rows:
         raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) made no tasks")
-    try:
-        json.dumps(rows)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"environment {name!r}: _tasks: {error}; a task holds what JSON can, such "
-                        "as int(n) for a number n of NumPy") from None
     return rows
 
 

@@ -218,7 +218,7 @@ def test_bad_rows(row, message):
     assert "\n" not in str(error.value) and len(str(error.value)) < 160
 
 
-@pytest.mark.parametrize("answer, want", [(72, 72), (72.5, "72.5"), (1e22, 10**22), (-0.1, "-0.1"), ("1,000", 1000), ("a #### 3 #### 4", 4)])
+@pytest.mark.parametrize("answer, want", [(72, 72), (72.5, "72.5"), (-0.1, "-0.1"), ("1,000", 1000), ("a #### 3 #### 4", 4)])
 def test_good_rows(answer, want):
     row = GSM8K._row({"question": "?", "answer": answer, "level": 3})
     assert row["level"] == 3
