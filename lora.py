@@ -351,7 +351,9 @@ def merged(model, update: bool = False):
     finally:
         for linear in linears:
             linear.lora.unmerge(linear)
-        give_back_memory()
+        if not update:
+            # What a rollout freed. An update leaves it for the next pass, which is as large.
+            give_back_memory()
 
 
 def kept_by_merging(model) -> float:
