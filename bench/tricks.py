@@ -6,8 +6,8 @@
 Every run starts from the same taught model and changes one thing of `learning.SETTINGS` (learning
 rate 2e-3, KL 0.3, two updates a step, LoRA of rank 16), the tiny model's defaults of that time. A
 run is 25 steps, half of what `python grpo.py` took then: after 50 the default is near its ceiling,
-where nothing can be told apart. The learning rate is warmed up and decays within the 25. All runs of a seed see the same
-tasks in the same order, so differences to the default are taken seed by seed.
+where nothing can be told apart. The learning rate is warmed up and decays within the 25. All runs
+of a seed see the same tasks in the same order, so differences to the default are taken seed by seed.
 
 Losses come with their papers' clip ranges (`grpo.PAPER_SETTINGS`), the KL stays at 0.3.
 """
