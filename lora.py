@@ -361,7 +361,9 @@ def merged(model, update: bool = False):
     finally:
         for linear in linears:
             linear.lora.unmerge(linear)
-        give_back_memory()
+        if not update:
+            # What a rollout freed. An update leaves it for the next pass, which is as large.
+            give_back_memory()
 
 
 def merge_adapter(model):

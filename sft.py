@@ -43,10 +43,10 @@ TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 
 # How the tiny model is taught before another algorithm starts from it: by demonstrations in which
 # most actions are wrong, but numbers are copied correctly. Which action to choose is left to learn.
 TINY_SFT = {
-    "max_samples": 2600,
+    "max_samples": 1400,
     "expert_noise": 0.6,
     "max_turns": 6,
-    "max_steps": 340,
+    "max_steps": 300,
     "batch_size": 16,
 }
 

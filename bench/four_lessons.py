@@ -35,8 +35,10 @@ LESSONS = {
     "GRPO, 180 updates": "grpo.py --max_steps 90 --eval_every 10",
 }
 # Meetings' outcomes are drawn: more tasks of fewer episodes, and no division by a standard deviation that is luck.
-MEETINGS = "--learning_rate 1e-3 --kl_coef 0.04 --loss dr_grpo --group_size 4"
-GRPO = {"equations": {"GRPO, 90 updates": "--tasks_per_step 8", "GRPO, 180 updates": "--tasks_per_step 4"},
+MEETINGS = "--learning_rate 1e-3 --kl_coef 0.04 --loss dr_grpo --group_size 4 --updates_per_step 2 --max_grad_norm 0.1"
+EQUATIONS = "--learning_rate 2e-3 --kl_coef 0.3 --updates_per_step 2 --max_grad_norm 0.1"
+GRPO = {"equations": {"GRPO, 90 updates": f"{EQUATIONS} --tasks_per_step 8",
+                      "GRPO, 180 updates": f"{EQUATIONS} --tasks_per_step 4"},
         "meetings": {"GRPO, 90 updates": f"{MEETINGS} --tasks_per_step 16",
                      "GRPO, 180 updates": f"{MEETINGS} --tasks_per_step 8"}}
 

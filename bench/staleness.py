@@ -13,8 +13,8 @@ nothing else changes. Three objectives:
     decoupled  the same without a cap: the decoupled objective of AReaL. It is
                `--importance_correction` with a huge cap, grpo.py needs nothing for it
 
-All else is the tiny model's default: KL 0.3, learning rate 2e-3, two updates a step, so that an age
-of k steps is 2k updates. A run is 25 steps, as in `tricks.py`. At age 0 the three differ by rounding
+All else is `learning.SETTINGS`: KL 0.3, learning rate 2e-3, two updates a step, so that an age of k
+steps is 2k updates. A run is 25 steps, as in `tricks.py`. At age 0 the three differ by rounding
 alone, and only `plain` is run.
 """
 import sys
@@ -24,11 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
-    Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
+    SETTINGS, Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
 
 STEPS = 25
 AGES = (0, 1, 2, 4, 8)  # in steps
-UPDATES_PER_STEP = 2
 NO_CAP = 1e9
 CORRECTIONS = {"plain": None, "truncated": 2.0, "decoupled": NO_CAP}
 RUNS = {f"{name}_{age}": (name, age) for age in AGES for name in CORRECTIONS
@@ -69,8 +68,7 @@ def worker(args):
     grpo.rollout = rollout_of(age)
     grpo.train(grpo.Config(
         model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
-        eval_tasks=0, overwrite=True, updates_per_step=UPDATES_PER_STEP,
-        importance_correction=CORRECTIONS[name]))
+        eval_tasks=0, overwrite=True, importance_correction=CORRECTIONS[name], **SETTINGS))
     times = clock.read()
     model, tokenizer = load_model(str(folder), train=False)
     metrics = "reward", "kl", "grad_norm", "sampler_gap", "clip_low", "clip_high"
@@ -108,7 +106,7 @@ def table(summary) -> str:
             numbers = summary.get(f"{name}_{age}")
             without = "not run" if f"{name}_{age}" in RUNS else "as plain"
             cells.append(interval(numbers["success"]) if numbers else without)
-        lines.append(f"| {age} | {UPDATES_PER_STEP * age} | " + " | ".join(cells) + " |")
+        lines.append(f"| {age} | {SETTINGS['updates_per_step'] * age} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

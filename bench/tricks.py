@@ -3,11 +3,11 @@
     python bench/tricks.py                                 all of them, seeds 0, 1, 2: hours
     python bench/tricks.py --only default,kl_0 --seeds 0   some of them
 
-Every run starts from the same taught model and changes one thing of the tiny model's defaults
-(`grpo.TINY`: learning rate 2e-3, KL 0.3, two updates a step, LoRA of rank 16). A run is 25 steps,
-half of what `python grpo.py` takes: after 50 the default is near its ceiling, where nothing can be
-told apart. The learning rate is warmed up and decays within the 25. All runs of a seed see the same
-tasks in the same order, so differences to the default are taken seed by seed.
+Every run starts from the same taught model and changes one thing of `learning.SETTINGS` (learning
+rate 2e-3, KL 0.3, two updates a step, LoRA of rank 16), the tiny model's defaults of that time. A
+run is 25 steps, half of what `python grpo.py` took then: after 50 the default is near its ceiling,
+where nothing can be told apart. The learning rate is warmed up and decays within the 25. All runs
+of a seed see the same tasks in the same order, so differences to the default are taken seed by seed.
 
 Losses come with their papers' clip ranges (`grpo.PAPER_SETTINGS`), the KL stays at 0.3.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
-    Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
+    SETTINGS, Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
 
 STEPS = 25
 TRICKS = {
@@ -63,7 +63,7 @@ def worker(args):
     clock = Clock()
     grpo.train(grpo.Config(
         model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
-        eval_tasks=0, overwrite=True, **changes))
+        eval_tasks=0, overwrite=True, **{**SETTINGS, **changes}))
     times = clock.read()
     # The exam is played at temperature 1, in the dtype of the training.
     dtype = changes.get("dtype", "float32")

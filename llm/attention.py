@@ -96,10 +96,11 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     if products:
         attend = partial(recompute, attend)
     # What layers free between tensors that they keep is a hole in glibc's heap: a tenth of
-    # SmolLM2's peak. To look for holes takes 2 ms, too long for every layer. It is done here
-    # because a hook of the layer would keep the fused decoder from being used.
+    # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
+    # tiny model's step: too long for every layer, or before the first, where none is kept yet.
+    # It is done here because a hook of the layer would keep the fused decoder from being used.
     layer = getattr(module, "layer_idx", None)
-    if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == 0:
+    if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == TRIM_LAYERS // 2:
         give_back_memory()
     return attend(query, key, value), None  # (B, T, H, D)
 
