@@ -46,7 +46,7 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     group_id: str = ""  # step and number of its task; tasks with equal prompts stay apart
     stop_reason: str = ""  # "done", "malformed", "error", or the name of the limit that ended it
-    messages: list[dict] = field(default_factory=list)  # the same as text, to read
+    messages: list[dict] = field(default_factory=list)  # to read; perhaps with a last result unseen
     info: dict = field(default_factory=dict)  # env, task, success, tool calls, tool errors
 
     # As the key of a dict an episode is itself, whatever another one holds.
@@ -337,8 +337,10 @@ def play_turns(engine, episodes: dict, run=None):
             else:
                 next_turn(engine, row, episode)
                 yield episode
-        # While nothing decodes the clock stands still: continue with those that are due next.
-        now = engine.clock // TOOL_STEPS if engine.busy else min(waiting.values(), default=0)
+        now = engine.clock // TOOL_STEPS
+        if waiting and not engine.busy:
+            # While nothing decodes the clock stands still: continue with those that are due next.
+            now = min(waiting.values())
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
             episodes[row].take_results()

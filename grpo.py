@@ -14,7 +14,8 @@ Five log-probs of the same tokens:
 
     logprobs            of the policy in training
     sampled_logprobs    of the sampler, when the episode was played
-    trainer_logprobs    of the sampler's weights, computed by the update's forward pass
+    trainer_logprobs    of the sampler's weights, by the trainer's forward pass: they differ from
+                        the sampler's by rounding, or because another engine sampled
     old_logprobs        the ratio's denominator: sampled, or trainer with --importance_correction
     ref_logprobs        of the policy that this run started from, for the KL penalty
 """
@@ -47,7 +48,7 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     does a group of one.
 
     rewards: (N,). group_ids: N hashable ids, in any order. scale: divide by the std of the
-    "group", of the whole "batch" (arXiv 2508.08221), or by "none" (Dr. GRPO, arXiv 2503.20783).
+    "group", of all rewards given, "batch" (arXiv 2508.08221), or by "none" (Dr. GRPO, 2503.20783).
     leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
     """
     advantages = torch.zeros_like(rewards)
@@ -58,16 +59,16 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
         # Shift first: the mean of equal floats may differ from them by rounding, and Adam would
         # scale that up to full steps.
         r = rewards[group] - rewards[group[0]]
-        # r_i - mean of the others = (r_i - mean) G / (G - 1).
+        # r_i - (mean of the others) = (r_i - mean) G / (G - 1).
         factor = G / (G - 1) if leave_one_out else 1.0
         std = {"group": r.std() + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
         advantages[group] = factor * (r - r.mean()) / std
     return advantages
 
 
-# A credit function takes B episodes (`Trajectory`: rewards of its turns, group_id, messages, info)
-# and returns the advantages of all their turns in one tensor, episode after episode. Its options
-# are those of `group_advantages`.
+# A credit function takes B episodes (`agent.Trajectory`: rewards of its turns, group_id, messages,
+# info) and returns the advantages of all their turns in one tensor, episode after episode. Turn k
+# is the k-th assistant message. The options are those of `group_advantages`.
 def episode_credit(episodes, **options):
     """Give all turns their episode's advantage: outcome supervision (2402.03300 section 4.1.2)."""
     totals = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)
@@ -77,7 +78,7 @@ def episode_credit(episodes, **options):
 
 
 def turn_credit(episodes, **options):
-    """Compare a turn's return-to-go with its group's mean at this turn, 0 if no other got there."""
+    """Compare a turn's return-to-go with those of its group at this turn (`group_advantages`)."""
     returns, peers = [], []
     for t in episodes:
         for turn in range(len(t.rewards)):
@@ -110,7 +111,7 @@ CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_cr
 def token_advantages(episodes, mask, credit="episode", **options):
     """Give every sampled token the advantage of its turn, and all others 0: (B, T).
 
-    mask: (B, T), a run of 1s is a turn. Raises ValueError if an episode has other turns.
+    mask: (B, T), a run of 1s is a turn. Raises ValueError if the rewards do not match.
     """
     turns = [len(t.rewards) for t in episodes]
     per_turn = CREDITS[credit](episodes, **options).split(turns)  # B of (turns,)
@@ -162,8 +163,9 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log(policy / reference).
 
-    k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference),
-        and so what k1 = x would give in the reward.
+    Gradients are those of a token's KL given what precedes it: later tokens are not its credit.
+
+    k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference).
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
         and explodes where a token has become unlikely.
     k3_ratio: k3 * policy / old (arXiv 2512.02556). Value and gradient are unbiased if old is what
@@ -176,9 +178,9 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     return k3 if kind == "k3" else k3 * masked(logprobs - old_logprobs, mask).exp()
 
 
-# A surrogate takes log_ratio = log(policy / old), logprobs and advantages, which are 0 where the
-# mask is, the mask, (B, T) each, and the clip range. It returns the tokens' losses (B, T) and what
-# to log of them, numbers or booleans (B, T). It sees a micro-batch; `train` has the whole step.
+# A surrogate takes log_ratio = log(policy / old), logprobs, advantages and the mask, (B, T) each
+# and 0 where the mask is, and the clip range. It returns the tokens' losses (B, T) and what to log
+# of them, numbers or booleans (B, T). It sees a micro-batch; `train` has the whole step.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -196,7 +198,7 @@ def sequence_clipped(log_ratio, logprobs, advantages, mask, **clip_range):
     """`clipped` with one ratio per sequence, exp(mean log-ratio): GSPO, arXiv 2507.18071 eq. 5, 7.
 
     In the form of eq. 13, 14 (GSPO-token): the gradient goes through each token's own log-prob, so
-    that each turn keeps its own credit. With one advantage per sequence the two are equal.
+    that each turn keeps its own credit. With one advantage per sequence it equals eq. 5.
     """
     mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
     log_s = mean.detach() + (log_ratio - log_ratio.detach())  # (B, T)
@@ -301,7 +303,7 @@ def settle(config):
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
-    # batch_size decides memory only (and what dropout draws); accumulation has to agree with it.
+    # batch_size decides memory, rounding and what dropout draws; accumulation has to agree with it.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
 
@@ -350,7 +352,7 @@ def train(config: Config) -> dict:
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
-    with run:  # whatever ends it early saves the last whole step
+    with run:  # ended early, it saves the last whole step, unless the next one's updates have begun
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each drawn task.
             trajectories = collect_groups(play, tasks, config, step, run)
@@ -372,7 +374,7 @@ def train(config: Config) -> dict:
                 ref_logprobs = score_by(reference(model, start_policy))  # (B, T)
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
-            # 3. Update, in micro-batches, through the weights that sampled (`merged`).
+            # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's

@@ -96,18 +96,16 @@ def sft_loss(logprobs, loss_mask, num_tokens):
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
     """Return the loss of held-out demonstrations per token, and `evaluate` of held-out tasks."""
-    limits = envs.limits_of(config, config.env)
-    metrics = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed,
-                       run=run)
     num_tokens = sum(sum(t.loss_mask) for t in held_out)
+    losses = []
     model.eval()
-    for start in range(0, len(held_out), config.batch_size):
-        batch = held_out[start:start + config.batch_size]
-        token_ids, loss_mask, _ = collate(batch, model.device)  # (b, T) each
+    for rows in run.micro_batches(len(held_out), "held out"):
+        token_ids, loss_mask, _ = collate(held_out[rows], model.device)  # (b, T) each
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
-        loss = sft_loss(logprobs, loss_mask, num_tokens).item()
-        metrics["loss"] = metrics.get("loss", 0.0) + loss
-    return metrics
+        losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
+    limits = envs.limits_of(config, config.env)
+    return {**evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed,
+                       run=run), **run.ranks.total(losses)}
 
 
 # -------------------------------------------------------------------------------------------- loop

@@ -227,7 +227,7 @@ class Equations:
 
     @staticmethod
     def _draw(level: int, rng) -> str:
-        """Return a random equation of a level, whose solution is an integer."""
+        """Return a random equation of a level with an integer solution."""
         def signed(high):
             return int(rng.integers(1, high + 1)) * (-1, 1)[rng.integers(2)]
 
