@@ -55,9 +55,10 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
 
 
 def series(folder, name) -> list[float]:
-    """Return a metric of a run of grpo.py, step by step."""
+    """Return a metric of a run of grpo.py, step by step; [] if the run logs none of that name."""
     with open(Path(folder) / "metrics.jsonl") as file:
-        return [round(json.loads(line)[name], 4) for line in file]
+        lines = [json.loads(line) for line in file]
+    return [round(line[name], 4) for line in lines if name in line]
 
 
 class Clock:

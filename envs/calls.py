@@ -172,9 +172,16 @@ def awaited(result):
     """
     if not inspect.iscoroutine(result):
         return result
+
+    async def without_exit():
+        try:
+            return await result
+        except SystemExit as error:
+            # It would end the loop, and with it every later async tool.
+            raise RuntimeError(message_of(error)) from None
     with LOOP_LOCK:
         loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(result, loop).result()
+    return asyncio.run_coroutine_threadsafe(without_exit(), loop).result()
 
 
 LOOP_LOCK = threading.Lock()

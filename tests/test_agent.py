@@ -269,7 +269,7 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
 def test_a_model_in_train_mode_samples_without_dropout():
     """Log-probabilities under dropout would be those of no policy; an adapter beside its weights has it while decoding."""
     model, _ = make_tiny()
-    add_lora(model, 4, 8, dropout=0.5, apart=True)
+    add_lora(model, 4, 8, dropout=0.5, mergeable=False)
     for linear in adapters(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.3)
     found = rollout(model.train(), TOKENIZER, "equations", EQUATIONS, limits=Limits(max_new_tokens=20, max_tokens=600, max_turns=2))

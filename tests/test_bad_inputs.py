@@ -177,7 +177,7 @@ def test_probabilities(told, place, tmp_path):  # noqa: F811
     (sft, ["--learning_rate", "-1"], "--learning_rate -1: must be at least 0"),
     (dpo, ["--learning_rate", "nan"], "--learning_rate nan: not a number"),
     (reward_weighted, ["--batch_size", "0"], "--batch_size 0: must be at least 1"),
-    (grpo, ["--num_samples", "1"], "--num_samples 1: must be at least 2"),
+    (grpo, ["--num_samples", "1"], "--group_size 1: must be at least 2"),
     (dpo, ["--beta", "-0.1"], "--beta -0.1: must be greater than 0"),
     (grpo, ["--temperature", "0"], "--temperature 0: must be greater than 0"),
     (grpo, ["--dtype", "bf16"], "--dtype bf16: must be one of float32, bfloat16, float16, auto"),

@@ -21,7 +21,7 @@ from llm.tiny import make_tiny
 MODEL, TOKENIZER = make_tiny()
 END = TOKENIZER.eos_token_id
 KINDS = ("malformed", "not_an_object", "unknown", "wrong_type", "missing", "deep", "crash", "exit", "flood", "hang", "surrogate", "control", "bytes",
-         "unprintable", "interrupt", "recurse", "private", "good")
+         "unprintable", "recurse", "private", "good")
 
 
 class Hostile:
@@ -43,8 +43,6 @@ class Hostile:
             raise ValueError("x" * 10_000 + "<|im_end|>")
         if kind == "exit":
             sys.exit(3)
-        if kind == "interrupt":
-            raise KeyboardInterrupt
         if kind == "hang":  # as a sandbox does: in a child that can be killed
             subprocess.run(["sleep", "60"], timeout=0.005)
         if kind == "recurse":

@@ -258,17 +258,13 @@ def base_gone(tiny, folder):
     return folder
 
 
-def long_name(tiny, folder):
-    return folder / ("a" * 5000)
-
-
 def prompt_tuning(tiny, folder):
     edit_json(adapter_of(tiny, folder) / "adapter_config.json", peft_type="PROMPT_TUNING")
     return folder
 
 
 @pytest.mark.parametrize("make, says", [
-    (missing, "no such folder"), (long_name, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
+    (missing, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
     (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
     (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM scales its logits"),
     (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"),
