@@ -8,6 +8,7 @@ steps, when its policy was nearly finished.
 """
 import argparse
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -23,7 +24,7 @@ from experiment.episodes import transcript  # noqa: E402
 from experiment.errors import UserError, printable  # noqa: E402
 from experiment.files import replace_file  # noqa: E402
 from window.curves import number  # noqa: E402
-from window.report import Record, difference, wilson  # noqa: E402
+from window.report import Record, wilson  # noqa: E402
 
 CUT = ("max_tokens", "max_new_tokens")      # stop reasons of a truncated episode
 MAX_CALLS = 8           # rows of the histogram of calls per episode
@@ -35,6 +36,20 @@ What is said of a training run's episodes is said of the last quarter of its ste
 """
 ANSWER = re.compile(r"\{[^{}]*\"probability\"[^{}]*\}")
 YES_NO = {"YES": True, "NO": False}
+
+
+def difference(k1, n1, k2, n2):
+    """Return p2 - p1 and the bounds of its 95 % interval, for two independent samples.
+
+    Newcombe 1998 (the paper on two proportions), method 10, from Wilson's l and u:
+    (d - sqrt((p2 - l2)^2 + (u1 - p1)^2), d + sqrt((u2 - p2)^2 + (p1 - l1)^2)).
+    """
+    p1, p2 = k1 / n1, k2 / n2
+    low1, high1 = wilson(k1, n1)
+    low2, high2 = wilson(k2, n2)
+    low = p2 - p1 - math.hypot(p2 - low2, high1 - p1)
+    high = p2 - p1 + math.hypot(high2 - p2, p1 - low1)
+    return p2 - p1, low, high
 
 
 def comparison(names):

@@ -135,14 +135,11 @@ def facts(result):
     """Return the tiles at the top: what result.json holds, successes with 95 % intervals."""
     values = {name: number(value) for name, value in result.items()}
     tasks = result.get("held_out_tasks")
-    before, after = result.get("success_before"), result.get("success_after")
-    for name, share in (("success_before", before), ("success_after", after)):
+    for name in ("success_before", "success_after"):
+        share = result.get(name)
         if tasks and share is not None:
             low, high = wilson(share * tasks, tasks)
             values[name] = f"{share:.3f} ({low:.3f} to {high:.3f})"
-    if tasks and None not in (before, after):
-        gain, low, high = difference(before * tasks, tasks, after * tasks, tasks)
-        values["difference (95 %)"] = f"{gain:+.3f} ({low:+.3f} to {high:+.3f})"
     tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
              for name, text in values.items() if text != "-"]
     return f"<dl class=facts>{''.join(tiles)}</dl>"
@@ -161,20 +158,6 @@ def wilson(k, n):
     middle = p + z2 / (2 * n)
     half = Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     return max(0.0, (middle - half) / (1 + z2 / n)), min(1.0, (middle + half) / (1 + z2 / n))
-
-
-def difference(k1, n1, k2, n2):
-    """Return p2 - p1 and the bounds of its 95 % interval, for two independent samples.
-
-    Newcombe 1998 (the paper on two proportions), method 10, from Wilson's l and u:
-    (d - sqrt((p2 - l2)^2 + (u1 - p1)^2), d + sqrt((u2 - p2)^2 + (p1 - l1)^2)).
-    """
-    p1, p2 = k1 / n1, k2 / n2
-    low1, high1 = wilson(k1, n1)
-    low2, high2 = wilson(k2, n2)
-    low = p2 - p1 - math.hypot(p2 - low2, high1 - p1)
-    high = p2 - p1 + math.hypot(high2 - p2, p1 - low1)
-    return p2 - p1, low, high
 
 
 # ----------------------------------------------------------------------------------- episodes
