@@ -25,41 +25,7 @@ LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool 
 sampled, with probability <i class=s0> over 0.9 </i> <i class=s1> over 0.5 </i>
 <i class=s2> over 0.1 </i> <i class=s3> over 0.01 </i> <i class=s4> below </i>. Framed: the turn's
 reward. Point at a token for its id.</p>"""
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #626b76; --line: #d9dee4; --page: #fff;
-  --card: #f6f7f9; --raw: #9db8dc; --smooth: #1f5fb4; --heat: 251, 146, 60; --good: #15703a;
-  --bad: #b42318 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #98a2ae; --line: #323a44;
-  --page: #14181d; --card: #1b2127; --raw: #41608a; --smooth: #7fb2f5; --heat: 194, 65, 12;
-  --good: #6fcf8f; --bad: #ff8f83 } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0
-  auto; padding: 1rem; max-width: 1180px }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
-p, dt, figcaption i, summary span { color: var(--soft) }
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: .6rem;
-  margin: 0 }
-.facts div { background: var(--card); border-radius: 6px; padding: .4rem .7rem }
-dt { font-size: .8rem } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere }
-.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(270px, 100%), 1fr));
-  gap: .8rem }
-figure { margin: 0; background: var(--card); border-radius: 6px; padding: .5rem .6rem }
-figcaption { display: flex; justify-content: space-between; gap: .5rem; font-size: .85rem;
-  overflow-wrap: anywhere }
-figcaption > b { white-space: nowrap } svg { display: block; width: 100%; height: auto }
-svg text { font-size: 10px; fill: var(--soft) }
-.raw, .smooth { fill: none; stroke: var(--raw); stroke-width: 1 }
-.smooth { stroke: var(--smooth); stroke-width: 2 }
-details { border-top: 1px solid var(--line); padding: .45rem 0 }
-summary { cursor: pointer; overflow-wrap: anywhere }
-pre { font: 13px/1.75 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  margin: .5rem 0 }
-i { font-style: normal; color: var(--soft); unicode-bidi: isolate }
-i[class] { color: var(--ink); border-radius: 2px } .s0 { background: rgba(var(--heat), .15) }
-.s1 { background: rgba(var(--heat), .32) } .s2 { background: rgba(var(--heat), .52) }
-.s3 { background: rgba(var(--heat), .74) } .s4 { background: rgb(var(--heat)) }
-.good { color: var(--good) } .bad { color: var(--bad) }
-pre b { border: 1px solid; border-radius: 4px; padding: 0 .3em; margin-left: .3em }
-"""
+STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 HEAD = """<!doctype html><html lang=en><head><meta charset=utf-8>
 <meta http-equiv=Content-Security-Policy
   content="default-src 'none'; style-src 'unsafe-inline'">
