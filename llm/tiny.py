@@ -5,55 +5,14 @@ real Qwen: the same architecture family, ChatML turns, `<tool_call>` JSON. It is
 tools are shown by name and parameters alone, the JSON around a call is three tokens, and a number
 of two digits is one token, its minus sign included.
 """
+from pathlib import Path
+
 import torch
 
-TINY_TEMPLATE = """{%- set first = messages[0] if messages[0].role == 'system' else none %}
-{%- if first or tools %}<|im_start|>system
-{{ first.content if first else '' }}
-{%- if tools %}
-<tools>
-{%- for tool in tools %}
-{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
-{%- endfor %}
-</tools>
-{%- endif %}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
-<tool_response>
-{{ message.content }}
-</tool_response>
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}
-{%- elif message.role != 'system' or not loop.first %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{%- if message.content or not loop.first %}{{ '\n' }}{% endif %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+TINY_TEMPLATE = Path(__file__).with_name("tiny.jinja").read_text(encoding="utf-8").rstrip("\n")
 # What the byte-level BPE is trained on, besides the numbers from -99 to 99. Each of these is one
 # token, so copying one is one step.
-TINY_TEXT = """\
-system user assistant tool Solve for x with the tools. terms value operation expression answer \
-number name query
-add_terms subtract_terms multiply_terms divide_terms identify_operation state_answer calculator \
-error right wrong yes no
-name(terms) name(value) name(operation) name(expression), x + 7 = x/4 - (x) Question: How many? \
-You are a helpful agent. Use the tools, then give the answer.
-the of and to in is it for on that with as are was be at by this have from or one had not but \
-what all were when we there
-Action Reward add subtract multiply divide both sides term times over is not equivalent. numbers \
-too large. takes must be
-Answer bold careful quick curious strict friendly thorough Meeting day one two three four five \
-none nine ten eleven senior junior founder investor engineer researcher met profile_match \
-common_interests slot_fit follow_up
-profile match: common interests: slot fit: follow up potential: reason xx YES NO"""
+TINY_TEXT = Path(__file__).with_name("tiny.txt").read_text(encoding="utf-8").rstrip("\n")
 # The JSON of a call and of an answer in few pieces, then numbers of two digits, words, the rest.
 TINY_SPLIT = "|".join([
     r'\n\{"name": "|", "arguments": \{\}\}\n|", "arguments": \{"|"\}\}\n|\([a-z]+\)',
