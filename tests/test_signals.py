@@ -79,8 +79,8 @@ def at(monkeypatch, place, name, when, signum):  # noqa: F811
 
 
 @pytest.mark.parametrize("name, target, call, signum, done", [
-    ("sft, full", (experiment_run, "mix"), 3, signal.SIGTERM, 1),                  # first micro-batch of step 1
-    ("sft, full", (experiment_run, "mix"), 4, signal.SIGTERM, 1),                  # its second one
+    ("sft, full", (experiment_run, "mix"), 7, signal.SIGTERM, 1),                  # after four of held-out data: first micro-batch of step 1
+    ("sft, full", (experiment_run, "mix"), 8, signal.SIGTERM, 1),                  # its second one
     ("grpo, LoRA", (Engine, "step"), 2, signal.SIGINT, 0),                # a decode step of step 0's rollout
     ("grpo, LoRA", (grpo, "token_advantages"), 2, signal.SIGINT, 1),                      # after step 1's episodes were written
     ("grpo, LoRA", (grpo, "clip_grad_norm_"), 4, signal.SIGTERM, 2),     # step 1's second update
