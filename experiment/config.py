@@ -228,7 +228,7 @@ class RunFlags:
 
     heading = "run"
     output_dir: str = flag("runs/run", "folder of this run")
-    overwrite: bool = flag(False, "replace the run that is in output_dir")
+    overwrite: bool = flag(False, "rename the run that is in output_dir")
     resume: bool = flag(False, "continue the run in output_dir from its newest checkpoint")
     seed: int = flag(0, "seed of everything random", low=0)
     save_every: int = flag(
