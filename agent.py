@@ -251,7 +251,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            run=None, engine=None) -> list[Trajectory]:
+            run=None, engine=None, on_end=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -265,6 +265,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             a share of the tasks and gets all episodes.
         engine: what samples: an engine (llm/engine.py states the protocol), or a function that
             makes one from the arguments that `make_engine` takes, the default.
+        on_end: a function that is called with each trajectory as its episode ends.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the
@@ -299,7 +300,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature, top_k=top_k, top_p=top_p)
-            play_all(engine, started, run)
+            play_all(engine, started, run, on_end)
         watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
@@ -309,12 +310,15 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
-def play_all(engine, episodes, run):
+def play_all(engine, episodes, run, on_end=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
     with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
         try:
             for episode in play_turns(engine, episodes, run):
-                bar.update(bool(episode.trajectory.stop_reason))
+                has_ended = bool(episode.trajectory.stop_reason)
+                bar.update(has_ended)
+                if has_ended and on_end:
+                    on_end(episode.trajectory)
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():

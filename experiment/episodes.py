@@ -1,9 +1,8 @@
 """Episodes: what is wrong with one, one as text to read, and many of them in numbers."""
+import json
 import math
 
 from experiment.errors import UserError, printable
-
-UNREADABLE = {"name": "unreadable call", "arguments": {}}
 
 
 def members(ids) -> list[list[int]]:
@@ -24,15 +23,20 @@ def message_lines(messages: list[dict]) -> list[str]:
     for message in messages:
         content = message["content"]
         if message["role"] == "tool":
-            call = calls.pop(0) if calls and message["name"] else UNREADABLE
-            arguments = ", ".join(f"{name}={value}" for name, value in call["arguments"].items())
-            reward = f"Reward: {message['reward']:.1f}"
-            lines.append(f'Action: {call["name"]} -> {reward} -> "{content}"  ({arguments})')
+            call = call_text(calls.pop(0)) if calls and message["name"] else "unreadable call"
+            lines.append(f"{call} -> {content}   {round(message['reward'], 3):+}")
             continue
         calls = list(message.get("tool_calls", []))
         if content:
             lines.append(f"{message['role'].capitalize()}: {content}")
     return [printable(line) for line in lines]
+
+
+def call_text(call: dict) -> str:
+    """Return a tool call as Python would write it, add_terms(terms="1")."""
+    arguments = [f"{name}={json.dumps(value, ensure_ascii=False)}"
+                 for name, value in call["arguments"].items()]
+    return f"{call['name']}({', '.join(arguments)})"
 
 
 def transcript(episode: dict) -> str:
