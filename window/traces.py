@@ -59,8 +59,8 @@ class Traces:
             self.path.unlink()
 
     def add(self, trajectory: Trajectory):
-        """Append an episode that has ended."""
-        if not self.path:
+        """Append an episode that has ended, unless its environment broke it."""
+        if not self.path or trajectory.stop_reason == "error":
             return
         self._begin()
         line = to_json(trajectory.to_json()).encode()
@@ -75,7 +75,7 @@ class Traces:
         self.count += 1
 
     def replace(self, trajectories: list[Trajectory]):
-        """Write all episodes in the order of their tasks, with those that could not begin."""
+        """Write all episodes in the order of their tasks, with those that are broken."""
         if self.path:
             self._begin()
             replace_file(self.path, "".join(to_json(t.to_json()) for t in trajectories))
