@@ -21,7 +21,7 @@ from experiment.seeds import mix
 from experiment.config import PlayFlags, fill, flag
 from experiment.data import read_yaml
 from experiment.episodes import message_lines
-from experiment.errors import UserError, printable
+from experiment.errors import Stop, UserError, printable
 from experiment.output_folder import algorithm_of
 from llm.chat import Chat
 from llm.engine import Row
@@ -65,10 +65,17 @@ def command(config: Config):
     if config.num_tasks:
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, *load(config), tasks, traces)
-    elif names:
-        chat_with_agent(config, *load(config), tasks)
-    else:
-        chat_with_model(config, *load(config))
+        return
+    model, tokenizer = load(config)
+    try:
+        if names:
+            chat_with_agent(config, model, tokenizer, tasks)
+        else:
+            chat_with_model(config, model, tokenizer)
+    except Stop:
+        # Ctrl-C leaves the cursor in the middle of a line.
+        print()
+        raise
 
 
 # ------------------------------------------------------------------------- what is played
