@@ -314,11 +314,8 @@ def play_all(engine, episodes, run, on_end=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
     with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
         try:
-            for episode in play_turns(engine, episodes, run):
-                has_ended = bool(episode.trajectory.stop_reason)
-                bar.update(has_ended)
-                if has_ended and on_end:
-                    on_end(episode.trajectory)
+            for episode in play_turns(engine, episodes, run, on_end):
+                bar.update(bool(episode.trajectory.stop_reason))
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():
@@ -326,7 +323,7 @@ def play_all(engine, episodes, run, on_end=None):
                     episode.spoil(why)
 
 
-def play_turns(engine, episodes: dict, run=None):
+def play_turns(engine, episodes: dict, run=None, on_end=None):
     """Play the episodes (row -> Episode). Yield each of them after every one of its turns."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
@@ -339,7 +336,7 @@ def play_turns(engine, episodes: dict, run=None):
             if episode.calling:
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
-                next_turn(engine, row, episode)
+                next_turn(engine, row, episode, on_end)
                 yield episode
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
@@ -348,15 +345,17 @@ def play_turns(engine, episodes: dict, run=None):
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
             episodes[row].take_results()
-            next_turn(engine, row, episodes[row])
+            next_turn(engine, row, episodes[row], on_end)
             yield episodes[row]
 
 
-def next_turn(engine, row, episode):
+def next_turn(engine, row, episode, on_end=None):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
     episode.session.watch.check_abandoned()
     if episode.trajectory.stop_reason:
         engine.release(row)
+        if on_end:
+            on_end(episode.trajectory)
     else:
         engine.extend(row, episode.next_ids, episode.turn_budget)
 

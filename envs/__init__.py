@@ -28,6 +28,7 @@ the total of the episode. They may be async. Each call comes from another thread
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
+    _from_text(text)            static: the task in what a person typed (None: not known)
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
 """

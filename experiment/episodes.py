@@ -14,10 +14,7 @@ def members(ids) -> list[list[int]]:
 
 
 def message_lines(messages: list[dict]) -> list[str]:
-    """Return the lines of some messages of an episode. A call and its result make one line.
-
-    The results of a turn must stand in the list behind the turn that called.
-    """
+    """Return messages of an episode as lines. The results of a turn must follow the turn."""
     lines = []
     calls = []
     for message in messages:
@@ -48,10 +45,9 @@ def transcript(episode: dict) -> str:
 
 
 def problem(episode: dict) -> str | None:
-    """Return why no algorithm may learn from this episode, or None.
+    """Return why no algorithm may learn from an episode (agent.Trajectory as a dict), or None.
 
-    The fields are those of agent.Trajectory. Raises TypeError or AttributeError for a field of
-    another type.
+    Raises TypeError or AttributeError for a field of another type.
     """
     token_ids, loss_mask = episode["token_ids"], episode["loss_mask"]
     lengths = len(token_ids), len(loss_mask), len(episode["logprobs"])
@@ -154,10 +150,7 @@ def without_faults(trajectories: list) -> list:
 
 
 def shift_and_scale(trajectories: list, scaling: float, bias: float):
-    """Set reward = (reward - bias) x scaling; the turns share the bias equally.
-
-    The logs of training hold these rewards, evaluations hold the environment's.
-    """
+    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias."""
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
         t.reward = (t.reward - bias) * scaling

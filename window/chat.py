@@ -104,7 +104,7 @@ def as_the_run(config: Config) -> Config:
             run["dataset"] = run["tasks"]
         taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options")
                  if run.get(name) and not getattr(config, name)}
-    # The policy that is played is the one that was trained, rounded alike.
+    # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
     if taken:
@@ -140,10 +140,10 @@ def check(config: Config, names: list[str]):
 
 def load(config: Config):
     """Load the model and print what it is. Return it and its tokenizer."""
-    print(f"Loads {config.model_path} ...", flush=True)
+    print(f"loading {config.model_path}", flush=True)
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{size / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on {model.device.type}.")
+    print(f"{size / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on {model.device.type}")
     return model, tokenizer
 
 
@@ -209,10 +209,11 @@ def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
 
 
 def show(turns, episode: Episode):
-    """Print the messages of the episode turn by turn."""
+    """Print the messages of the episode as they come."""
     shown = len(episode.trajectory.messages)
     for _ in turns:
-        print(*message_lines(episode.trajectory.messages[shown:]), sep="\n", flush=True)
+        for line in message_lines(episode.trajectory.messages[shown:]):
+            print(line, flush=True)
         shown = len(episode.trajectory.messages)
 
 

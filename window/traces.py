@@ -18,8 +18,9 @@ SHOWN = 8  # episodes that are printed
 def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
     """Play the tasks of a config, write all episodes, and print the first ones and the summary."""
     options = rollout_options(config)
-    print(f"Plays {traces.total} episodes of {config.env}, each of at most "
-          f"{options['limits'].max_tokens} tokens.", flush=True)
+    limits = options["limits"]
+    print(f"playing {traces.total} episodes of {config.env}: at most {limits.max_tokens} tokens "
+          f"each, {limits.max_new_tokens} a turn", flush=True)
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, top_k=config.top_k,
                        top_p=config.top_p, on_end=traces.add, **options)
     traces.replace(episodes)
