@@ -211,7 +211,7 @@ class Equations:
 
     @classmethod
     def _from_text(cls, text: str) -> dict:
-        """Return the task that a person typed, or raise ValueError if the expert cannot solve it."""
+        """Return the task that a person typed, or raise ValueError if it cannot be solved."""
         env, task = cls(), {"equation": equation_in(text)}
         env.reset(**task)
         for _ in range(env._distance() + 1):

@@ -38,9 +38,8 @@ def call_text(call: dict) -> str:
 
 def transcript(episode: dict) -> str:
     """Return the lines of an episode (a row of trajectories.jsonl), and how it ended."""
-    info = episode["info"]
-    stop_reason, success = episode.get("stop_reason"), info.get("success")
-    end = printable(f"[{stop_reason}; success {success}; reward {episode['reward']:.2f}]")
+    end = f"{episode.get('stop_reason')}; success {episode['info'].get('success')}"
+    end = printable(f"[{end}; reward {episode['reward']:.2f}]")
     return "\n".join([*message_lines(episode["messages"]), end])
 
 
