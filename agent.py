@@ -20,8 +20,8 @@ from tqdm import tqdm
 from envs import Limits, limits_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
-from experiment import (EnvironmentFault, UserError, is_finite, members, mix, pass_at_k, problem,
-                        summarise, without_too_long)
+from experiment import (NO_BAR, EnvironmentFault, UserError, duration, is_finite, members, mix,
+                        pass_at_k, problem, summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -309,12 +309,43 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
+class Bar(tqdm):
+    """A bar of episodes (row -> Episode): how many have ended, tokens sampled, time left."""
+
+    def __init__(self, episodes):
+        self.episodes = episodes
+        super().__init__(total=len(episodes), desc="episodes", disable=NO_BAR, leave=False,
+                         dynamic_ncols=True, mininterval=0.5, miniters=0, bar_format=(
+                             "{desc}: {n_fmt}/{total_fmt}|{bar}| {tokens:,} tokens, {eta}"))
+
+    @property
+    def format_dict(self):
+        """The values of bar_format. tqdm asks for them when it draws."""
+        values = super().format_dict
+        ended = tokens = at_most = 0
+        for row, episode in self.episodes.items():
+            t = episode.trajectory
+            ended += bool(t.stop_reason)
+            is_taken = t.stop_reason or episode.calling
+            tokens += sum(t.loss_mask) + (0 if is_taken else len(row.turn))
+            at_most += episode.limits.max_tokens
+        # Tokens per end estimate the mean length: what is not finished counts with what it has.
+        expected = min(len(self.episodes) * tokens / ended, at_most) if ended else at_most
+        left = values["elapsed"] * (expected - tokens) / max(tokens, 1)
+        eta = f"{'about' if ended else 'at most'} {duration(left)} left" if tokens else ""
+        return {**values, "n": ended, "tokens": tokens, "eta": eta}
+
+
 def play_all(engine, episodes, run):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
-    with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
+    if run and not run.watch:
+        limits = next(iter(episodes.values())).limits
+        print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
+              f"{limits.max_new_tokens} a turn")
+    with Bar(episodes) as bar:
         try:
-            for episode in play_turns(engine, episodes, run):
-                bar.update(bool(episode.trajectory.stop_reason))
+            for _ in play_turns(engine, episodes, run):
+                bar.update(0)
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():
@@ -323,7 +354,7 @@ def play_all(engine, episodes, run):
 
 
 def play_turns(engine, episodes: dict, run=None):
-    """Play the episodes (row -> Episode). Yield each of them after every one of its turns."""
+    """Play the episodes (row -> Episode). Yield after every decode step."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
     while engine.busy or waiting:
@@ -336,7 +367,6 @@ def play_turns(engine, episodes: dict, run=None):
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
                 next_turn(engine, row, episode)
-                yield episode
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
             # While nothing decodes the clock stands still: continue with those that are due next.
@@ -345,7 +375,7 @@ def play_turns(engine, episodes: dict, run=None):
             del waiting[row]
             episodes[row].take_results()
             next_turn(engine, row, episodes[row])
-            yield episodes[row]
+        yield
 
 
 def next_turn(engine, row, episode):

@@ -10,6 +10,7 @@ from experiment.episodes import (is_finite, members, pass_at_k, problem, shift_a
                                  unusable, without_faults, without_too_long)
 from experiment.errors import EnvironmentFault, UserError
 from experiment.files import replace_file, to_json
+from experiment.notes import NO_BAR, duration
 from experiment.process import give_back_memory
 from experiment.program import main
 from experiment.run import Run

@@ -159,10 +159,11 @@ def ask(episode: Episode) -> bool:
 
 
 def show(turns, episode: Episode):
-    """Print the messages of the episode turn by turn."""
+    """Print the messages of the episode as they come."""
     shown = len(episode.trajectory.messages)
     for _ in turns:
-        print(*message_lines(episode.trajectory.messages[shown:]), sep="\n", flush=True)
+        for line in message_lines(episode.trajectory.messages[shown:]):
+            print(line, flush=True)
         shown = len(episode.trajectory.messages)
 
 
