@@ -316,7 +316,7 @@ class Bar(tqdm):
         self.episodes = episodes
         super().__init__(total=len(episodes), desc="episodes", disable=NO_BAR, leave=False,
                          dynamic_ncols=True, mininterval=0.5, miniters=0, bar_format=(
-                             "{desc}: {n_fmt}/{total_fmt}|{bar}| {tokens:,} tokens, {eta}"))
+                             "{desc}: {n_fmt}/{total_fmt}|{bar}| {tokens:,} tokens{eta}"))
 
     @property
     def format_dict(self):
@@ -328,17 +328,18 @@ class Bar(tqdm):
             ended += bool(t.stop_reason)
             is_taken = t.stop_reason or episode.calling
             tokens += sum(t.loss_mask) + (0 if is_taken else len(row.turn))
-            at_most += episode.limits.max_tokens
+            limits = episode.limits
+            at_most += min(limits.max_tokens, episode.max_turns * limits.max_new_tokens)
         # Tokens per end estimate the mean length: what is not finished counts with what it has.
         expected = min(len(self.episodes) * tokens / ended, at_most) if ended else at_most
         left = values["elapsed"] * (expected - tokens) / max(tokens, 1)
-        eta = f"{'about' if ended else 'at most'} {duration(left)} left" if tokens else ""
+        eta = f", {'about' if ended else 'at most'} {duration(left)} left" if tokens else ""
         return {**values, "n": ended, "tokens": tokens, "eta": eta}
 
 
 def play_all(engine, episodes, run):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
-    if run and not run.watch:
+    if run and not (run.watch or run.checkpoint):
         limits = next(iter(episodes.values())).limits
         print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
               f"{limits.max_new_tokens} a turn")

@@ -190,7 +190,9 @@ def teach_tiny(config, run) -> str:
     folder = base / "sft"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
-    # Of what that run says of itself the user of this one sees the bar.
+    # The schooling shows its bar alone, not what it says nor transformers' bars.
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
     with redirect_stdout(io.StringIO()):
         seconds = train(schooling)["seconds"]
     run.ranks.first(lambda: merge(schooling.output_dir, str(base)))

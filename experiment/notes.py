@@ -82,15 +82,16 @@ def print_table(before, after, steps, seconds):
     if not names:
         return
     counts = ", ".join(f"{after[name]} {words}" for name, words in COUNTS.items() if after.get(name))
-    print(f"\nheld out: {counts}\n{'':16}{'before':>10}{'after':>10}   {steps} steps, "
-          f"{duration(seconds)}")
+    interval = "   95 % interval" if names[0] in SHARES else ""
+    print(f"\nheld out: {counts}; trained: {steps} steps, {duration(seconds)}\n"
+          f"{'':16}{'before':>10}{'after':>10}{interval}")
     for name in names:
         old = f"{before[name]:.3f}" if name in before else "-"
         interval = ""
         if name in SHARES:
             n = after[SHARES[name]]
             low, high = wilson(after[name] * n, n)
-            interval = f"   95 % interval {low:.3f} to {high:.3f}"
+            interval = f"   {low:.3f} to {high:.3f}"
         print(f"{name:16}{old:>10}{after[name]:10.3f}{interval}")
 
 
