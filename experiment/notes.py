@@ -17,8 +17,8 @@ SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an
 KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "dtype")  # of the run, for the next
 STEP_NUMBERS = ("success", "reward", "entropy", "kl")
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
-NAMES = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
-         "structure", "groups_without_signal")
+WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
+           "structure", "groups_without_signal")
 
 
 def say(text):
@@ -225,7 +225,7 @@ def alarms(early, late):
 def means(rows):
     """Return the mean of each number that the alarms watch, over the rows that have it."""
     out = SimpleNamespace()
-    for name in NAMES:
+    for name in WATCHED:
         values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
         setattr(out, name, fmean(values or [math.nan]))
     return out
