@@ -1,4 +1,4 @@
-"""What a run prints: its plan, a line a step, notes, alarms, the held-out table, what to do next."""
+"""What a run prints: plan, a line a step, notes, alarms, the held-out table, what to do next."""
 import math
 import os
 import re
@@ -81,9 +81,9 @@ def print_table(before, after, steps, seconds):
     names = [name for name in HELD_OUT if name in after]
     if not names:
         return
-    counts = ", ".join(f"{after[name]} {words}" for name, words in COUNTS.items() if after.get(name))
+    counts = [f"{after[name]} {words}" for name, words in COUNTS.items() if after.get(name)]
     interval = "   95 % interval" if names[0] in SHARES else ""
-    print(f"\nheld out: {counts}; trained: {steps} steps, {duration(seconds)}\n"
+    print(f"\nheld out: {', '.join(counts)}; trained: {steps} steps, {duration(seconds)}\n"
           f"{'':16}{'before':>10}{'after':>10}{interval}")
     for name in names:
         old = f"{before[name]:.3f}" if name in before else "-"

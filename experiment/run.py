@@ -168,29 +168,8 @@ class Run:
             evaluate_before: False if the policy is not worth evaluating before the first step.
         """
         from tqdm import tqdm
-        self.total, self.training = total, state
-        self.values["max_steps"] = total
-        self.begin()
-        self.ranks.first(lambda: self.files.write_config(self.values))
-        saved = self._restore(state)
-        self.schedule = saved.get("schedule", total)
-        self.before = saved.get("before", {})
-        if not saved and evaluate_before:
-            self.before = evaluate()
-            if self.before:
-                say(f"before: {headline(self.before)}")
-        # Both clocks count earlier sessions. That of training starts after the first evaluation.
-        self.began = time.time() - saved.get("seconds", 0.0)
-        self.opened -= saved.get("seconds", 0.0)
-        if self.algorithm != "sft":
-            for note in first_notes(self.before, self.config, state.model, self.has_expert):
-                say(note)
-        if total > self.step:
-            say(plan(self.config, total - self.step))
-        self.looping, self.marks = True, self.files.log_sizes()
-        if self.signals:
-            self.signals.looping = self
-        self.saved_at = time.monotonic()
+        saved = self._start(total, state, evaluate if evaluate_before else dict)
+        self._loop(True)
         if saved.get("unlogged"):
             # The run was stopped between a step and its line: write that line now.
             self.line = saved["unlogged"]
@@ -217,11 +196,40 @@ class Run:
         self.training_seconds = time.time() - self.began
         if self.saved != self.step:
             self._save()
-        self.looping = False
-        if self.signals:
-            self.signals.looping = None
+        self._loop(False)
         self.check()
         self.after = evaluate()
+
+    def _start(self, total, state, evaluate):
+        """Begin or restore the run, evaluate the policy of a new one, and print what comes.
+
+        Returns the state.json of the checkpoint to continue from, {} in a new run.
+        """
+        self.total, self.training = total, state
+        self.values["max_steps"] = total
+        self.begin()
+        self.ranks.first(lambda: self.files.write_config(self.values))
+        saved = self._restore(state)
+        self.schedule = saved.get("schedule", total)
+        self.before = saved.get("before") or ({} if saved else evaluate())
+        if self.before and not saved:
+            say(f"before: {headline(self.before)}")
+        # Both clocks count earlier sessions. That of training starts after the first evaluation.
+        self.began = time.time() - saved.get("seconds", 0.0)
+        self.opened -= saved.get("seconds", 0.0)
+        if self.algorithm != "sft":
+            for note in first_notes(self.before, self.config, state.model, self.has_expert):
+                say(note)
+        if total > self.step:
+            say(plan(self.config, total - self.step))
+        return saved
+
+    def _loop(self, looping):
+        """Enter or leave the loop, in which a signal waits until nothing is lost."""
+        self.looping, self.marks = looping, self.files.log_sizes()
+        self.saved_at = time.monotonic()
+        if self.signals:
+            self.signals.looping = self if looping else None
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
