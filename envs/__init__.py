@@ -168,7 +168,7 @@ def need_expert(env_names: str):
         if not hasattr(load(name), "_expert"):
             raise UserError(
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
-                "one (envs/template.py has an example), give recorded episodes with "
+                "one (envs/template.py has an example), imitate recorded episodes with sft.py "
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
 
 

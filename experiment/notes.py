@@ -47,7 +47,7 @@ def plan(config, steps):
 
 def step_numbers(line, n, width=0):
     """Return n numbers of a step's line to look at while it trains, as text."""
-    # What the policy's loss is says nothing.
+    # The value of a policy's loss says nothing.
     names = STEP_NUMBERS if "reward" in line else ("loss", "accuracy", "margin")
     shown = [f"{name} {line[name]:<{width}.3g}" for name in names if name in line]
     return "  ".join(shown[:n])
@@ -60,7 +60,7 @@ def step_line(step, total, line, seconds, left):
 
 
 def headline(metrics):
-    """Return the first numbers of an evaluation, {} in which are none."""
+    """Return the numbers of an evaluation that tell most, as text."""
     names = [name for name in HELD_OUT if name in metrics]
     shown = [name for name in names if name in ("success", "reward") or "loss" in name]
     return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)
