@@ -82,7 +82,7 @@ def print_table(before, after, steps, seconds):
     if not names:
         return
     counts = [f"{after[name]} {words}" for name, words in COUNTS.items() if after.get(name)]
-    interval = "   95 % interval" if names[0] in SHARES else ""
+    interval = "   95 % interval" if SHARES.keys() & set(names) else ""
     print(f"\nheld out: {', '.join(counts)}; trained: {steps} steps, {duration(seconds)}\n"
           f"{'':16}{'before':>10}{'after':>10}{interval}")
     for name in names:

@@ -121,7 +121,7 @@ def test_tables_of_files_hold_loss_accuracy_and_margin(capsys):
     notes.print_table({}, {}, 9, 100)
     assert capsys.readouterr().out == """
 held out: 20 pairs; trained: 9 steps, 2 min
-                    before     after
+                    before     after   95 % interval
 pairs/loss           0.693     0.500
 pairs/accuracy       0.000     0.750   0.531 to 0.888
 pairs/margin         0.000    12.500
