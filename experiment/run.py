@@ -136,8 +136,10 @@ class Run:
 
         A resumed run has as many as before unless --max_steps says more.
         """
-        if self.values["max_steps"] is not None:
-            return self.values["max_steps"]
+        # The first rank has read what the run began with.
+        steps = self.ranks.first(lambda: self.values["max_steps"])
+        if steps is not None:
+            return steps
         if self.config.num_epochs is None:
             return default
         return self.config.num_epochs * max(1, steps_per_epoch)
