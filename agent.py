@@ -15,13 +15,12 @@ from itertools import product
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from envs import Limits, limits_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
-from experiment import (EnvironmentFault, UserError, is_finite, members, mix, pass_at_k, problem,
-                        summarise, without_too_long)
+from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
+                        pass_at_k, problem, summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -312,10 +311,14 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
 def play_all(engine, episodes, run, on_end=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
-    with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
+    if run and not (run.watch or run.checkpoint):
+        limits = next(iter(episodes.values())).limits
+        print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
+              f"{limits.max_new_tokens} a turn")
+    with EpisodeBar(episodes) as bar:
         try:
-            for episode in play_turns(engine, episodes, run, on_end):
-                bar.update(bool(episode.trajectory.stop_reason))
+            for _ in play_turns(engine, episodes, run, on_end):
+                bar.update(0)
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():
@@ -324,7 +327,7 @@ def play_all(engine, episodes, run, on_end=None):
 
 
 def play_turns(engine, episodes: dict, run=None, on_end=None):
-    """Play the episodes (row -> Episode). Yield each of them after every one of its turns."""
+    """Play the episodes (row -> Episode). Yield after every decode step."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
     while engine.busy or waiting:
@@ -337,7 +340,6 @@ def play_turns(engine, episodes: dict, run=None, on_end=None):
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
                 next_turn(engine, row, episode, on_end)
-                yield episode
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
             # While nothing decodes the clock stands still: continue with those that are due next.
@@ -346,7 +348,7 @@ def play_turns(engine, episodes: dict, run=None, on_end=None):
             del waiting[row]
             episodes[row].take_results()
             next_turn(engine, row, episodes[row], on_end)
-            yield episodes[row]
+        yield
 
 
 def next_turn(engine, row, episode, on_end=None):

@@ -158,13 +158,18 @@ def lengths(env_names: str | None) -> dict:
             if name in ("max_new_tokens", "max_tokens")}
 
 
+def has_expert(env_names: str | None) -> bool:
+    """True if all of these environments have a scripted demonstrator."""
+    return all(hasattr(load(name), "_expert") for name in names_of(env_names))
+
+
 def need_expert(env_names: str):
     """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
     for name in names_of(env_names):
         if not hasattr(load(name), "_expert"):
             raise UserError(
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
-                "one (envs/template.py has an example), give recorded episodes with "
+                "one (envs/template.py has an example), imitate recorded episodes with sft.py "
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
 
 

@@ -15,6 +15,7 @@ from episodes.tasks import need, read_as
 from experiment.episodes import members, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
+from experiment.bars import NO_BAR
 from llm.batches import prompt_of
 
 
@@ -28,7 +29,7 @@ def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
     encode = Encoder(tokenizer, env)
     pairs = list(read_as(path, preference))
     return [(encode(chosen), encode(rejected))
-            for chosen, rejected in tqdm(pairs, "pairs", leave=False, delay=2)]
+            for chosen, rejected in tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)]
 
 
 def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:

@@ -3,6 +3,7 @@
 What the algorithms, agent.py and lora.py use is imported here. The modules of this package import
 each other directly.
 """
+from experiment.bars import NO_BAR, EpisodeBar
 from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
                                check_accumulation, fill, flag, imitation_learning_rate, nearest,
                                preference_learning_rate)

@@ -23,8 +23,10 @@ def main(config_class, train, doc):
         6       the environment is broken
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
-    # What the terminal cannot show is escaped.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    # What the terminal cannot show is escaped, and every line is written at once, into a file too.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     words, code = "", 0
     try:
         with Signals() as signals:

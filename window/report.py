@@ -14,12 +14,12 @@ from experiment.data import lines_of, objects, read_json, read_yaml, reading, wh
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
+from experiment.notes import wilson
 from experiment.output_folder import CONFIG, algorithm_of
 from window.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
 # Two-sided 95 % quantile of the normal distribution.
-Z = 1.959964
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
 LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. Coloured:
 sampled, with probability <i class=s0> over 0.9 </i> <i class=s1> over 0.5 </i>
@@ -109,21 +109,6 @@ def facts(result):
     tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
              for name, text in values.items() if text != "-"]
     return f"<dl class=facts>{''.join(tiles)}</dl>"
-
-
-# ---------------------------------------------------------------------- intervals of proportions
-def wilson(k, n):
-    """Return the 95 % interval of a proportion k / n, and (0, 1) for n = 0.
-
-    (p + z^2/2n -+ z sqrt(p (1-p) / n + z^2/4n^2)) / (1 + z^2/n). Wilson 1927. It stays within 0..1
-    and has a width at k = 0 and k = n too.
-    """
-    if not n:
-        return 0.0, 1.0
-    p, z2 = k / n, Z * Z
-    middle = p + z2 / (2 * n)
-    half = Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, (middle - half) / (1 + z2 / n)), min(1.0, (middle + half) / (1 + z2 / n))
 
 
 # ----------------------------------------------------------------------------------- episodes
