@@ -79,11 +79,7 @@ def write_html(name):
 
 def page(record):
     """Return the HTML page of a `Record`."""
-    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
-    parts = [HEAD.format(title=title, style=STYLE)]
-    with reading(record.path / "result.json"):
-        parts.append(facts(record.result))
-    parts.append(curves(record.logs))
+    parts = [summary(record)]
     if record.episode_file.exists():
         parts.append(LEGEND)
         tokenizer = load_tokenizer(record.path)
@@ -95,6 +91,14 @@ def page(record):
         parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
                      f"<pre>{escape(config)}</pre></details>")
     return "".join(parts) + "</body></html>\n"
+
+
+def summary(record):
+    """Return the head of the page: what came out, and the curves."""
+    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
+    with reading(record.path / "result.json"):
+        tiles = facts(record.result)
+    return HEAD.format(title=title, style=STYLE) + tiles + curves(record.logs)
 
 
 def facts(result):
