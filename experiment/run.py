@@ -375,8 +375,7 @@ class Run:
 
     def _write_result(self, result):
         self.files.write("result.json", to_json(result, indent=1))
-        from window.notebook import Result
-        from window.report import write_html
+        from window.report import Result, write_html
         try:
             write_html(self.folder)
         except (UserError, OSError) as error:

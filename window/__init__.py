@@ -1,9 +1,8 @@
 """Windows: what people look at and talk to.
 
-    chat.py      `python agent.py`: a chat with the agent, or a look at how it works
-    report.py    report.html of a run: result, curves (curves.py), episodes token by token
-    notebook.py  the result of a run in a notebook
-    merge.py     `python lora.py merge`: an adapter becomes a plain model folder
+    chat.py     `python agent.py`: a chat with the agent, or a look at how it works
+    report.py   report.html of a run: result, curves (curves.py), episodes token by token
+    merge.py    `python lora.py merge`: an adapter becomes a plain model folder
 
 Begin with report.py. The rest of the project starts it in two places: a finished run writes its
 page, and `python agent.py` opens the chat.

@@ -66,6 +66,22 @@ class Record:
                 self.logs.append([row for _, row in objects(log)])
 
 
+class Result(dict):
+    """What result.json of an output folder holds. A notebook shows it as tiles and curves."""
+
+    def __init__(self, folder):
+        super().__init__(read_json(folder / "result.json"))
+        self.folder = folder
+
+    def _repr_html_(self):
+        """Return the head of the page in a frame, which keeps its style to itself."""
+        record = Record(self.folder)
+        # None makes the notebook print the dict: another run has taken the folder since.
+        if record.result != self:
+            return None
+        return f'<iframe srcdoc="{escape(summary(record))}" width="100%" height="600"></iframe>'
+
+
 def write_html(name):
     """Write the page of an output folder or of a .jsonl of episodes beside it; return its path.
 
