@@ -100,7 +100,8 @@ def load(name: str) -> type:
         raise UserError(f"environment {name!r}: {error}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
-        raise UserError(f"environment {name!r}: {place} has no class {class_name}")
+        raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
+                        "notebook or function is found in a file: --env path/to/file.py:ClassName")
     for method in ("reset", "get_reward"):
         if not callable(getattr(cls, method, None)):
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
@@ -109,18 +110,18 @@ def load(name: str) -> type:
 
 
 def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments."""
-    return [inspect.getsourcefile(load(name)) for name in names_of(env_names)]
+    """Return the files that define these environments. A class of a notebook has none."""
+    modules = [sys.modules[load(name).__module__] for name in names_of(env_names)]
+    return [module.__file__ for module in modules if hasattr(module, "__file__")]
 
 
 @cache
 def _import_file(path: str):
     """Import a file once per process. It may import its neighbours."""
-    name = f"environment:{path}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up there.
-    sys.modules[name] = module
+    sys.modules[path] = module
     folder = os.path.dirname(path)
     sys.path.insert(0, folder)
     try:

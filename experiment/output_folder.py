@@ -71,7 +71,8 @@ class OutputFolder:
             return
         if not values.get("overwrite"):
             raise UserError(f"{self.path}: already holds a {algorithm} run; --resume continues it, "
-                            "--overwrite renames it, or give another --output_dir")
+                            "--overwrite renames it (in Python: resume=True, overwrite=True), or "
+                            "give another --output_dir")
         self._check_start(values)
         self.is_replaced = True
 

@@ -405,18 +405,17 @@ class Run:
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
-        result = self.ranks.first(lambda: self._write_result(finite(result)))
-        return result
+        return self.ranks.first(lambda: self._write_result(finite(result)))
 
     def _write_result(self, result):
         self.files.write("result.json", to_json(result, indent=1))
-        from window.report import write_html
+        from window.report import Result, write_html
         try:
             write_html(self.folder)
         except (UserError, OSError) as error:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)
-        return result
+        return Result(self.folder)
 
 
 def program_of(config, algorithm):

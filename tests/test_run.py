@@ -147,7 +147,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     folder = tmp_path / "a"
     started(folder).write_line(0, {"loss": 1.0}, {})
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="a: already holds a grpo run; --resume continues it, --overwrite renames it, or give another --output_dir"):
+    with pytest.raises(UserError, match="a: already holds a grpo run; --resume continues it, --overwrite renames it .in Python: resume=True, overwrite=True., or give another --output_dir"):
         started(folder)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")

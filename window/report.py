@@ -66,6 +66,22 @@ class Record:
                 self.logs.append([row for _, row in objects(log)])
 
 
+class Result(dict):
+    """What result.json of an output folder holds. A notebook shows it as tiles and curves."""
+
+    def __init__(self, folder):
+        super().__init__(read_json(folder / "result.json"))
+        self.folder = folder
+
+    def _repr_html_(self):
+        """Return the head of the page in a frame, which keeps its style to itself."""
+        record = Record(self.folder)
+        # None makes the notebook print the dict: another run has taken the folder since.
+        if record.result != self:
+            return None
+        return f'<iframe srcdoc="{escape(summary(record))}" width="100%" height="600"></iframe>'
+
+
 def write_html(name):
     """Write the page of an output folder or of a .jsonl of episodes beside it; return its path.
 
@@ -79,11 +95,7 @@ def write_html(name):
 
 def page(record):
     """Return the HTML page of a `Record`."""
-    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
-    parts = [HEAD.format(title=title, style=STYLE)]
-    with reading(record.path / "result.json"):
-        parts.append(facts(record.result))
-    parts.append(curves(record.logs))
+    parts = [summary(record)]
     if record.episode_file.exists():
         parts.append(LEGEND)
         tokenizer = load_tokenizer(record.path)
@@ -95,6 +107,14 @@ def page(record):
         parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
                      f"<pre>{escape(config)}</pre></details>")
     return "".join(parts) + "</body></html>\n"
+
+
+def summary(record):
+    """Return the head of the page: what came out, and the curves."""
+    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
+    with reading(record.path / "result.json"):
+        tiles = facts(record.result)
+    return HEAD.format(title=title, style=STYLE) + tiles + curves(record.logs)
 
 
 def facts(result):
