@@ -1,5 +1,6 @@
 """16-bit weights: no update is lost by rounding, merged or beside the weights, and what is played is what is saved."""
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,34 @@ def test_the_random_bits_are_constants():
     assert torch.equal(dithered(total.clone(), torch.bfloat16), first)
     rows = dithered(total.clone(), torch.bfloat16, by_column=True)
     assert torch.equal(dithered(total[400:410].clone(), torch.bfloat16, by_column=True), rows[400:410])
+
+
+NAN = [sign | 0x7F800000 | payload for sign in (0, 0x80000000) for payload in [1 << i for i in range(23)] + [(1 << i) - 1 for i in range(1, 24)]
+       + [0x7FFFFF ^ (1 << i) for i in range(23)]]  # every single bit, every run of low bits (CUDA writes all ones), all but one
+
+
+def floats(patterns):
+    """Return float32 numbers of these bits, each as often as the random bits repeat some of theirs."""
+    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32).repeat(3000, 1)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_is_not_finite_stays_what_it_is(dtype, by_column):
+    """A diverged model must not look healthy: without care 0x7fffffff, the NaN of CUDA, becomes -0.0."""
+    assert dithered(floats(NAN), dtype, by_column).isnan().all()
+    infinite = floats([0x7F800000, 0xFF800000])
+    assert torch.equal(dithered(infinite.clone(), dtype, by_column), infinite.to(dtype))
+    largest = torch.finfo(dtype).max
+    for number in (largest, -largest):
+        assert (dithered(torch.full((700, 500), number), dtype, by_column) == number).all()
+        # Between the largest number and the one that would come next, each of the two is taken at times.
+        above = torch.full((700, 500), number) * (1 + 2.0**(-9 if dtype == torch.bfloat16 else -12))
+        rounded = dithered(above, dtype, by_column)
+        assert set(rounded.unique().tolist()) == {number, math.copysign(math.inf, number)}
+    beyond = floats([0x7F7FFFFF, 0xFF7FFFFF])  # the largest of float32 itself
+    assert not dithered(beyond.clone(), dtype, by_column).isnan().any()
+    assert torch.equal(dithered(beyond.clone(), dtype, by_column).signbit(), beyond.signbit())
 
 
 def test_float32_is_not_touched():
