@@ -110,12 +110,6 @@ def changes_scores(arguments: dict) -> bool:
     return any(arguments.get(name) is not None for name in UNKNOWN)
 
 
-def other_layers(config) -> list[str]:
-    """Return the kinds of layers that are neither full nor sliding-window attention."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return sorted(kinds - {"full_attention", "sliding_attention"})
-
-
 def packed_attention(attend, P, B, query, key, value):
     """Attend within one packed row [prefix, row 1 ... row B] (1, H or H_kv, P + B * W, D).
 

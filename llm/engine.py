@@ -37,10 +37,11 @@ import numpy as np
 import torch
 
 from experiment.errors import UserError
-from llm.attention import other_layers, row_attention
+from llm.attention import row_attention
 from llm.fused import Fused, fits
 from llm.kv_cache import RowCache
 from llm.logprobs import head_logits
+from llm.memory import facts
 from llm.sampling import sample
 
 LONG = 2**14  # tokens of one prefill above which its rows are split in two
@@ -113,9 +114,10 @@ class Engine:
             temperature, top_k, top_p: as in `sampling.sample`.
             fused: use `fused.Fused` if it applies.
 
-        Raises UserError for a model whose attention the cache cannot hold.
+        Raises UserError for a model that the probe at load has found to decode wrongly.
         """
-        check_attention(model)
+        if facts(model).refuses_engine:
+            raise UserError(facts(model).refuses_engine)
         self.model = model
         self.device = model.device
         self.slots = slots
@@ -289,16 +291,3 @@ class StockForward:
                 row_cache=cache).last_hidden_state
         finally:
             self.config._attn_implementation = before
-
-
-def check_attention(model):
-    """Raise UserError for a model whose past is more than the keys and values of each layer."""
-    config = model.config.get_text_config()
-    others = other_layers(config)
-    shared = getattr(config, "num_kv_shared_layers", 0)
-    if others or shared or not getattr(model, "_supports_attention_backend", False):
-        name = type(model).__name__
-        raise UserError(
-            f"{name}: the engine cannot hold its cache ({', '.join(others) or name}); "
-            "models with full or sliding-window attention work "
-            "(Llama, Qwen2, Qwen3, Gemma 3, SmolLM)")

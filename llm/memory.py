@@ -72,12 +72,14 @@ class Facts:
         seed: the seed of the tiny model's random weights.
         techniques: what `load_model` applied.
         shares_prefix: True if rows that begin alike may go through as one packed row.
+        refuses_engine: why the engine cannot decode this model, "" if it can.
         refuses_graphs: True if a decode step of this model could not become a CUDA graph.
     """
     source: str = ""
     seed: int = 0
     techniques: Techniques = PLAIN
     shares_prefix: bool = False
+    refuses_engine: str = ""
     refuses_graphs: bool = False
 
 
