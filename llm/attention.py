@@ -31,7 +31,7 @@ def grouped_attention(query, key, value, bias, scaling):
     scores = query @ key.transpose(2, 3)  # (B, H_kv, H / H_kv * T, S)
     weights = scores.view(B, kv_heads, -1, T, S).add_(bias).softmax(-1)
     out = weights.view(scores.shape) @ value
-    return out.reshape(B, H, T, -1).transpose(1, 2)
+    return out.reshape(B, H, T, -1).transpose(1, 2).contiguous()
 
 
 def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
@@ -57,7 +57,7 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     bias = row_cache.bias(sliding_window, groups, query.dtype)
     stacked = query.reshape(R, H // groups, groups * C, D)
     out = F.scaled_dot_product_attention(stacked, key, value, bias, scale=scaling)
-    return out.reshape(R, H, C, -1).transpose(1, 2), None
+    return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,

@@ -6,6 +6,7 @@ The path is `tiny`, a hub id, a model folder, an adapter folder, or an output fo
 import inspect
 import os
 import sys
+import tempfile
 
 import torch
 
@@ -101,15 +102,17 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
 def merge(source: str, folder: str, dtype: str = "auto"):
     """Write the plain model folder, weights and tokenizer, of an adapter or output folder.
 
-    In the dtype of the run these are the weights that it sampled and trained with, to the bit. The
-    folder is new or empty. It is there when it is whole: until then its name ends in ".part", and
-    what an interrupted call has left under that name is written again.
+    In the run's dtype these are, to the bit, the weights that it sampled and trained with. The
+    folder is new or empty, and gets its name when it is whole.
     """
-    model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
-    part = os.path.abspath(folder) + ".part"
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    os.replace(part, folder)
+    place = os.path.dirname(os.path.abspath(folder))
+    os.makedirs(place, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
+        model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
+        whole = os.path.join(beside, "model")
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        os.replace(whole, folder)
 
 
 def _prepared_device(name: str | None, train: bool):

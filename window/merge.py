@@ -30,6 +30,9 @@ def main(words: list[str]) -> int:
         merge(args.source, args.folder, args.dtype)
         print("merged into a plain model folder. Talk to it:\n"
               f"  python agent.py --model_path {shlex.quote(args.folder)}")
+    except KeyboardInterrupt:
+        print(f"lora.py: interrupted; {args.folder} is as it was", file=sys.stderr)
+        return 130
     except (UserError, OSError) as error:
         print(f"lora.py: {error}", file=sys.stderr)
         return 2
