@@ -13,13 +13,7 @@ import torch
 from experiment.checkpoint import check_base, newest_checkpoint, read_state
 from experiment.data import read_json
 from experiment.errors import UserError
-from llm.adapter_files import (
-    ADAPTER,
-    FORMS,
-    adapter_base,
-    load_weights,
-    read_settings,
-)
+from llm.adapter_files import ADAPTER, FORMS, adapter_base, load_weights, read_settings
 from llm.attention import causal_attention
 from llm.checkpointing import Stream, checkpoint_layers, layers_of, tile_mlps
 from llm.memory import Facts, Techniques, techniques, techniques_of

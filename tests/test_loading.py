@@ -266,7 +266,7 @@ def prompt_tuning(tiny, folder):
 @pytest.mark.parametrize("make, says", [
     (missing, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
     (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
-    (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM scales its logits"),
+    (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),
     (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"),
     (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
     (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "lora_A is (4, 128), the model needs (8, 128)"), (missing_tensor, "v_proj.lora_A is missing"),
