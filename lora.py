@@ -178,11 +178,9 @@ class Cast(torch.autograd.Function):
 def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear",
              use_rslora: bool = False, seed: int = 0, mergeable: bool = True, device=None,
              kind=Adapter):
-    """Give every targeted Linear an adapter, and freeze everything else.
+    """Give every targeted Linear an adapter of rank r, and freeze everything else.
 
     Args:
-        model: a transformers model, changed in place.
-        r: the rank.
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: on the adapter's input, only while training.
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no

@@ -16,14 +16,8 @@ UNKNOWN = "softcap", "s_aux", "position_bias"  # what changes scores in ways not
 def grouped_attention(query, key, value, bias, scaling):
     """Attention as two matrix products, without repeating a key for the query heads that share it.
 
-    The query heads of one KV head are stacked as its query rows.
-
-    Args:
-        query: (B, H, T, D).
-        key, value: (B, H_kv, S, D).
-        bias: what is added to the scores, of a shape that broadcasts to (B, H_kv, H / H_kv, T, S).
-
-    Returns (B, T, H, D).
+    The query (B, H, T, D) heads of one KV head are stacked as its query rows. key and value are
+    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S). Returns (B, T, H, D).
     """
     B, H, T, D = query.shape
     kv_heads, S = key.shape[1:3]

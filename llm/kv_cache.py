@@ -8,8 +8,7 @@ import torch
 def empty_pages(like, shape):
     """Return zeros of this shape, with the dtype and the device of `like`.
 
-    On a CPU they are pages of their own. These take no memory until they are written, and the
-    system gets them back as soon as the tensor is gone, for example when the cache has grown.
+    On a CPU they are pages of their own, which take no memory until they are written.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
@@ -101,11 +100,8 @@ class RowCache:
     def bias(self, window, copies: int, dtype):
         """Return (R, 1, copies * C, S): 0 where a query sees a key, else -inf.
 
-        It is made once per pass, not once per layer.
-
-        Args:
-            window: the keys that a query of a sliding layer sees, its own included, or None.
-            copies: how often the queries are repeated.
+        It is made once per pass. A query of a sliding layer sees `window` keys, its own included.
+        The queries are repeated `copies` times.
         """
         if (window, copies) not in self.biases:
             key = torch.arange(self.span, device=self.device)

@@ -41,7 +41,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     """Return (model, tokenizer) ready to train, or with train=False to be played only.
 
     Args:
-        path: tiny, a hub id, a model folder, an adapter folder, or an output folder of ours.
+        path: as above.
         lora_r: rank of a fresh adapter; with an adapter at `path` its training continues. 0 trains
             all weights, into which an adapter is merged first.
         lora_alpha: None means twice the rank.

@@ -4,8 +4,8 @@
     training    `token_logprobs`, as an update runs it
     engine      a prompt, then decode steps over the KV cache
 
-Where they differ, a model would be trained on other probabilities than it was sampled at. No list
-of architectures is needed: what transformers adds or changes goes through here as well.
+Where they differ, a model would be trained on other probabilities than it was sampled at. What
+transformers adds or changes goes through here as well; no list of architectures is needed.
 """
 import time
 from contextlib import contextmanager
@@ -96,17 +96,14 @@ def stock_logits(model, ids, name: str):
         config._attn_implementation = before
         for hook in hooks:
             hook.remove()
-    idle = {short(path) for path, linear in linears.items() if linear.lora not in used}
+    # The last two parts of a name are enough for --lora_target_modules.
+    ends = [(".".join(path.split(".")[-2:]), linear) for path, linear in linears.items()]
+    idle = {end for end, linear in ends if linear.lora not in used}
     if idle:
-        rest = {short(path) for path in linears} - idle
+        rest = {end for end, _ in ends} - idle
         raise UserError(f"{name}: reads the weights of {', '.join(sorted(idle))} past their "
                         f"adapters; give --lora_target_modules {','.join(sorted(rest))}")
     return logits
-
-
-def short(path: str) -> str:
-    """Return the last two parts of a module's name, by which --lora_target_modules finds it."""
-    return ".".join(path.split(".")[-2:])
 
 
 def engine_logprobs(model, ids):

@@ -23,11 +23,8 @@ SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one i
 def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options) -> Engine:
     """Return the engine for the model's device: the static one on a GPU, else the plain one.
 
-    Args:
-        tokens: the context that a row has in the end, if it is known. With room for it from the
-            first step on, no graph has to be captured again.
-        static: overrides the choice.
-        options: those of `Engine`.
+    `static` overrides the choice. With room from the first step on for the `tokens` that a row has
+    in the end, no graph has to be captured again. The options are those of `Engine`.
     """
     if static is None:
         static = model.device.type == "cuda"
