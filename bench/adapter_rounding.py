@@ -102,7 +102,7 @@ def main():
     ids = texts(tokenizer, args)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, betas=(0.9, 0.95))
-    rows, before = [], {}
+    by_step, before = [], {}
     for step in range(max(args.steps) + 1):
         if step == 0 or step in args.steps:
             with tempfile.TemporaryDirectory() as folder:
@@ -110,15 +110,15 @@ def main():
             before = before or losses
             gains = {way: before[way] - loss for way, loss in losses.items()}
             kept = {way: gain / gains["float32"] if step else None for way, gain in gains.items()}
-            rows.append({"step": step, "relative_update": relative_update(model), "losses": losses, "gains": gains, "kept": kept})
-            print(json.dumps(rows[-1]), flush=True)
+            by_step.append({"step": step, "relative_update": relative_update(model), "losses": losses, "gains": gains, "kept": kept})
+            print(json.dumps(by_step[-1]), flush=True)
         with lora.merged(model):
             our_loss(model, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
     result = {"command": "python bench/adapter_rounding.py " + " ".join(sys.argv[1:]), **vars(args),
               "date": datetime.date.today().isoformat(), "torch": torch.__version__,
-              "machine": f"{platform.machine()}, {os.cpu_count()} cores", "rows": rows}
+              "machine": f"{platform.machine()}, {os.cpu_count()} cores", "by_step": by_step}
     Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
 
 

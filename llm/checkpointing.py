@@ -109,8 +109,7 @@ class Stream:
 
     Layer i is always a view of slot i % 2. `enter(i)` runs before layer i: it makes sure that the
     slot holds the layer, and starts to copy the next layer in the direction of travel into the
-    other slot. The views stay valid until another layer of the same slot is entered. Therefore the
-    backward pass has to run each layer again, and every sweep should serve all rows of a batch.
+    other slot. The views are valid until then, so the backward pass has to run each layer again.
     """
 
     def __init__(self, layers, device):

@@ -20,9 +20,8 @@ def empty_pages(like, shape):
 class RowCache:
     """Keys and values of every layer, each a tensor (slots, H_kv, S, D).
 
-    It takes the place of transformers' Cache. Before each forward pass, `prepare` or
-    `prepare_step` says which rows the pass is for and where their new tokens go. A pass has R rows
-    and C tokens per row.
+    It takes the place of transformers' Cache. Before each forward pass of R rows and C tokens per
+    row, `prepare` or `prepare_step` says which rows it is for and where their new tokens go.
 
     Attributes:
         tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
@@ -41,10 +40,9 @@ class RowCache:
     def prepare(self, slots: list[int], starts: list[int], counts: list[int]):
         """Make the next pass write `counts` tokens per row, from position `starts`.
 
-        Shorter rows are padded on the right to the width of the longest. The padding is stored like
-        tokens, at positions that no query looks at before the row's own next tokens are written
-        there, or at the last position, which is kept free of tokens. If the rows have the first
-        slots in order, they are read without a copy.
+        Shorter rows are padded on the right. The padding is stored like tokens, at positions that
+        no query looks at before the row's own next tokens are written there, or at the last one,
+        which is kept free. Rows that have the first slots in order are read without a copy.
         """
         needed = 1 + max(start + count for start, count in zip(starts, counts))
         self.reserve(needed)

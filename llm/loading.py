@@ -1,8 +1,4 @@
-"""Loading a model: `load_model(path)` returns it ready to train, with its tokenizer.
-
-The path is `tiny`, a hub id, a model folder, an adapter folder, or an output folder of this project
-(its newest checkpoint).
-"""
+"""Loading a model: `load_model(path)` returns it ready to train, with its tokenizer."""
 import inspect
 import os
 import sys
@@ -41,7 +37,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     """Return (model, tokenizer) ready to train, or with train=False to be played only.
 
     Args:
-        path: as above.
+        path: tiny, a hub id, a model folder, an adapter folder, or an output folder of ours.
         lora_r: rank of a fresh adapter; with an adapter at `path` its training continues. 0 trains
             all weights, into which an adapter is merged first.
         lora_alpha: None means twice the rank.
@@ -97,7 +93,7 @@ def merge(source: str, folder: str, dtype: str = "auto"):
     """Write the plain model folder, weights and tokenizer, of an adapter or output folder.
 
     In the run's dtype these are, to the bit, the weights that it sampled and trained with. The
-    folder is new or empty, and gets its name when it is whole.
+    folder gets its name when it is whole.
     """
     place = os.path.dirname(os.path.abspath(folder))
     os.makedirs(place, exist_ok=True)

@@ -124,10 +124,7 @@ def real_dtype(dtype, device):
 
 # -------------------------------------------------------------------- one tensor at a time
 def skeleton(config, dtype):
-    """Return the model of a transformers config with its parameters on the meta device.
-
-    Its buffers have numbers, because no file holds some of them, such as RoPE's frequencies.
-    """
+    """Return the model of a config, its parameters on the meta device; buffers have numbers."""
     from transformers import AutoModelForCausalLM
     register = nn.Module.register_parameter
 

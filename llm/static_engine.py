@@ -3,9 +3,8 @@
 Decode steps run over tensors that stay in place, `WINDOW` of them before the host looks at what
 they drew. So they are one CUDA graph, a graph for each bucket of rows and of context.
 
-All rows in the first slots are computed along, even one that has ended inside the window or waits
-for a tool. What that draws is dropped. What it writes lies behind the row's last token in the
-cache, where no query looks before the row itself writes there.
+All rows in the first slots are computed along, even one that has ended inside the window. What that
+draws is dropped. What it writes lies behind the row's last token, where no query looks before.
 """
 import sys
 from contextlib import suppress

@@ -13,6 +13,7 @@ import torch
 from lora_helpers import load, logits_of, peft_base, randomise, train_steps
 from safetensors.torch import load_file, save_file
 from saving import training
+from transformers import PreTrainedTokenizerBase
 
 import lora
 from experiment.checkpoint import write_checkpoint
@@ -323,6 +324,24 @@ def test_merge_overwrites_nothing(tmp_path, target, says):
     (tmp_path / "a_file").touch()
     done = programs.run(lora.__file__, "merge", "nowhere", tmp_path / target)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupted_merge_leaves_nothing_and_can_be_repeated(tiny, tmp_path, monkeypatch, capsys):
+    """Ctrl-C between the weights and the tokenizer. The folder used to hold half a model, which refused the same command."""
+    from window.merge import main
+    words = ["merge", adapter_of(tiny, tmp_path / "adapter"), tmp_path / "place" / "plain"]
+    save = PreTrainedTokenizerBase.save_pretrained
+
+    def interrupted(self, folder, **options):
+        assert (Path(folder) / "model.safetensors").exists() and not (tmp_path / "place" / "plain").exists()
+        raise KeyboardInterrupt
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", interrupted)
+    assert main(list(map(str, words))) == 130 and capsys.readouterr().err == f"lora.py: interrupted; {words[2]} is as it was\n"
+    assert not list((tmp_path / "place").iterdir())
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    assert main(list(map(str, words))) == 0
+    assert [p.name for p in (tmp_path / "place").iterdir()] == ["plain"]
+    assert torch.isfinite(logits_of(load(tmp_path / "place" / "plain"))).all()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import lora
+import window.merge
 from bench.completions import generate
 from bench.merging import kept_by_merging
-from llm import load_model, merge, save_model
+from llm import load_model, save_model
 from llm.logprobs import token_logprobs
 from llm.static_engine import make_engine
 from lora import adapters, dithered, merged
@@ -112,18 +113,25 @@ def test_what_is_sampled_is_what_is_trained(dtype):
     assert (trained - torch.tensor(sampled)).abs().mean() < (0.02 if dtype == "bfloat16" else 0.004)
 
 
+@pytest.mark.parametrize("stored", ["float32", "as trained"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype):
+def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, stored):
+    """Also of a base that is stored in float32, with --dtype. What stock transformers makes of them is what was trained."""
     from transformers import AutoModelForCausalLM
-    base, tokenizer = load_model("tiny", dtype=dtype, train=False, device="cpu")
+    base, tokenizer = load_model("tiny", dtype="float32" if stored == "float32" else dtype, train=False, device="cpu")
     base.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
     model, _ = load_model(str(tmp_path / "base"), lora_r=4, dtype=dtype, device="cpu")
     for linear in adapters(model).values():
         linear.lora.B.data.normal_(std=1e-3)
     save_model(model, str(tmp_path / "adapter"))
-    merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    with merged(model):
+    flags = ["--dtype", dtype] if stored == "float32" else []
+    assert window.merge.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
+    assert plain.dtype == getattr(torch, dtype)
+    ids = torch.arange(3, 43)[None]
+    with merged(model), torch.no_grad():
+        theirs = plain(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        assert torch.equal(token_logprobs(model, ids, torch.ones_like(ids))[0][:, 1:], theirs)
         for name, linear in adapters(model).items():
             assert torch.equal(plain.get_submodule(name).weight, linear.weight), name
             assert not torch.equal(linear.weight, linear.lora.frozen_weight(linear))

@@ -30,7 +30,9 @@ def test_what_runs_and_what_is_refused(family):
 def windowed(family, **sizes):
     import transformers
     config = getattr(transformers, f"{family}Config")(**{**decoders.SIZES, "sliding_window": 4096, **sizes})
-    return decoders.filled(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    model = decoders.filled(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    decoders.use_causal_attention(model)
+    return model
 
 
 @pytest.mark.parametrize("family, sizes", [("Qwen2Moe", {"use_sliding_window": True}), ("Phimoe", {}), ("Doge", {})])
@@ -43,7 +45,7 @@ def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, si
 
 
 def test_windows_have_their_width_again_and_a_window_that_the_engine_knows_passes():
-    model = windowed("Mistral")
+    model = windowed("Qwen2", use_sliding_window=True, max_window_layers=0)
     with narrow_windows(model) as narrowed:
         assert narrowed and model.config.sliding_window == WINDOW
         assert {layer.self_attn.sliding_window for layer in model.model.layers} == {WINDOW}
