@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
     """Return one pass over the items in random order, in batches of at most `size`.
 
-    Every item is in one batch. Batches are as even as possible, so that none is left with a few.
+    Batches are as even as possible, so that none is left with a few.
     """
     order = np.random.default_rng(seed).permutation(len(items))
     batches = []

@@ -317,7 +317,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path):
     assert out.returncode == 2 and out.stderr.startswith("lora.py: ") and len(out.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("target, says", [("base", "is not empty; give a new folder"), ("a_file/x", "Not a directory")])
+@pytest.mark.parametrize("target, says", [("base", "is not empty; give a new folder"), ("a_file/x", "a_file")])
 def test_merge_overwrites_nothing(tmp_path, target, says):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").touch()
@@ -336,7 +336,7 @@ def test_an_interrupted_merge_leaves_nothing_and_can_be_repeated(tiny, tmp_path,
         assert (Path(folder) / "model.safetensors").exists() and not (tmp_path / "place" / "plain").exists()
         raise KeyboardInterrupt
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", interrupted)
-    assert main(list(map(str, words))) == 130 and capsys.readouterr().err == f"lora.py: interrupted; {words[2]} is as it was\n"
+    assert main(list(map(str, words))) == 130 and capsys.readouterr().err.endswith(f"lora.py: interrupted; {words[2]} is as it was\n")
     assert not list((tmp_path / "place").iterdir())
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
     assert main(list(map(str, words))) == 0
