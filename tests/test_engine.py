@@ -368,20 +368,6 @@ def test_not_finite_weights_stop_the_engine():
     assert model.config._attn_implementation != "row_attention"
 
 
-@pytest.mark.parametrize("family, extra", [
-    ("Mamba", {"state_size": 4}),
-    ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-                   "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-                   "linear_value_head_dim": 8, "head_dim": 8}),
-    ("Lfm2", {"layer_types": ["conv", "full_attention"]})])
-def test_models_whose_cache_is_more_than_keys_and_values_are_refused_by_name(family, extra):
-    import transformers
-    config = getattr(transformers, family + "Config")(**{**SMALL, **extra})
-    model = getattr(transformers, family + "ForCausalLM")(config)
-    with pytest.raises(ValueError, match=f"{family}ForCausalLM.*(linear_attention|conv)"):
-        Engine(model)
-
-
 def test_soft_capped_attention_is_refused_by_name():
     import transformers
     config = transformers.Gemma2Config(**{**SMALL, "head_dim": 8, "attn_logit_softcapping": 20.0})
