@@ -4,13 +4,14 @@
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator
     calls.py      the tools of a class, and one call of one of them
-    session.py    one environment during an episode: its calls are made in another thread
+    session.py    one environment during an episode: its calls are made in a thread of its own
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. They may be async. Each call comes from another thread, never the main one
-(a connection of sqlite3 needs check_same_thread=False). All else is optional and invisible to TRL:
+the total of the episode. All calls of an episode, the constructor's too, come from one thread. They
+may be async: those run in one loop that all episodes share. All else is optional and invisible to
+TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
