@@ -36,6 +36,7 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
+        self.is_closed = False
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.armed_at = -math.inf
@@ -47,17 +48,20 @@ class Watch:
         return self
 
     def __exit__(self, *_):
-        """Leave behind the calls that still run, because the rollout was stopped."""
-        for session in list(self.running):
-            session.stuck = True
-            self.call_ended(session)
+        """Stop the timer. What still runs, because the rollout was stopped, begins no more calls."""
+        with self.lock:
+            self.is_closed = True
+            faulthandler.cancel_dump_traceback_later()
 
     def call_began(self, session):
-        """Start the timer anew, at most once a second."""
+        """Start the timer anew, at most once a second. Raise SystemExit if nobody waits."""
         with self.lock:
+            if self.is_closed or session.stuck:
+                # This thread was left behind. It must not change anything any more.
+                raise SystemExit
             self.running.add(session)
-            if session.began - self.armed_at > 1:
-                self.armed_at = session.began
+            if time.monotonic() > self.armed_at + 1:
+                self.armed_at = time.monotonic()
                 seconds = self.timeout + HANG_SECONDS
                 faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
@@ -65,7 +69,7 @@ class Watch:
         """Stop the timer if no other call runs."""
         with self.lock:
             self.running.discard(session)
-            if not self.running:
+            if not self.running and not self.is_closed:
                 self.armed_at = -math.inf
                 faulthandler.cancel_dump_traceback_later()
 
@@ -186,12 +190,9 @@ class Session:
     # --------------------------------------------------------------------- what runs in the thread
     def _enter(self, member: str):
         """Begin the call of a member: its time-out starts now."""
-        if self.stuck:
-            # This thread was left behind. It must not change anything any more.
-            raise SystemExit
+        self.watch.call_began(self)
         self.member = member
         self.began = time.monotonic()
-        self.watch.call_began(self)
 
     def _get(self, member: str, default=None):
         """Begin to use a member, and return it: an attribute, or the method of "reset()"."""

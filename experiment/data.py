@@ -19,7 +19,7 @@ def reading(path, line=None):
     """
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:
         line = line or getattr(error, "lineno", None)
@@ -179,12 +179,17 @@ def _parquet_rows(path):
         raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; '
                         "or convert to .jsonl") from None
     with reading(path):
-        rows = parquet.read_table(path).to_pylist()
-    for number, row in enumerate(rows, 1):
-        with reading(path, number):
-            # The same rules as for .jsonl: no dates, no bytes, no NaN.
-            row = parse_object(json.dumps(row), _without_nulls)
-        yield number, row
+        batches = parquet.ParquetFile(path).iter_batches(1000)
+    number, rows = 0, [None]
+    while rows:
+        with reading(path):
+            batch = next(batches, None)
+            rows = batch.to_pylist() if batch else []
+        for number, row in enumerate(rows, number + 1):
+            with reading(path, number):
+                # The same rules as for .jsonl: no dates, no bytes, no NaN.
+                row = parse_object(json.dumps(row), _without_nulls)
+            yield number, row
 
 
 def _without_nulls(pairs):

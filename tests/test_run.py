@@ -152,7 +152,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
     for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(UserError, match="b: already holds config.yaml, which no run has written; "):
+        with pytest.raises(UserError, match="b: already holds config.yaml, and no config.yaml that a run has written; "):
             started(tmp_path / "b", **options)
 
 
