@@ -32,14 +32,13 @@ TRL:
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
 """
-import ast
 import importlib.util
 import inspect
 import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from modulefinder import ModuleFinder
 
 from envs.calls import StepResult, call, schemas, step, tools, valid_actions
 from experiment.config import nearest
@@ -55,7 +54,7 @@ ENVS = {
 }
 
 
-LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora")  # ours, and no environment's
+LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
 
 @dataclass(frozen=True)
@@ -117,34 +116,11 @@ def sources(env_names: str | None) -> list[str]:
     """Return the files that define these environments, and what they import from their folders."""
     paths = []
     for name in names_of(env_names):
-        file = inspect.getsourcefile(load(name))
-        found = [file]
-        # The list grows while it is walked.
-        for path in found:
-            found += sorted(_imported(path, Path(file).parent) - set(found))
-        paths += found
+        path = inspect.getsourcefile(load(name))
+        finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
+        finder.run_script(path)
+        paths += [module.__file__ for module in finder.modules.values() if module.__file__]
     return paths
-
-
-def _imported(path: str, folder: Path) -> set[str]:
-    """Return the files in a folder, and below, that a file in it imports."""
-    names = set()
-    with open(path, "rb") as file:
-        tree = ast.parse(file.read())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = getattr(node, "module", None)
-            names.update(f"{module}.{a.name}" if module else a.name for a in node.names)
-            names.update([module] if module else [])
-    files = set()
-    for name in names:
-        # In a package the name begins with that of its folder.
-        words = name.removeprefix(f"{folder.name}.").split(".")
-        if words[0] not in LIBRARY:
-            for place in (folder, Path(path).parent):
-                module = place.joinpath(*words)
-                files.update([module.with_suffix(".py"), module / "__init__.py"])
-    return {str(file) for file in files if file.is_file()}
 
 
 @cache

@@ -3,6 +3,7 @@
 Nothing is removed: a run that is overwritten, or a checkpoint that is in the way, is renamed.
 """
 import fcntl
+import importlib
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ CONFIG = "config.yaml"
 EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
+THINNING = "experiment.thinning"  # few runs need it
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing")
@@ -165,23 +167,10 @@ class OutputFolder:
             sync(self.path / name)
 
     def thin(self, step):
-        """Thin trajectories.jsonl if it has become too large, after a step's episodes.
-
-        Until a later step is saved the whole file stays beside it: a run that is resumed from an
-        earlier one goes back to it.
-        """
-        path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
-        size = path.stat().st_size if path.exists() else 0
-        if size <= EPISODE_BYTES:
-            return
-        try:
-            with open(path, "rb") as file, open(temporary, "wb") as out:
-                out.writelines(_thinned(file, size // 2))
-            if not whole_logs(self.path):
-                path.rename(self.path / f"{WHOLE}{step}")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Thin trajectories.jsonl after the episodes of a step if it has become too large."""
+        path = self.path / EPISODES
+        if path.exists() and path.stat().st_size > EPISODE_BYTES:
+            importlib.import_module(THINNING).thin(path, step)
 
     # ------------------------------------------------------------------------------------- resuming
     def continue_run(self, config, values, paths):
@@ -262,19 +251,6 @@ class OutputFolder:
         for path in checkpoints(self.path):
             if self.state and int(path.name[5:]) > self.state["step"]:
                 print(f"{path}: is now {set_aside(path).name}")
-
-
-def _thinned(file, half):
-    """Yield the lines from byte `half` on, and before it those of every second step."""
-    step, number, position, is_kept = None, 0, 0, True
-    for line in file:
-        # A line begins with its step, whose episodes stay together.
-        if line.partition(b",")[0] != step:
-            step, number = line.partition(b",")[0], number + 1
-            is_kept = position >= half or number % 2
-        position += len(line)
-        if is_kept:
-            yield line
 
 
 def _sequences(values):
