@@ -159,12 +159,11 @@ def test_the_first_row_is_read_without_the_rest(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"a": [str(i) * 50 for i in range(5000)]}), path, row_group_size=1000, compression="none", use_dictionary=False)
+    parquet.write_table(pyarrow.table({"a": [str(i) * 50 for i in range(5000)]}), path, row_group_size=1000, use_dictionary=False)
     data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    data[middle - 30_000:middle + 30_000] = bytes(60_000)
+    data[len(data) * 2 // 5:len(data) * 3 // 5] = bytes(len(data) * 3 // 5 - len(data) * 2 // 5)
     path.write_bytes(data)
     rows = rows_of(str(path))
     assert next(rows) == (1, {"a": "0" * 50})
-    with pytest.raises(UserError, match=r"a\.parquet: cannot be read|a\.parquet: "):
+    with pytest.raises(UserError, match=r"a\.parquet: .*[Cc]orrupt"):
         list(rows)
