@@ -4,6 +4,7 @@
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator
     calls.py      the tools of a class, and one call of one of them
+    gymnasium.py  the same as step(env, name, arguments)
     session.py    one environment during an episode: its calls are made in a thread of its own
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
@@ -40,11 +41,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from modulefinder import ModuleFinder
 
-from envs.calls import StepResult, call, schemas, step, tools, valid_actions
+from envs.calls import call, schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
-__all__ = ["StepResult", "call", "schemas", "step", "tools", "valid_actions"]  # of envs/calls.py
+__all__ = ["call", "schemas", "tools"]  # of envs/calls.py
+GYMNASIUM = dict.fromkeys(("StepResult", "step", "valid_actions"), "envs.gymnasium")
 
 ENVS = {
     "equations": "envs.equations:Equations",
@@ -75,6 +77,13 @@ class Limits:
 
 
 LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
+
+
+def __getattr__(name):
+    """Load the Gymnasium reading of an environment when it is first asked for."""
+    if name not in GYMNASIUM:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(GYMNASIUM[name]), name)
 
 
 # ------------------------------------------------------------------------------------- loading

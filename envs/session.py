@@ -20,7 +20,7 @@ from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
-HANG_SECONDS = 300  # beyond the time-out, after which a call must hold the interpreter's lock
+HANG_SECONDS = 300  # beyond the time-out: then a call must hold the interpreter's lock
 
 
 class Watch:

@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from experiment.checkpoint import (WHOLE, check_ingredients, checkpoints, newest_checkpoint,
-                                   read_state, whole_logs)
+from experiment.checkpoint import (check_ingredients, checkpoints, newest_checkpoint, read_state,
+                                   whole_logs)
 from experiment.config import ONCE, convert, options
 from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
