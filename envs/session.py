@@ -48,7 +48,7 @@ class Watch:
         return self
 
     def __exit__(self, *_):
-        """Stop the timer. What still runs, because the rollout was stopped, begins no more calls."""
+        """Stop the timer. What still runs, where a rollout was stopped, begins no more calls."""
         with self.lock:
             self.is_closed = True
             faulthandler.cancel_dump_traceback_later()
