@@ -62,8 +62,8 @@ def _explain(error, signals, trains):
     if isinstance(error, EnvironmentFault):
         return reason + notes, 6
     if is_disk_full(error):
-        then = f"; make room, then: {run.command}" if run else ""
-        return f"the disk is full ({reason}); earlier checkpoints are whole{then}", 4
+        then = f"; earlier checkpoints are whole; make room, then: {run.command}" if run else ""
+        return f"the disk is full ({reason}){then}", 4
     if is_out_of_memory(error):
         fits = "what would fit: " + shlex.join(["python", "bench/memory.py", *sys.argv])
         if not trains:
