@@ -278,7 +278,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     model.eval()
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    with merged(model):
+    with merged(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:

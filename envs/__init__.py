@@ -4,13 +4,15 @@
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator
     calls.py      the tools of a class, and one call of one of them
-    session.py    one environment during an episode: its calls are made in another thread
+    gymnasium.py  the same as step(env, name, arguments)
+    session.py    one environment during an episode: its calls are made in a thread of its own
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. They may be async. Each call comes from another thread, never the main one
-(a connection of sqlite3 needs check_same_thread=False). All else is optional and invisible to TRL:
+the total of the episode. All calls of an episode, the constructor's too, come from one thread. They
+may be async: those run in one loop that all episodes share. All else is optional and invisible to
+TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
@@ -38,12 +40,14 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from modulefinder import ModuleFinder
 
-from envs.calls import StepResult, call, schemas, step, tools, valid_actions
+from envs.calls import call, schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
-__all__ = ["StepResult", "call", "schemas", "step", "tools", "valid_actions"]  # of envs/calls.py
+__all__ = ["call", "schemas", "tools"]  # of envs/calls.py
+GYMNASIUM = dict.fromkeys(("StepResult", "step", "valid_actions"), "envs.gymnasium")
 
 ENVS = {
     "equations": "envs.equations:Equations",
@@ -51,6 +55,9 @@ ENVS = {
     "gsm8k": "envs.gsm8k:GSM8K",
     "meetings": "bench.meetings:Meetings",
 }
+
+
+LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,13 @@ class Limits:
 
 
 LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
+
+
+def __getattr__(name):
+    """Load the Gymnasium reading of an environment when it is first asked for."""
+    if name not in GYMNASIUM:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(GYMNASIUM[name]), name)
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -110,9 +124,18 @@ def load(name: str) -> type:
 
 
 def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments. A class of a notebook has none."""
-    modules = [sys.modules[load(name).__module__] for name in names_of(env_names)]
-    return [module.__file__ for module in modules if hasattr(module, "__file__")]
+    """Return the files that define these environments, and what they import from their folders.
+
+    A class of a notebook has no file.
+    """
+    paths = []
+    for name in names_of(env_names):
+        path = getattr(sys.modules[load(name).__module__], "__file__", None)
+        if path:
+            finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
+            finder.run_script(path)
+            paths += [module.__file__ for module in finder.modules.values() if module.__file__]
+    return paths
 
 
 @cache

@@ -1,10 +1,14 @@
-"""Environments as episodes use them: each call is made in a thread, with a time-out.
+"""Environments as episodes use them: each has a thread for all its calls, which have a time-out.
 
 The code of an environment is not ours. It may raise, exit, or never return. Whatever it does ends
 at most its own episode, until it happens so often that the environment must be broken.
 """
+import faulthandler
+import math
+import queue
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent import futures
 
@@ -16,10 +20,15 @@ from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
+HANG_SECONDS = 300  # beyond the time-out: then a call must hold the interpreter's lock
 
 
 class Watch:
-    """What the environments of a rollout share: the time-out and the count of faults.
+    """What the environments of a rollout share: the time-out, the count of faults, and a timer.
+
+    A call that never gives back the interpreter's lock, as a catastrophic regular expression does
+    not, stops all threads: neither the time-out nor a signal is handled. The timer of faulthandler
+    needs no lock. It prints where each thread is, which names the tool, and ends the process.
 
     Args:
         earlier: the Watch of the run's previous rollout, whose count continues.
@@ -27,9 +36,42 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
+        self.is_closed = False
+        self.running = set()  # the sessions that are in a call now
+        self.lock = threading.Lock()
+        self.armed_at = -math.inf
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # the fault that came too often, in words
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """Stop the timer. What still runs, where a rollout was stopped, begins no more calls."""
+        with self.lock:
+            self.is_closed = True
+            faulthandler.cancel_dump_traceback_later()
+
+    def call_began(self, session):
+        """Start the timer anew, at most once a second. Raise SystemExit if nobody waits."""
+        with self.lock:
+            if self.is_closed or session.stuck:
+                # This thread was left behind. It must not change anything any more.
+                raise SystemExit
+            self.running.add(session)
+            if time.monotonic() > self.armed_at + 1:
+                self.armed_at = time.monotonic()
+                seconds = self.timeout + HANG_SECONDS
+                faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+
+    def call_ended(self, session):
+        """Stop the timer if no other call runs."""
+        with self.lock:
+            self.running.discard(session)
+            if not self.running and not self.is_closed:
+                self.armed_at = -math.inf
+                faulthandler.cancel_dump_traceback_later()
 
     def count(self, kind, fault: str | None):
         """Count the faults in a row. A call of this kind met one, or none."""
@@ -91,6 +133,10 @@ class Session:
         self.done = False
         self.stuck = False
         self.member = "__init__()"
+        self.jobs = queue.SimpleQueue()
+        threading.Thread(target=work, args=(self.jobs,), daemon=True).start()
+        # The thread ends with the session.
+        weakref.finalize(self, self.jobs.put, None)
 
     @property
     def paid(self) -> float:
@@ -101,7 +147,7 @@ class Session:
         return self._ask(self._start)
 
     def submit(self, calls: list[dict]):
-        """Start the tool calls of a turn in a thread. They run one after another."""
+        """Start the tool calls of a turn in the thread. They run one after another."""
         self.calls = calls
         self.answers = []
         if not self.stuck:
@@ -112,8 +158,9 @@ class Session:
         if self.stuck:
             return [("error: the tool is still busy", True, 0.0)] * len(self.calls)
         self._wait()
-        results = []
-        for call, (text, error, gain) in zip(self.calls, list(self.answers)):
+        # Errors have tracebacks, whose frames hold the session: it must not hold them.
+        results, answers, self.answers = [], list(self.answers), []
+        for call, (text, error, gain) in zip(self.calls, answers):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
             if not isinstance(error, BY_ARGUMENTS):
@@ -143,9 +190,7 @@ class Session:
     # --------------------------------------------------------------------- what runs in the thread
     def _enter(self, member: str):
         """Begin the call of a member: its time-out starts now."""
-        if self.stuck:
-            # This thread was left behind. It must not change anything any more.
-            raise SystemExit
+        self.watch.call_began(self)
         self.member = member
         self.began = time.monotonic()
 
@@ -172,8 +217,8 @@ class Session:
             # Read apart from the tool, which reads it too: a fault of `done` is not the tool's.
             self._read_done()
             self._enter(call["name"])
-            text, error = call_tool(self.env, call["name"], call["arguments"])
-            self.answers.append((text, error, self._gain()))
+            name, arguments = call["name"], call["arguments"]
+            self.answers.append((*call_tool(self.env, name, arguments), self._gain()))
         self._read_done()
 
     def _reply(self, text):
@@ -209,7 +254,7 @@ class Session:
 
     # --------------------------------------------------------------------------- and around it
     def _begin(self, function, *arguments):
-        """Start the function in a thread of its own. It ends with the process, if not before."""
+        """Start the function in the thread."""
         self.phase = function.__name__
         self.began = time.monotonic()
         outcome = self.outcome = futures.Future()
@@ -219,8 +264,10 @@ class Session:
                 outcome.set_result(function(*arguments))
             # KeyboardInterrupt too: signals come to the main thread, the environment raised it.
             except BaseException as error:
-                outcome.set_exception(error)
-        threading.Thread(target=run, daemon=True).start()
+                # Its traceback would hold the session.
+                outcome.set_exception(error.with_traceback(None))
+            self.watch.call_ended(self)
+        self.jobs.put(run)
 
     def _wait(self):
         """Wait for the thread. If one of its calls takes too long, it is left behind."""
@@ -229,6 +276,7 @@ class Session:
             if left <= 0:
                 self.stuck = True
                 self.watch.abandoned.append(self.place(self.member))
+                self.watch.call_ended(self)
                 break
             futures.wait([self.outcome], left)
 
@@ -249,6 +297,14 @@ class Session:
         self._wait()
         self._check()
         return self.outcome.result()
+
+
+def work(jobs: queue.SimpleQueue):
+    """Do the jobs of a session one after another, until one is None. This is its thread."""
+    while job := jobs.get():
+        job()
+        # Waiting for the next job must not keep the session alive.
+        del job
 
 
 def text_or_none(value) -> str | None:
