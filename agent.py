@@ -23,9 +23,8 @@ from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, memb
                         pass_at_k, problem, summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
-from llm.engine import Row
+from llm.engine import Row, make_engine
 from llm.memory import techniques_of
-from llm.static_engine import make_engine
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,

@@ -110,7 +110,8 @@ def main():
             before = before or losses
             gains = {way: before[way] - loss for way, loss in losses.items()}
             kept = {way: gain / gains["float32"] if step else None for way, gain in gains.items()}
-            by_step.append({"step": step, "relative_update": relative_update(model), "losses": losses, "gains": gains, "kept": kept})
+            by_step.append({"step": step, "relative_update": relative_update(model),
+                            "losses": losses, "gains": gains, "kept": kept})
             print(json.dumps(by_step[-1]), flush=True)
         with lora.merged(model):
             our_loss(model, ids).backward()

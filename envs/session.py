@@ -4,7 +4,6 @@ The code of an environment is not ours. It may raise, exit, or never return. Wha
 at most its own episode, until it happens so often that the environment must be broken.
 """
 import faulthandler
-import math
 import queue
 import threading
 import time
@@ -20,7 +19,7 @@ from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
-HANG_SECONDS = 300  # beyond the time-out: then a call must hold the interpreter's lock
+HANG_SECONDS = 30  # beyond the time-out, in which no thread could run: a call holds the lock
 
 
 class Watch:
@@ -28,7 +27,8 @@ class Watch:
 
     A call that never gives back the interpreter's lock, as a catastrophic regular expression does
     not, stops all threads: neither the time-out nor a signal is handled. The timer of faulthandler
-    needs no lock. It prints where each thread is, which names the tool, and ends the process.
+    needs no lock. It prints where each thread is, which names the tool, and ends the process. While
+    other threads run, one of them starts it anew each second.
 
     Args:
         earlier: the Watch of the run's previous rollout, whose count continues.
@@ -39,12 +39,12 @@ class Watch:
         self.is_closed = False
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
-        self.armed_at = -math.inf
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # the fault that came too often, in words
 
     def __enter__(self):
+        threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
     def __exit__(self, *_):
@@ -53,25 +53,31 @@ class Watch:
             self.is_closed = True
             faulthandler.cancel_dump_traceback_later()
 
+    def _keep_alive(self):
+        while not self.is_closed:
+            with self.lock:
+                self._set_timer()
+            time.sleep(1)
+
+    def _set_timer(self):
+        """Start the timer anew if calls run, else stop it."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.running and not self.is_closed:
+            faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
+
     def call_began(self, session):
-        """Start the timer anew, at most once a second. Raise SystemExit if nobody waits."""
+        """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
         with self.lock:
             if self.is_closed or session.stuck:
                 # This thread was left behind. It must not change anything any more.
                 raise SystemExit
             self.running.add(session)
-            if time.monotonic() > self.armed_at + 1:
-                self.armed_at = time.monotonic()
-                seconds = self.timeout + HANG_SECONDS
-                faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            if len(self.running) == 1:
+                self._set_timer()
 
     def call_ended(self, session):
-        """Stop the timer if no other call runs."""
         with self.lock:
             self.running.discard(session)
-            if not self.running and not self.is_closed:
-                self.armed_at = -math.inf
-                faulthandler.cancel_dump_traceback_later()
 
     def count(self, kind, fault: str | None):
         """Count the faults in a row. A call of this kind met one, or none."""
@@ -276,7 +282,6 @@ class Session:
             if left <= 0:
                 self.stuck = True
                 self.watch.abandoned.append(self.place(self.member))
-                self.watch.call_ended(self)
                 break
             futures.wait([self.outcome], left)
 

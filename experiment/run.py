@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 import time
+from importlib import import_module
 
 from experiment.bars import NO_BAR, say
 from experiment.checkpoint import (check_room, fingerprints, ingredients, load_optimizer,
@@ -33,6 +34,7 @@ from experiment.seeds import mix
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
+REPORT = "window.report"  # the room that shows a run, entered when it has finished
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
 
@@ -411,13 +413,13 @@ class Run:
 
     def _write_result(self, result):
         self.files.write("result.json", to_json(result, indent=1))
-        from window.report import Result, write_html
+        report = import_module(REPORT)
         try:
-            write_html(self.folder)
+            report.write_html(self.folder)
         except (UserError, OSError) as error:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)
-        return Result(self.folder)
+        return report.Result(self.folder)
 
 
 def program_of(config, algorithm):

@@ -28,6 +28,7 @@ copies nothing. A token and its log-probability come from one softmax.
 """
 import math
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from llm.logprobs import head_logits
 from llm.memory import facts
 from llm.sampling import sample
 
+STATIC = "llm.static_engine"  # what a GPU needs
 LONG = 2**14  # tokens of one prefill above which its rows are split in two
 
 
@@ -252,6 +254,19 @@ class Engine:
             self.owner[row.slot] = other
             self.owner[slot] = row
             row.slot = slot
+
+
+def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options) -> Engine:
+    """Return the engine for the model's device: the static one on a GPU, else the plain one.
+
+    `static` overrides the choice. With room from the first step on for the `tokens` that a row has
+    in the end, no graph has to be captured again. The options are those of `Engine`.
+    """
+    if static is None:
+        static = model.device.type == "cuda"
+    if static:
+        return import_module(STATIC).StaticEngine(model, tokens=tokens, **options)
+    return Engine(model, **options)
 
 
 class StockForward:

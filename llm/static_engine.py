@@ -19,17 +19,6 @@ WINDOW = 4  # decode steps between two looks at the results
 SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one is twice as long
 
 
-def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options) -> Engine:
-    """Return the engine for the model's device: the static one on a GPU, else the plain one.
-
-    `static` overrides the choice. With room from the first step on for the `tokens` that a row has
-    in the end, no graph has to be captured again. The options are those of `Engine`.
-    """
-    if static is None:
-        static = model.device.type == "cuda"
-    return StaticEngine(model, tokens=tokens, **options) if static else Engine(model, **options)
-
-
 class StaticEngine(Engine):
     """The engine with static decode steps, which become CUDA graphs where there is a GPU.
 

@@ -13,7 +13,7 @@ from llm.engine import Engine, Row
 from llm.kv_cache import RowCache
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
-from llm.static_engine import make_engine
+from llm.engine import make_engine
 from llm.tiny import make_tiny
 from lora import merged
 

@@ -12,7 +12,7 @@ from bench.completions import generate
 from bench.merging import kept_by_merging
 from llm import load_model, save_model
 from llm.logprobs import token_logprobs
-from llm.static_engine import make_engine
+from llm.engine import make_engine
 from lora import adapters, dithered, merged
 
 ROOT = Path(lora.__file__).parent
