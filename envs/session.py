@@ -78,6 +78,8 @@ class Watch:
     def call_ended(self, session):
         with self.lock:
             self.running.discard(session)
+            if not self.running:
+                self._set_timer()
 
     def count(self, kind, fault: str | None):
         """Count the faults in a row. A call of this kind met one, or none."""
