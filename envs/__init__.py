@@ -15,6 +15,8 @@ the total of the episode. They may be async. Each call comes from another thread
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
+    options                     attribute of the class: what --env_options may set, and the
+                                defaults, such as {"corpus": ""}; read from self or cls
     limits                      attribute of the class: recommended lengths, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}, or others of
                                 LIMITS
@@ -38,7 +40,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
-from envs.calls import StepResult, call, schemas, step, tools, valid_actions
+from envs.calls import StepResult, call, read_option, schemas, step, tools, valid_actions
 from experiment.config import nearest
 from experiment.errors import UserError
 
@@ -105,6 +107,53 @@ def load(name: str) -> type:
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
                             "see envs/template.py")
     return cls
+
+
+def with_options(cls, options: dict | None) -> type:
+    """Return the class with those of the options that it declares, as a subclass if it has any."""
+    declared = getattr(cls, "options", {})
+    given = {name: value for name, value in (options or {}).items() if name in declared}
+    if not given:
+        return cls
+    members = {"options": {**declared, **given}, "__module__": cls.__module__}
+    try:
+        return type(cls.__name__, (cls,), members)
+    except ValueError as error:
+        raise UserError(f"--env_options: {error}") from None
+
+
+def options_of(config) -> dict:
+    """Return what --env_options says by name, and "unsafe_code": True where the flag is given.
+
+    They are options of the environments and arguments of `reset`. A value has the type of its
+    default. Where that is None it is JSON, or else text.
+    """
+    defaults, takes_any = {}, False
+    for env_name in names_of(config.env):
+        cls = load(env_name)
+        for p in inspect.signature(cls.reset).parameters.values():
+            # By convention **_ is thrown away, and **kwargs is read.
+            if p.name not in ("self", "_"):
+                defaults[p.name] = None if p.default is p.empty else p.default
+                takes_any |= p.kind is p.VAR_KEYWORD
+        defaults.update(getattr(cls, "options", {}))
+    options = {"unsafe_code": True} if config.unsafe_code else {}
+    for item in filter(str.strip, (config.env_options or "").split(",")):
+        name, equals, text = (side.strip() for side in item.partition("="))
+        if not equals:
+            raise UserError(f"--env_options {name!r}: write name=value,name=value")
+        if name == "unsafe_code":
+            raise UserError("--env_options unsafe_code: it is a flag, --unsafe_code")
+        if name not in defaults and not takes_any:
+            hint = nearest(name, defaults, otherwise=f"known: {', '.join(defaults)}")
+            raise UserError(f"--env_options {name}: {config.env} has no such option; {hint}")
+        try:
+            options[name] = read_option(text, defaults.get(name))
+        except (TypeError, ValueError):
+            kind = type(defaults[name]).__name__
+            raise UserError(f"--env_options {name}: {text!r} cannot be read as {kind}") from None
+    return options
+
 
 
 def sources(env_names: str | None) -> list[str]:

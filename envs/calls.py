@@ -93,6 +93,19 @@ def read_cells(method, row: dict) -> dict:
     return out
 
 
+def read_option(text: str, default):
+    """Return text as the type of the default, or raise TypeError or ValueError.
+
+    If the default is None, the value is what the text means as JSON, or else the text.
+    """
+    if default is not None:
+        return _read_cell(text, type(default))
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _read_cell(text: str, hint):
     with suppress(TypeError):
         return _fit(text, hint)
