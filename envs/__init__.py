@@ -35,12 +35,13 @@ the total of the episode. They may be async. Each call comes from another thread
 """
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
-from envs.calls import StepResult, call, read_option, schemas, step, tools, valid_actions
+from envs.calls import StepResult, call, read_cell, schemas, step, tools, valid_actions
 from experiment.config import nearest
 from experiment.errors import UserError
 
@@ -115,45 +116,40 @@ def with_options(cls, options: dict | None) -> type:
     given = {name: value for name, value in (options or {}).items() if name in declared}
     if not given:
         return cls
-    members = {"options": {**declared, **given}, "__module__": cls.__module__}
-    try:
-        return type(cls.__name__, (cls,), members)
-    except ValueError as error:
-        raise UserError(f"--env_options: {error}") from None
+    return type(cls.__name__, (cls,), {"options": declared | given, "__module__": cls.__module__})
 
 
 def options_of(config) -> dict:
     """Return what --env_options says by name, and "unsafe_code": True where the flag is given.
 
-    They are options of the environments and arguments of `reset`. A value has the type of its
-    default. Where that is None it is JSON, or else text.
+    They are options of the environments, of the type of their default, or arguments of `reset`,
+    which are JSON or else text.
     """
-    defaults, takes_any = {}, False
-    for env_name in names_of(config.env):
-        cls = load(env_name)
-        for p in inspect.signature(cls.reset).parameters.values():
-            # By convention **_ is thrown away, and **kwargs is read.
-            if p.name not in ("self", "_"):
-                defaults[p.name] = None if p.default is p.empty else p.default
-                takes_any |= p.kind is p.VAR_KEYWORD
+    arguments, defaults = {}, {}
+    for cls in map(load, names_of(config.env)):
+        arguments.update(inspect.signature(cls.reset).parameters)
         defaults.update(getattr(cls, "options", {}))
+    # By convention **_ is thrown away, and **kwargs is read.
+    arguments.pop("_", None)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
+    known = ["--unsafe_code", *arguments, *defaults]
     options = {"unsafe_code": True} if config.unsafe_code else {}
     for item in filter(str.strip, (config.env_options or "").split(",")):
-        name, equals, text = (side.strip() for side in item.partition("="))
+        name, equals, value = (side.strip() for side in item.partition("="))
         if not equals:
             raise UserError(f"--env_options {name!r}: write name=value,name=value")
-        if name == "unsafe_code":
-            raise UserError("--env_options unsafe_code: it is a flag, --unsafe_code")
-        if name not in defaults and not takes_any:
-            hint = nearest(name, defaults, otherwise=f"known: {', '.join(defaults)}")
+        if name == "unsafe_code" or name not in known and not takes_any:
+            hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
             raise UserError(f"--env_options {name}: {config.env} has no such option; {hint}")
         try:
-            options[name] = read_option(text, defaults.get(name))
+            is_declared = name in defaults
+            value = read_cell(value, type(defaults[name])) if is_declared else json.loads(value)
         except (TypeError, ValueError):
-            kind = type(defaults[name]).__name__
-            raise UserError(f"--env_options {name}: {text!r} cannot be read as {kind}") from None
+            if is_declared:
+                kind = type(defaults[name]).__name__
+                raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
+        options[name] = value
     return options
-
 
 
 def sources(env_names: str | None) -> list[str]:

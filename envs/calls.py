@@ -86,27 +86,15 @@ def read_cells(method, row: dict) -> dict:
     for name, text in row.items():
         hint = hints.get(name, str)
         try:
-            out[name] = _read_cell(text, hint)
+            out[name] = read_cell(text, hint)
         except (TypeError, ValueError):
             kind = _hint_name(hint)
             raise ValueError(f"{name}: {text[:40]!r} cannot be read as {kind}") from None
     return out
 
 
-def read_option(text: str, default):
-    """Return text as the type of the default, or raise TypeError or ValueError.
-
-    If the default is None, the value is what the text means as JSON, or else the text.
-    """
-    if default is not None:
-        return _read_cell(text, type(default))
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _read_cell(text: str, hint):
+def read_cell(text: str, hint):
+    """Return the value of a cell, or raise TypeError or ValueError."""
     with suppress(TypeError):
         return _fit(text, hint)
     # Spreadsheets and pandas write True, not true.

@@ -225,8 +225,8 @@ def test_options_reach_reset(monkeypatch):
         "num_turns": 3, "shaped": True, "name": "a b", "x": 1.5, "none": None, "quoted": "7"}
     assert options_of(None) == options_of("") == options_of(None, None) == {}
     assert options_of("noise=1, num_turns=3", "equations,gsm8k") == {"noise": 1.0, "num_turns": 3}
-    for text, says in [("num_turns", "write name=value"), ("noize=1", "did you mean noise"), ("noise=much", "'much' cannot be read as float"),
-                       ("noise_seed=1.5", "cannot be read as int"), ("zzz=1", "equations has no such option; known: equation, noise, noise_seed")]:
+    for text, says in [("num_turns", "write name=value"), ("noize=1", "did you mean noise"), 
+                       ("zzz=1", "equations has no such option; known: self, equation, noise, noise_seed")]:
         with pytest.raises(UserError, match=says):
             options_of(text)
     with pytest.raises(UserError, match="None has no such option"):
@@ -249,7 +249,7 @@ class Shelf:
 
     def __init_subclass__(cls):
         if cls.options["limit"] < 1:
-            raise ValueError("limit must be at least 1")
+            raise UserError("limit must be at least 1")
         if cls.options["open"]:
             cls.take = take
 
@@ -278,10 +278,10 @@ def test_options_of_an_environment_reach_its_class(monkeypatch):
     assert chats["shelf"].tool_names == ["take"] and classes["equations"] is envs.load("equations")
     assert inspect.getsourcefile(cls) == __file__
     for text, says in [("limits=3", "did you mean limit"), ("limit=x", "cannot be read as int"), ("limit=1.5", "cannot be read as int"),
-                       ("open=1", "cannot be read as bool"), ("unsafe_code=true", "it is a flag, --unsafe_code")]:
+                       ("open=1", "cannot be read as bool"), ("unsafe_code=true", "did you mean --unsafe_code")]:
         with pytest.raises(UserError, match=says):
             options_of(text, "shelf")
-    with pytest.raises(UserError, match="--env_options: limit must be at least 1"):
+    with pytest.raises(UserError, match="limit must be at least 1"):
         envs.with_options(Shelf, options_of("limit=0", "shelf"))
 
 
@@ -290,7 +290,7 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     import grpo
     import sft
     from window import chat
-    shelf = inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
+    shelf = "from experiment.errors import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
     (tmp_path / "my.py").write_text(shelf + """
     def _expert(self):
         if self.reward:
@@ -304,7 +304,7 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     grpo.train(grpo.Config(model_path=str(tmp_path / "sft"), output_dir=str(tmp_path / "grpo"), tasks_per_step=1, group_size=2, batch_size=2, **short))
     for folder in ("sft", "grpo"):
         text = (tmp_path / folder / "config.yaml").read_text()
-        assert "env_options: limit=2,open=true,books=atlas" in text and "\nunsafe_code" not in text and "# --unsafe_code was given" in text
+        assert "env_options: limit=2,open=true,books=atlas" in text and "\nunsafe_code" not in text and "# " + folder + " run with --unsafe_code; " in text
         assert json.loads((tmp_path / folder / "result.json").read_text())["held_out_tasks"] == 2
     rows = [json.loads(line) for line in (tmp_path / folder / "trajectories.jsonl").read_text().splitlines()]
     assert {row["info"]["task"]["unsafe_code"] for row in rows} == {True}
