@@ -2,7 +2,9 @@
 
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
-    gsm8k.py      word problems and a calculator
+    gsm8k.py      word problems and a calculator, or Python
+    code.py       functions to write, judged by hidden tests (code_tasks.py: the tasks)
+    sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     calls.py      the tools of a class, and one call of one of them
     session.py    one environment during an episode: its calls are made in another thread
 
@@ -21,7 +23,8 @@ the total of the episode. They may be async. Each call comes from another thread
                                 {"max_new_tokens": 512, "max_tokens": 2048}, or others of
                                 LIMITS
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
-    _row(row)                   static: checks or converts one row of a task file, or ValueError
+    _row(row)                   static: checks or converts one row of a task file, or ValueError;
+                                None drops it
     _conversation(row)          static: the messages in a row of a data file of its own form, for
                                 sft.py --dataset, or ValueError
     _reply(text)                the model answered without a tool: a user message to continue
@@ -51,6 +54,7 @@ ENVS = {
     "equations": "envs.equations:Equations",
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
+    "code": "envs.code:Code",
     "meetings": "bench.meetings:Meetings",
 }
 

@@ -11,6 +11,7 @@ nothing runs, unless `unsafe` says so.
 
 What the code can still do: use the limits below up, and ask which file names exist.
 """
+import ast
 import json
 import marshal
 import math
@@ -21,8 +22,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from experiment.errors import UserError
@@ -31,6 +34,8 @@ SECONDS = 6.0  # of a whole call, from start to end
 CPU_SECONDS = 5
 MEMORY = 512 * 2**20  # bytes of address space
 OUTPUT = 64 * 2**10  # bytes that are printed, and bytes of values
+# CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
+PARSING = threading.Lock()
 CODE = 256 * 2**10  # characters of code
 LIMITS = {"AS": MEMORY, "CPU": CPU_SECONDS, "FSIZE": OUTPUT, "NOFILE": 64, "CORE": 0}
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -103,6 +108,12 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
     return Result("crash", f"the process ended early: {end}", output, outcomes)
 
 
+@cache
+def check(unsafe: bool):
+    """Raise UserError if this machine cannot run a model's code as `run` does."""
+    run("pass", unsafe=unsafe)
+
+
 def _run_child(stdin, printed, seconds: float) -> tuple[bytes, str]:
     """Return what the child reported and how it ended: "timeout", or other words."""
     deadline = time.monotonic() + seconds
@@ -154,6 +165,12 @@ def _records(report: bytes) -> list[dict]:
             break
         records.append(record)
     return records
+
+
+def parse(code: str) -> ast.Module:
+    """Return the syntax tree of code, or raise what ast.parse raises. It runs nothing."""
+    with PARSING:
+        return ast.parse(code)
 
 
 def without_addresses(text: str) -> str:

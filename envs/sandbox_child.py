@@ -192,12 +192,13 @@ def attempt(function, count=False) -> str:
 
 def describe(error: BaseException) -> str:
     """Return an exception as "line 3: ValueError: text"."""
-    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
-    traceback = error.__traceback__
+    line, traceback = None, error.__traceback__
     while traceback:
         if traceback.tb_frame.f_code.co_filename == NAME:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
+    if isinstance(error, SyntaxError):
+        line = error.lineno
     place = f"line {line}: " if line else ""
     return f"{place}{type(error).__name__}: {error}"[:1000]
 

@@ -69,6 +69,9 @@ def _tasks_of_file(cls, split, seed, path, is_whole) -> list[dict]:
         return in_split, _as_task(cls, row)
 
     rows = [task for in_split, task in read_as(path, convert) if in_split]
+    if dropped := rows.count(None):
+        print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
+    rows = [task for task in rows if task is not None]
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
@@ -83,7 +86,8 @@ def _as_task(cls, row: dict) -> dict:
         # A missing column says more than the error that it leads to.
         need(row, *envs.needed(cls))
         raise
-    need(task, *envs.needed(cls))
+    if task is not None:
+        need(task, *envs.needed(cls))
     return task
 
 
