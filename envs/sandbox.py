@@ -167,10 +167,10 @@ def _records(report: bytes) -> list[dict]:
     return records
 
 
-def parse(code: str) -> ast.Module:
-    """Return the syntax tree of code, or raise what ast.parse raises. It runs nothing."""
+def parse(code: str, mode: str = "exec") -> ast.AST:
+    """Return the syntax tree of code, or raise what ast.parse raises. Nothing is run."""
     with PARSING:
-        return ast.parse(code)
+        return ast.parse(code, mode=mode)
 
 
 def without_addresses(text: str) -> str:
