@@ -86,8 +86,7 @@ class Code:
             return f"error: at most {CODE} characters"
         try:
             tree = parse(code)
-        # A ValueError is a NUL, the last two are nested too deeply.
-        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        except (SyntaxError, ValueError) as error:
             return f"error: {type(error).__name__}: {error}"
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         if self._name not in names:
@@ -268,17 +267,16 @@ def style_findings(tree: ast.Module) -> list[str]:
 
 
 def is_reflective(tree: ast.Module) -> bool:
-    """True if the code may reach the interpreter: modules not of MODULES, names of REFLECTION."""
+    """True if the code may reach the interpreter: other modules than MODULES, or REFLECTION."""
+    modules, names = set(), set()
     for node in ast.walk(tree):
         match node:
             case ast.Import(aliases):
-                names = [alias.name.split(".")[0] for alias in aliases]
-                if not MODULES.issuperset(names):
-                    return True
+                modules.update(alias.name for alias in aliases)
             case ast.ImportFrom(module, aliases):
-                if module not in MODULES or any(alias.name in REFLECTION for alias in aliases):
-                    return True
+                modules.add(module)
+                names.update(alias.name for alias in aliases)
             case ast.Name(name) | ast.Attribute(attr=name):
-                if name in REFLECTION or name.startswith("_"):
-                    return True
-    return False
+                names.add(name)
+    private = [name for name in names if name.startswith("_") and name != "_"]
+    return bool(private or names & REFLECTION or modules - MODULES)

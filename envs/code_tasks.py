@@ -127,13 +127,11 @@ def rank_letters(text: text, *, k: range(1, 5), skip: "aeiostln") -> str:
     return "".join(ranked[:k])
 
 
-def collatz(n: positive, *, factor: (3, 5), add: (1, 3, 7), limit: range(10, 40)) -> int:
-    """Halve n if even, else take {factor} n + {add}; return the steps to reach 1, at most {limit}."""
-    steps = 0
-    while n != 1 and steps < limit:
+def halve_or_grow(n: positive, *, factor: (3, 5, 7), add: range(1, 10, 2), steps: range(2, 9)) -> int:
+    """Halve n if it is even, else take {factor} times n plus {add}; return n after {steps} steps."""
+    for _ in range(steps):
         n = n // 2 if n % 2 == 0 else factor * n + add
-        steps += 1
-    return steps
+    return n
 
 
 def read_settings(settings: settings, *, low: range(-9, 40), add: range(0, 9)) -> dict[str, int]:
@@ -202,7 +200,7 @@ def cheapest_path(grid: grid, *, down: range(0, 6), right: range(0, 6)) -> int:
 
 LEVELS = {
     "1": (sum_above, count_multiples, clamp_all, long_words, digit_sum),
-    "2": (shift_letters, run_lengths, chunk_sums, rank_letters, collatz, read_settings, nesting),
+    "2": (shift_letters, run_lengths, chunk_sums, rank_letters, halve_or_grow, read_settings, nesting),
     "3": (count_ways, best_apart, longest_rise, cheapest_path),
 }
 
@@ -273,7 +271,7 @@ def read_row(row: dict) -> dict | None:
         # The function that the tests call. Others that the solution defines are its helpers.
         counts = {name: len(read_tests(test, name)) for name in defined}
         name = max(counts, key=counts.get, default="")
-        prompt = f"{row.get('text') or row['prompt']}\nCall the function {name}.\n"
+        prompt = f"{row.get('text') or row['prompt']}\nName the function {name}.\n"
         setup = str(row.get("test_setup_code") or "")
     else:
         name, test, prompt = row["entry_point"], row["test"], row["prompt"]

@@ -168,9 +168,12 @@ def _records(report: bytes) -> list[dict]:
 
 
 def parse(code: str, mode: str = "exec") -> ast.AST:
-    """Return the syntax tree of code, or raise what ast.parse raises. Nothing is run."""
-    with PARSING:
-        return ast.parse(code, mode=mode)
+    """Return the syntax tree of code, or raise SyntaxError or ValueError. Nothing is run."""
+    try:
+        with PARSING:
+            return ast.parse(code, mode=mode)
+    except (MemoryError, RecursionError):
+        raise ValueError("nested too deeply") from None
 
 
 def without_addresses(text: str) -> str:

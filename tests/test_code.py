@@ -45,7 +45,7 @@ def expert(task, **reset):
     env = Code()
     env.reset(**{**task, **reset})
     log = []
-    while turn := env._expert():
+    while len(log) < Code.max_turns and (turn := env._expert()):
         log += [(c["name"], *envs.call(env, c["name"], c["arguments"])) for c in turn]
     return env, log
 
@@ -227,7 +227,7 @@ HUMANEVAL = {"task_id": "X/0", "entry_point": "second", "prompt": "from typing i
              "canonical_solution": "    return helper(x)[k]\n", "test": "METADATA = {}\n\ndef check(candidate):\n    assert candidate([1, 2], 0) == 1, 'message'\n    assert candidate([1, 2]) == 2\n"
              "    assert abs(candidate([0.5, 0.25]) - 0.25) < 1e-6\n    assert candidate([0, True])\n    assert not candidate([1, 0])\n    assert candidate([1, None]) is None\n"
              "    for i in range(3):\n        assert candidate([i, i]) == i\n    assert candidate(list(range(3))) == 1\n    assert candidate([1, 2], k=0) == 1\n    assert True\n    assert open('x')\n"}
-MBPP = {"task_id": 7, "text": "Write a function to add.", "code": "def one():\n    return 1\ndef add(a, b):\n    return a + b - one() + one()",
+MBPP = {"task_id": 7, "text": "Write a function to add.", "code": "def one():\n    return 1\ndef add(a, b):\n    return a + b",
         "test_list": ["assert add(1, 2) == 3", "assert add((1,), (2,)) == (1, 2)", "assert add(-1, 1) == 0", "assert set(add([1], [2])) == {1, 2}"], "test_setup_code": "", "challenge_test_list": []}
 
 
@@ -244,7 +244,7 @@ def test_rows_of_humaneval_and_mbpp():
     assert "not line 2: ZeroDivisionError" in play(row, "def second(x, k=1):\n    return x[1] / 0\n").run_tests()
     assert expert(row)[0]._check()
     row = read_row(MBPP)
-    assert row["entry_point"] == "add" and "called" not in row["prompt"] and "add" in row["prompt"] and len(read_tests(row["test"], "add")) == 3
+    assert row["entry_point"] == "add" and "Name the function add." in row["prompt"] and len(read_tests(row["test"], "add")) == 3
     env, _ = expert(row)
     assert env._check() and len(env._examples) == 1 and env.reward == pytest.approx(1.0)
     assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["prompt"] == row["prompt"]
@@ -260,8 +260,9 @@ def test_a_row_that_is_hostile_is_never_run(tmp_path):
     assert not target.exists() and not env._check() and len(read_tests(row["test"], "add")) == 3
     good = submitted({**row, "setup": ""}, "def add(a, b):\n    return a + b")  # its reference fails: nothing to compare with
     assert good._check() and good._parts["efficiency"] == 0.2
-    for test in ("assert " + "-" * 5000 + "1", "assert f(" + "[" * 150 + "]" * 150 + ")"):
-        assert read_tests(test, "g") == []
+    for test in ("assert " + "-" * 5000 + "1", "assert f(" + "[" * 250 + "]" * 250 + ")"):
+        with pytest.raises((ValueError, SyntaxError), match="nested"):
+            read_tests(test, "g")
 
 
 def test_files(tmp_path, capsys):
@@ -270,7 +271,7 @@ def test_files(tmp_path, capsys):
     tasks = load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
     assert sorted(task["entry_point"] for task in tasks) == ["add", "second"] and {task["env"] for task in tasks} == {"code"}
     assert "rows.jsonl: 1 rows have nothing that can be played: dropped (test)" in capsys.readouterr().out
-    for row, says in [({"prompt": "x"}, 'rows.jsonl:1: no "entry_point" field'), ({**MBPP, "code": "def f(:"}, "rows.jsonl:1: .*invalid syntax")]:
+    for row, says in [({"prompt": "x"}, 'rows.jsonl:1: no "entry_point" field'), ({**MBPP, "code": "def f(:"}, "rows.jsonl:1:.*invalid syntax")]:
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         with pytest.raises(UserError, match=says):
             load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
