@@ -19,9 +19,8 @@ the total of the episode. They may be async. Each call comes from another thread
     reward                      running total written by tools; its change is the turn's reward
     options                     attribute of the class: what --env_options may set, and the
                                 defaults, such as {"corpus": ""}; read from self or cls
-    limits                      attribute of the class: recommended lengths, such as
-                                {"max_new_tokens": 512, "max_tokens": 2048}, or others of
-                                LIMITS
+    limits                      attribute of the class: recommended LIMITS, such as
+                                {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError;
                                 None drops it
@@ -33,6 +32,8 @@ the total of the episode. They may be async. Each call comes from another thread
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
+    _from_text(text)            static: the task row in what a person typed into a chat, or
+                                ValueError; None in it stands for an answer that nobody knows
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
 """
@@ -106,7 +107,8 @@ def load(name: str) -> type:
         raise UserError(f"environment {name!r}: {error}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
-        raise UserError(f"environment {name!r}: {place} has no class {class_name}")
+        raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
+                        "notebook or function is found in a file: --env path/to/file.py:ClassName")
     for method in ("reset", "get_reward"):
         if not callable(getattr(cls, method, None)):
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
@@ -157,18 +159,18 @@ def options_of(config) -> dict:
 
 
 def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments."""
-    return [inspect.getsourcefile(load(name)) for name in names_of(env_names)]
+    """Return the files that define these environments. A class of a notebook has none."""
+    modules = [sys.modules[load(name).__module__] for name in names_of(env_names)]
+    return [module.__file__ for module in modules if hasattr(module, "__file__")]
 
 
 @cache
 def _import_file(path: str):
     """Import a file once per process. It may import its neighbours."""
-    name = f"environment:{path}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up there.
-    sys.modules[name] = module
+    sys.modules[path] = module
     folder = os.path.dirname(path)
     sys.path.insert(0, folder)
     try:
@@ -206,13 +208,18 @@ def lengths(env_names: str | None) -> dict:
             if name in ("max_new_tokens", "max_tokens")}
 
 
+def has_expert(env_names: str | None) -> bool:
+    """True if all of these environments have a scripted demonstrator."""
+    return all(hasattr(load(name), "_expert") for name in names_of(env_names))
+
+
 def need_expert(env_names: str):
     """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
     for name in names_of(env_names):
         if not hasattr(load(name), "_expert"):
             raise UserError(
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
-                "one (envs/template.py has an example), give recorded episodes with "
+                "one (envs/template.py has an example), imitate recorded episodes with sft.py "
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
 
 
