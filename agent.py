@@ -250,8 +250,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            env_options: dict | None = None, run=None, engine=None,
-            on_end=None) -> list[Trajectory]:
+            env_options=None, run=None, engine=None, on_end=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -264,8 +263,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         env_options: what `envs.options_of` returns.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
-        engine: what samples: an engine (llm/engine.py states the protocol), or a function that
-            makes one from the arguments that `make_engine` takes, the default.
+        engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
         on_end: a function that is called with each trajectory as its episode ends.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a

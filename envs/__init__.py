@@ -3,7 +3,7 @@
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator, or Python
-    code.py       functions to write, judged by hidden tests (code_tasks.py: the tasks)
+    code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     calls.py      the tools of a class, and one call of one of them
     session.py    one environment during an episode: its calls are made in another thread

@@ -4,14 +4,16 @@
     python grpo.py --env code --dataset HumanEval.jsonl --model_path path/to/model
 
 The tasks are generated (envs/code_tasks.py), or rows in the form of HumanEval or MBPP. A few tests
-are shown as examples. The model's code runs in a process that the kernel confines (envs/sandbox.py),
-and what it returns for the hidden tests' arguments is compared here, with values that it never saw.
+are shown as examples. The model's code runs in a process that the kernel confines
+(envs/sandbox.py), and what it returns for the arguments of the hidden tests is compared here, with
+values that it never saw.
 """
 import ast
 import random
 import re
 from functools import lru_cache
 
+from envs.code_style import is_reflective, style_findings
 from envs.code_tasks import LEVELS, generate, read_row, read_tests
 from envs.sandbox import check, parse, run, same
 from experiment.errors import UserError
@@ -19,12 +21,6 @@ from experiment.errors import UserError
 CODE = 8000  # characters of a function
 SLACK = 1.5  # times the reference's operations count as efficient
 CORRECT, ATTEMPT, EFFICIENCY, STYLE = 0.7, 0.2, 0.2, 0.1  # parts of the reward
-# The counter of operations runs beside the model's code, which could stop it. Code that imports
-# other modules than these, or uses a name of these or a private one, earns nothing for efficiency.
-MODULES = {"bisect", "collections", "functools", "heapq", "itertools", "math", "operator", "re",
-           "string", "typing"}
-REFLECTION = {"sys", "eval", "exec", "compile", "getattr", "globals", "locals", "vars", "open",
-              "attrgetter", "methodcaller", "Formatter", "get_type_hints", "singledispatch"}
 FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 
 
@@ -164,7 +160,7 @@ class Code:
         spent = count_operations(result)
         return min(1.0, SLACK * reference / spent) if reference and spent else 1.0
 
-    # ------------------------------------------------------------------------ the rest of the contract
+    # ------------------------------------------------------------------------- the rest of it
     def _reply(self, text: str) -> str | None:
         """Take a fenced block of code as the function, and submit it."""
         if blocks := FENCE.findall(text):
@@ -187,6 +183,12 @@ class Code:
             return call("write_function", code=self._solution)
         return call("submit") if self._results else call("run_tests")
 
+    @staticmethod
+    def _from_text(text: str) -> dict:
+        """Return a task without tests: the function that the text names by "def name(", or solve."""
+        name = re.search(r"def (\w+)\(", text)
+        return {"prompt": text, "entry_point": name[1] if name else "solve", "test": ""}
+
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n generated rows. No function with the same constants is in both splits."""
@@ -203,8 +205,9 @@ class Code:
         return read_row(row)
 
     def _run(self, code: str, tests=(), count=False):
-        return run(with_setup(self._setup, code), [(self._name, arguments) for arguments, _ in tests],
-                   seconds=5.0, count=count, unsafe=self.options["unsafe_code"])
+        calls = [(self._name, arguments) for arguments, _ in tests]
+        return run(with_setup(self._setup, code), calls, seconds=5.0, count=count,
+                   unsafe=self.options["unsafe_code"])
 
     def _shown(self, test) -> str:
         arguments, wanted = test
@@ -235,48 +238,3 @@ def operations(setup: str, solution: str, name: str, calls: str, unsafe: bool) -
     calls = [(name, arguments) for arguments in ast.literal_eval(calls)]
     result = run(with_setup(setup, solution), calls, count=True, unsafe=unsafe)
     return count_operations(result) if result.status == "ok" else 0
-
-
-# ------------------------------------------------------------------------------------ a small linter
-def style_findings(tree: ast.Module) -> list[str]:
-    """Return what a reviewer would remark, one line each."""
-    findings, read, bound = [], set(), {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef(name=name) if name != name.lower():
-                findings.append((node.lineno, f"the function {name} is not in snake_case"))
-            case ast.arguments(defaults=defaults):
-                mutable = [d for d in defaults if isinstance(d, ast.List | ast.Dict | ast.Set)]
-                findings += [(default.lineno, "a default is mutable") for default in mutable]
-            case ast.ExceptHandler(type=None):
-                findings.append((node.lineno, "except catches everything"))
-            case ast.Compare(ops=[ast.Eq() | ast.NotEq()],
-                             comparators=[ast.Constant(None | True | False)]):
-                findings.append((node.lineno, "== with None, True or False"))
-            case ast.Global() | ast.Nonlocal():
-                findings.append((node.lineno, "a global or nonlocal variable"))
-            case ast.Name(name, ast.Store()):
-                bound.setdefault(name, node.lineno)
-            case ast.Name(name):
-                read.add(name)
-            case ast.alias(name=name, asname=asname):
-                bound.setdefault((asname or name).split(".")[0], node.lineno)
-    unused = [name for name in bound if name not in read and not name.startswith("_")]
-    findings += [(bound[name], f"{name} is never used") for name in unused]
-    return [f"style, line {line}: {text}" for line, text in sorted(findings)]
-
-
-def is_reflective(tree: ast.Module) -> bool:
-    """True if the code may reach the interpreter: other modules than MODULES, or REFLECTION."""
-    modules, names = set(), set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(aliases):
-                modules.update(alias.name for alias in aliases)
-            case ast.ImportFrom(module, aliases):
-                modules.add(module)
-                names.update(alias.name for alias in aliases)
-            case ast.Name(name) | ast.Attribute(attr=name):
-                names.add(name)
-    private = [name for name in names if name.startswith("_") and name != "_"]
-    return bool(private or names & REFLECTION or modules - MODULES)

@@ -61,7 +61,7 @@ LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # instructions of BPF
 NUMBER, ARCH, SECOND = 0, 4, 24  # offsets in seccomp_data
 
 READ = 0b1100  # Landlock: read a file, list a folder
-ALL = (1 << 13) - 1  # all that the first Landlock (Linux 5.13) knows; newer rights are no syscalls here
+ALL = (1 << 13) - 1  # all that the first Landlock (Linux 5.13) knows; seccomp refuses the rest
 
 
 # ------------------------------------------------------------------------------------ confinement

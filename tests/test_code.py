@@ -12,7 +12,8 @@ import pytest
 
 import envs
 from envs import code, code_tasks, sandbox
-from envs.code import Code, is_reflective, style_findings
+from envs.code import Code
+from envs.code_style import is_reflective, style_findings
 from envs.code_tasks import LEVELS, read_row, read_tests
 from envs.sandbox import parse
 from episodes.tasks import load_tasks
