@@ -185,7 +185,7 @@ class Code:
 
     @staticmethod
     def _from_text(text: str) -> dict:
-        """Return a task without tests: the function that the text names by "def name(", or solve."""
+        """Return a task without tests, of the function that "def name(" names, or solve."""
         name = re.search(r"def (\w+)\(", text)
         return {"prompt": text, "entry_point": name[1] if name else "solve", "test": ""}
 

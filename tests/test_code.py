@@ -136,7 +136,7 @@ def test_hidden_values_never_enter_the_process(monkeypatch):
     monkeypatch.setattr(sandbox.marshal, "dumps", lambda job, dumps=sandbox.marshal.dumps: jobs.append(job) or dumps(job))
     task = {**DOUBLE, "test": DOUBLE["test"].replace("26", "987654").replace("34", "987655"), "canonical_solution": ""}
     play(task, "def double(x):\n    return 2 * x\n", ("run_tests", {}), ("debug", {"statements": "print(double(3))"}), ("submit", {}))
-    assert len(jobs) == 3 and not any(str(wanted) in repr(job) for job in jobs for wanted in (987654, 987655, 14, 22, 38, 46))
+    assert len(jobs) == 3 and not any(str(wanted) in repr((job["code"], job["calls"])) for job in jobs for wanted in (987654, 987655, 14, 22, 38, 46))
 
 
 def test_agents_that_do_not_try_earn_less():
@@ -206,6 +206,13 @@ def test_code_in_text():
     assert env._reply("I think it is easy.") == "Use write_function, and then submit." and not env.done
     assert "SyntaxError" in env._reply("```python\ndef double(\n```") and not env.done
     assert env._reply("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.") is None and env._check()
+
+
+def test_a_task_as_typed():
+    env = play(Code._from_text("write def area(w, h): the area"), "def area(w, h):\n    return w * h", ("debug", {"statements": "print(area(2, 3))"}))
+    assert env._name == "area" and env.run_tests() == "0 of 0 pass" and Code._from_text("sort it")["entry_point"] == "solve"
+    env.submit()
+    assert not env._check() and env.reward == 0  # no test, no reward
 
 
 def test_nothing_is_shared_between_episodes():
