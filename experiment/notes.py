@@ -113,7 +113,7 @@ def first_notes(metrics, config, model, has_expert):
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
         for name in ("tasks", "env_options"):
-            if getattr(config, name):
+            if getattr(config, name, None):
                 words += [f"--{name}", getattr(config, name)]
         advice = f"SFT first: {shlex.join(words)}" if has_expert else (
             "a model that knows tools is a better start, or an _expert() for sft.py to imitate "
