@@ -23,9 +23,8 @@ from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, memb
                         pass_at_k, problem, summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
-from llm.engine import Row
+from llm.engine import Row, make_engine
 from llm.memory import techniques_of
-from llm.static_engine import make_engine
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
@@ -278,7 +277,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     model.eval()
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    with merged(model):
+    with merged(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:

@@ -5,14 +5,17 @@
     gsm8k.py      word problems and a calculator, or Python
     code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
+    options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them
-    session.py    one environment during an episode: its calls are made in another thread
+    gymnasium.py  the same as step(env, name, arguments)
+    session.py    one environment during an episode: its calls are made in a thread of its own
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. They may be async. Each call comes from another thread, never the main one
-(a connection of sqlite3 needs check_same_thread=False). All else is optional and invisible to TRL:
+the total of the episode. All calls of an episode, the constructor's too, come from one thread. They
+may be async: those run in one loop that all episodes share. All else is optional and invisible to
+TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
@@ -39,17 +42,18 @@ the total of the episode. They may be async. Each call comes from another thread
 """
 import importlib.util
 import inspect
-import json
 import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from modulefinder import ModuleFinder
 
-from envs.calls import StepResult, call, read_cell, schemas, step, tools, valid_actions
+from envs.calls import call, schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
-__all__ = ["StepResult", "call", "schemas", "step", "tools", "valid_actions"]  # of envs/calls.py
+__all__ = ["call", "schemas", "tools"]  # of envs/calls.py
+GYMNASIUM = dict.fromkeys(("StepResult", "step", "valid_actions"), "envs.gymnasium")
 
 ENVS = {
     "equations": "envs.equations:Equations",
@@ -58,6 +62,9 @@ ENVS = {
     "code": "envs.code:Code",
     "meetings": "bench.meetings:Meetings",
 }
+
+
+LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,15 @@ class Limits:
     tool_timeout: float = 10.0  # seconds of one call into the environment
 
 
+OPTIONS = "envs.options"  # only --env_options needs it
 LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
+
+
+def __getattr__(name):
+    """Load the Gymnasium reading of an environment when it is first asked for."""
+    if name not in GYMNASIUM:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(GYMNASIUM[name]), name)
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -126,42 +141,26 @@ def with_options(cls, options: dict | None) -> type:
 
 
 def options_of(config) -> dict:
-    """Return what --env_options says by name, and "unsafe_code": True where the flag is given.
-
-    They are options of the environments, of the type of their default, or arguments of `reset`,
-    which are JSON or else text.
-    """
-    arguments, defaults = {}, {}
-    for cls in map(load, names_of(config.env)):
-        arguments.update(inspect.signature(cls.reset).parameters)
-        defaults.update(getattr(cls, "options", {}))
-    # By convention **_ is thrown away, and **kwargs is read.
-    arguments.pop("_", None)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
-    known = ["--unsafe_code", *arguments, *defaults]
+    """Return what --env_options says by name, and "unsafe_code": True where the flag is given."""
     options = {"unsafe_code": True} if config.unsafe_code else {}
-    for item in filter(str.strip, (config.env_options or "").split(",")):
-        name, equals, value = (side.strip() for side in item.partition("="))
-        if not equals:
-            raise UserError(f"--env_options {name!r}: write name=value,name=value")
-        if name == "unsafe_code" or name not in known and not takes_any:
-            hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
-            raise UserError(f"--env_options {name}: {config.env} has no such option; {hint}")
-        try:
-            is_declared = name in defaults
-            value = read_cell(value, type(defaults[name])) if is_declared else json.loads(value)
-        except (TypeError, ValueError):
-            if is_declared:
-                kind = type(defaults[name]).__name__
-                raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
-        options[name] = value
+    if config.env_options:
+        options.update(importlib.import_module(OPTIONS).parse(config.env_options, config.env))
     return options
 
 
 def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments. A class of a notebook has none."""
-    modules = [sys.modules[load(name).__module__] for name in names_of(env_names)]
-    return [module.__file__ for module in modules if hasattr(module, "__file__")]
+    """Return the files that define these environments, and what they import from their folders.
+
+    A class of a notebook has no file.
+    """
+    paths = []
+    for name in names_of(env_names):
+        path = getattr(sys.modules[load(name).__module__], "__file__", None)
+        if path:
+            finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
+            finder.run_script(path)
+            paths += [module.__file__ for module in finder.modules.values() if module.__file__]
+    return paths
 
 
 @cache

@@ -155,15 +155,15 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     envs.need_expert(env_name)
     classes, chats = load_environments(tokenizer, env_name, env_options=env_options)
     trajectories = []
-    watch = Watch(limits.tool_timeout)
-    for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
-        name = task.get("env", env_name)
-        session = Session(watch, name, classes[name], task)
-        episode = Episode(session, chats[name], limits, str(i))
-        while episode.can_take_turn:
-            expert_turn(episode)
-        trajectories.append(episode.trajectory)
-        watch.check_abandoned()
+    with Watch(limits.tool_timeout) as watch:
+        for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
+            name = task.get("env", env_name)
+            session = Session(watch, name, classes[name], task)
+            episode = Episode(session, chats[name], limits, str(i))
+            while episode.can_take_turn:
+                expert_turn(episode)
+            trajectories.append(episode.trajectory)
+            watch.check_abandoned()
     watch.check()
     return without_faults(without_too_long(trajectories, limits.max_tokens))
 

@@ -7,9 +7,10 @@ end in "$@".
 import argparse
 import functools
 import re
+import shlex
 from pathlib import Path
 
-from experiment.config import ONCE, convert, nearest, options
+from experiment.config import ONCE, code_flags, convert, nearest, options
 from experiment.data import read_yaml
 from experiment.errors import UserError
 
@@ -36,6 +37,10 @@ def parse(config_class, argv, description=""):
     for path in given.config:
         values.update(_yaml_values(path, flags))
     del given.config
+    code = code_flags({name: value for name, value in values.items() if name not in given})
+    if code:
+        raise UserError(f"{code[0]} {code[1]}: a config file does not choose which code runs; if "
+                        f"you trust it, add {shlex.join(code)} to the command")
     for name, text in vars(given).items():
         is_none = flags[name].optional and text.lower() in ("none", "null")
         values[name] = convert(None if is_none else text, flags[name], f"--{name}")

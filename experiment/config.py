@@ -18,6 +18,7 @@ from experiment.errors import UserError
 
 # Permissions for one call: a file neither gives nor repeats them.
 ONCE = ("overwrite", "resume", "unsafe_code")
+CODE = ("env", "rewards")  # they may name files of code, which a config file does not choose
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
@@ -278,6 +279,12 @@ def convert(value, option, source):
         if bound is not None and not holds(value, bound):
             raise UserError(f"{source}: must be {words} {bound}")
     return value
+
+
+def code_flags(values):
+    """Return the flags that name code outside of this project, which --config does not give."""
+    named = {name: str(values.get(name)) for name in CODE}
+    return [word for name, value in named.items() if ":" in value for word in (f"--{name}", value)]
 
 
 def _parse_text(text, kind):

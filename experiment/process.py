@@ -85,6 +85,13 @@ def give_back_memory():
         pass  # another C library
 
 
+def is_out_of_memory(error):
+    """True if memory was too small: Python's, NumPy's, a file's, or the allocators of torch."""
+    words = "can't allocate memory", "CUDA error: out of memory", "Cannot allocate memory"
+    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            or any(phrase in str(error) for phrase in words))
+
+
 def peak_memory_mb():
     """Return the peak in MiB: what torch allocated on the GPU, else the resident set."""
     torch, status = sys.modules.get("torch"), Path("/proc/self/status")

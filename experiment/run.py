@@ -15,15 +15,16 @@ import os
 import shlex
 import sys
 import time
+from importlib import import_module
 
 from experiment.bars import NO_BAR, say
-from experiment.checkpoint import (fingerprints, ingredients, load_optimizer, optimizer_tensors,
-                                   prune, trained_parameters, write_checkpoint)
-from experiment.config import convert, options
+from experiment.checkpoint import (check_room, fingerprints, ingredients, load_optimizer,
+                                   optimizer_tensors, prune, trained_parameters, write_checkpoint)
+from experiment.config import code_flags, convert, options
 from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
-from experiment.files import finite, sync, to_json
+from experiment.files import finite, to_json
 from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
                               step_line, step_numbers)
 from experiment.output_folder import OutputFolder, algorithm_of
@@ -33,6 +34,7 @@ from experiment.seeds import mix
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
+REPORT = "window.report"  # the room that shows a run, entered when it has finished
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
 
@@ -75,7 +77,7 @@ class Run:
         self.program = program_of(config, algorithm)
         written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
-                                   "--config", written, "--resume"])
+                                   "--config", written, *code_flags(self.values), "--resume"])
         self.files = OutputFolder(config.output_dir, algorithm, self.command)
         self.folder = self.files.path
         self.alarms = Alarms(flags, self.has_expert)
@@ -211,7 +213,7 @@ class Run:
         self.total, self.training = total, state
         self.values["max_steps"] = total
         self.begin()
-        self.ranks.first(lambda: self.files.write_config(self.values))
+        self.ranks.first(lambda: self.files.write_config())
         saved = self._restore(state)
         self.schedule = saved.get("schedule", total)
         self.before = saved.get("before") or ({} if saved else evaluate())
@@ -292,6 +294,8 @@ class Run:
             return
         self.log(**summarise(episodes))
         self.write_episodes(episodes, LOGGED_EPISODES)
+        if self.writes:
+            self.files.thin(self.step)
 
     def write_episodes(self, episodes, limit=None):
         """Append the first `limit` episodes and the rest of their groups, or all, if None.
@@ -363,6 +367,7 @@ class Run:
     def _restore(self, state):
         """Load the checkpoint to continue from; return its state.json, {} in a new run."""
         self.ranks.check_alike(trained_parameters(state.optimizer))
+        self.ranks.first(lambda: check_room(self.folder, state.optimizer))
         if not self.checkpoint:
             if self.writes:
                 self.made_of = fingerprints(self._ingredients())
@@ -377,8 +382,7 @@ class Run:
     def _save(self):
         """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
         if self.writes:
-            for name in self.marks:
-                sync(self.folder / name)
+            self.files.flush()
             state = {"step": self.step, "algorithm": self.algorithm, "score": self.score,
                      "before": self.before, "seconds": time.time() - self.began,
                      "schedule": self.schedule, "bad": self.bad, "made_of": self.made_of,
@@ -409,13 +413,13 @@ class Run:
 
     def _write_result(self, result):
         self.files.write("result.json", to_json(result, indent=1))
-        from window.report import Result, write_html
+        report = import_module(REPORT)
         try:
-            write_html(self.folder)
+            report.write_html(self.folder)
         except (UserError, OSError) as error:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)
-        return Result(self.folder)
+        return report.Result(self.folder)
 
 
 def program_of(config, algorithm):

@@ -53,6 +53,9 @@ def program(tmp_path_factory):
                 raise UserError("reward.py: returns nan;\\nreturn a finite number, not \u2014 this")
             if config.fail == "memory":
                 raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB.\\nmore")
+            if config.fail in ("numpy", "cpu"):
+                import numpy, torch
+                numpy.empty(2**57) if config.fail == "numpy" else torch.empty(2**58)
             if config.fail == "bug":
                 raise ValueError("ours")
             print("trained", config.learning_rate)
@@ -83,8 +86,19 @@ def test_success_and_our_own_bugs(program):
     done = program("--fail", "memory")
     assert done.returncode == 1 and re.fullmatch(r"toy.py: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; "
                                                  r"what would fit: python bench/memory.py \S*toy.py --fail memory\n", done.stderr), done.stderr
+    for name, says in (("numpy", "Unable to allocate 1.00 EiB"), ("cpu", "DefaultCPUAllocator: can't allocate memory")):
+        done = program("--fail", name)
+        assert done.returncode == 1 and re.fullmatch(rf"toy.py: out of memory: .*{says}.*; what would fit: python bench/memory.py .*\n", done.stderr), done.stderr
     done = program("--fail", "bug")
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
+
+
+def test_a_program_that_does_not_train_names_other_flags():
+    from types import SimpleNamespace
+
+    from experiment.program import _explain
+    words, code = _explain(MemoryError(), SimpleNamespace(run=None), False)
+    assert code == 1 and words == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
 
 
 def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
@@ -152,7 +166,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
     for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(UserError, match="b: already holds config.yaml, which no run has written; "):
+        with pytest.raises(UserError, match="b: already holds config.yaml, and no config.yaml that a run has written; "):
             started(tmp_path / "b", **options)
 
 

@@ -24,9 +24,8 @@ from experiment.episodes import message_lines
 from experiment.errors import Stop, UserError, printable
 from experiment.output_folder import algorithm_of
 from llm.chat import Chat
-from llm.engine import Row
+from llm.engine import Row, make_engine
 from llm.loading import DTYPES, load_model
-from llm.static_engine import make_engine
 from lora import merged
 from window.traces import Traces, play_tasks
 
