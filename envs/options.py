@@ -2,7 +2,7 @@
 import inspect
 import json
 
-from envs import load, names_of
+import envs
 from envs.cells import read_cell
 from experiment.config import nearest
 from experiment.errors import UserError
@@ -15,7 +15,7 @@ def parse(text: str, env_names: str | None) -> dict:
     or arguments of `reset`, whose values are JSON or else text. Raises UserError.
     """
     arguments, defaults = {}, {}
-    for cls in map(load, names_of(env_names)):
+    for cls in map(envs.load, envs.names_of(env_names)):
         arguments.update(inspect.signature(cls.reset).parameters)
         defaults.update(getattr(cls, "options", {}))
     # By convention **_ is thrown away, and **kwargs is read.
