@@ -32,8 +32,8 @@ import envs
 from agent import collate, evaluate
 from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
 from episodes.tasks import with_env
-from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
-                        imitation_learning_rate, main, replace_file, to_json)
+from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
+                        auto, fill, flag, imitation_learning_rate, main, replace_file, to_json)
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
@@ -54,7 +54,7 @@ TINY_SFT = {
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
@@ -107,7 +107,8 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
     limits = envs.limits_of(config, config.env)
-    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run)
+    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed,
+                      env_options=envs.options_of(config), run=run)
     return {**played, **run.ranks.total(losses), "demonstrations": len(held_out)}
 
 
@@ -190,6 +191,7 @@ def teach_tiny(config, run) -> str:
           "on noisy demonstrations")
     folder = base / "sft"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       env_options=config.env_options, unsafe_code=config.unsafe_code,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.
     from transformers.utils.logging import disable_progress_bar

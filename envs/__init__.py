@@ -2,7 +2,10 @@
 
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
-    gsm8k.py      word problems and a calculator
+    gsm8k.py      word problems and a calculator, or Python
+    code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
+    sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
+    options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them
     gymnasium.py  the same as step(env, name, arguments)
     session.py    one environment during an episode: its calls are made in a thread of its own
@@ -17,10 +20,13 @@ TRL:
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
+    options                     attribute of the class: what --env_options may set, and the
+                                defaults, such as {"corpus": ""}; read from self or cls
     limits                      attribute of the class: recommended LIMITS, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
-    _row(row)                   static: checks or converts one row of a task file, or ValueError
+    _row(row)                   static: checks or converts one row of a task file, or ValueError;
+                                None drops it
     _conversation(row)          static: the messages in a row of a data file of its own form, for
                                 sft.py --dataset, or ValueError
     _reply(text)                the model answered without a tool: a user message to continue
@@ -53,6 +59,7 @@ ENVS = {
     "equations": "envs.equations:Equations",
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
+    "code": "envs.code:Code",
     "meetings": "bench.meetings:Meetings",
 }
 
@@ -77,6 +84,7 @@ class Limits:
     tool_timeout: float = 10.0  # seconds of one call into the environment
 
 
+OPTIONS = "envs.options"  # only --env_options needs it
 LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
 
 
@@ -121,6 +129,23 @@ def load(name: str) -> type:
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
                             "see envs/template.py")
     return cls
+
+
+def with_options(cls, options: dict | None) -> type:
+    """Return the class with those of the options that it declares, as a subclass if it has any."""
+    declared = getattr(cls, "options", {})
+    given = {name: value for name, value in (options or {}).items() if name in declared}
+    if not given:
+        return cls
+    return type(cls.__name__, (cls,), {"options": declared | given, "__module__": cls.__module__})
+
+
+def options_of(config) -> dict:
+    """Return what --env_options says by name, and "unsafe_code": True where the flag is given."""
+    options = {"unsafe_code": True} if config.unsafe_code else {}
+    if config.env_options:
+        options.update(importlib.import_module(OPTIONS).parse(config.env_options, config.env))
+    return options
 
 
 def sources(env_names: str | None) -> list[str]:
