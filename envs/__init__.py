@@ -5,6 +5,8 @@
     gsm8k.py      word problems and a calculator
     calls.py      the tools of a class, and one call of one of them
     session.py    one environment during an episode: its calls are made in another thread
+    play.py       python -m envs.play NAME: play one yourself
+    check.py      python -m envs.check NAME: the test that each of them passes
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
@@ -31,7 +33,8 @@ the total of the episode. They may be async. Each call comes from another thread
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
 
-`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
+`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own, and
+`--env gymnasium:FrozenLake-v1` one of another package (ADAPTERS).
 """
 import importlib.util
 import inspect
@@ -53,6 +56,8 @@ ENVS = {
     "gsm8k": "envs.gsm8k:GSM8K",
     "meetings": "bench.meetings:Meetings",
 }
+# Packages of others. envs/PACKAGE.py has make(name), the class for --env PACKAGE:NAME.
+ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,9 @@ def load(name: str) -> type:
     """Return the class of an environment.
 
     Args:
-        name: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. It comes from the
-            person who runs the program, never from data: the code behind it is run.
+        name: a name of ENVS, `package.module:Class`, `path/to/file.py:Class`, or `package:name`
+            of one of ADAPTERS. It comes from the person who runs the program, never from data: the
+            code behind it is run.
     """
     target = ENVS.get(name, name)
     if ":" not in target:
@@ -96,10 +102,13 @@ def load(name: str) -> type:
     try:
         if place.endswith(".py"):
             module = _import_file(os.path.abspath(place))
+        elif place in ADAPTERS:
+            return importlib.import_module(f"envs.{place}").make(class_name)
         else:
             module = importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
-        raise UserError(f"environment {name!r}: {error}") from None
+        hint = f"; pip install {place}" if place in ADAPTERS else ""
+        raise UserError(f"environment {name!r}: {error}{hint}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
         raise UserError(f"environment {name!r}: {place} has no class {class_name}")
