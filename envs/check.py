@@ -9,11 +9,11 @@ failure; "-" where the class lacks what the check needs. The exit status is 1 if
 import re
 import sys
 import time
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from random import Random
 
 import envs
-from envs.play import Game, Setup, main
+from envs.play import Config, Game, Setup, run
 from episodes.tasks import drop_seen
 from experiment.errors import EnvironmentFault, UserError, first_line, printable
 
@@ -21,212 +21,187 @@ EPISODES = 100  # that each agent plays
 REPLAYED = 10  # tasks that are played several times
 TRAINING = 1000  # tasks that held-out ones are compared with
 TASKS_PER_SECOND = 10_000
-PASS, FAIL, NOTE, UNCHECKED = "pass", "FAIL", "note", "-"
+NO_EXPERT = "-", "no expert: not checked"
+NO_TASKS = "-", "no tasks of its own: not checked"
 
 
 class Subject:
-    """An environment under test.
-
-    Attributes:
-        last_turn: how the expert ends a training task, as (text, calls): what to copy or guess.
-    """
+    """An environment under test."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
-        self.schemas = envs.schemas(setup.cls)
         self.held_out = setup.tasks("test", EPISODES)
-        self.has_expert = hasattr(setup.cls, "_expert")
-        self.last_turn = "0", []
-        if self.has_expert:
-            game = finish(Game(setup, setup.tasks("train", 1)[0]), expert, self)
-            self.last_turn = game.record[-4], game.record[-3]
+        self.agents = [random_calls]
+        if hasattr(setup.cls, "_expert"):
+            self.agents.append(expert)
 
-    @property
-    def agents(self) -> list:
-        return [expert, random_calls] if self.has_expert else [random_calls]
+    @cached_property
+    def tools(self) -> list[dict]:
+        return [schema["function"] for schema in envs.schemas(self.setup.cls)]
+
+    @cached_property
+    def last_turn(self) -> tuple[str, list[dict]]:
+        """How the expert ends a training task: the text and the calls to copy or to guess."""
+        if expert not in self.agents:
+            return "0", []
+        return self.play(expert, self.setup.tasks("train", 1)[0]).record[-2][:2]
+
+    def play(self, agent, task: dict, env=None) -> Game:
+        """Return a game that the agent has played to its end."""
+        game = Game(self.setup, task, env)
+        while not game.over:
+            game.take_turn(*agent(game, self))
+        return game
 
     @cache
     def success(self, agent) -> tuple[float, float]:
         """Return the mean reward of an agent, and the share of tasks that it solves."""
-        scores = [self.play(agent, task).score for task in self.held_out]
-        rewards = [reward for reward, _, _ in scores]
-        solved = [solved for _, _, solved in scores]
+        rewards, _, solved = zip(*(self.play(agent, task).score for task in self.held_out))
         return sum(rewards) / len(rewards), sum(solved) / len(solved)
 
-    def play(self, agent, task: dict, env=None) -> Game:
-        """Return a game that the agent has played to its end."""
-        return finish(Game(self.setup, task, env), agent, self)
 
-
-def finish(game: Game, agent, subject: Subject) -> Game:
-    """Let the agent play the game to its end, and return it."""
-    while not game.over:
-        game.take_turn(*agent(game, subject))
-    return game
-
-
-# ----------------------------------------------------- agents: the next turn, as (text, calls)
+# ------------------------------------------- agents: the next turn of a game, as (text, calls)
 def expert(game, _):
     return game.session.expert()
 
 
-def does_nothing(game, _):
+def doing_nothing(game, _):
     return "", []
 
 
-def repeats_the_question(game, _):
+def repeating_the_question(game, _):
     return game.seen[0], []
 
 
-def answers_at_once(_, subject):
+def answering_at_once(game, subject):
     """Give the answer to another task."""
     return subject.last_turn
 
 
-def random_calls(game, subject, avoid=()):
-    """Call any tool with any arguments, or without tools say any word."""
+def random_calls(game, subject):
+    """Call any tool with any arguments. Where there is no tool, say any word."""
     rng = Random(f"{game.session.task} {len(game.record)}")
     words = re.findall(r"[\w./-]+", " ".join(game.seen)) or ["0"]
-    tools = [schema["function"] for schema in subject.schemas]
-    tools = [tool for tool in tools if tool["name"] not in avoid] or tools
-    if not tools:
+    if not subject.tools:
         return rng.choice(words), []
-    tool = rng.choice(tools)
+    tool = rng.choice(subject.tools)
     arguments = {name: any_value(schema, words, rng)
                  for name, schema in tool["parameters"]["properties"].items()}
     return "", [{"name": tool["name"], "arguments": arguments}]
 
 
 def any_value(schema: dict, words: list[str], rng: Random):
-    """Return a value that a JSON schema allows; texts and whole numbers may be what was seen."""
-    numbers = [int(word) for word in words if re.fullmatch("-?[0-9]{1,9}", word)]
-    match schema.get("type"):
-        case _ if "enum" in schema:
-            return rng.choice(schema["enum"])
-        case "integer":
-            return rng.choice([*range(10), rng.randint(-99, 99), *numbers])
-        case "number":
-            return rng.uniform(-99, 99)
-        case "boolean":
-            return rng.random() < 0.5
-        case "array":
-            return [any_value(schema.get("items", {}), words, rng)]
-        case "object":
-            return {}
-    return rng.choice(words)
+    """Return a value that a JSON schema allows. Text is one of the words."""
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    if "items" in schema:
+        return [any_value(schema["items"], words, rng)]
+    numbers = [*range(10), rng.randint(-99, 99)]
+    values = {"integer": rng.choice(numbers), "number": rng.uniform(-99, 99),
+              "boolean": rng.random() < 0.5, "array": [], "object": {}}
+    return values.get(str(schema.get("type")), rng.choice(words))
 
 
-def copies_what_it_saw(game, subject):
+def copying_tool_output(game, subject):
     """Call any tool, then put its result, whole, where the answer belongs."""
+    if len(game.seen) == 1:
+        return random_calls(game, subject)
     text, calls = subject.last_turn
-    if len(game.seen) == 1 and subject.schemas:
-        return random_calls(game, subject, avoid=[call["name"] for call in calls])
-    copied = []
-    for call in calls:
-        arguments = {name: game.seen[-1] if isinstance(value, str) else value
-                     for name, value in call["arguments"].items()}
-        copied.append({"name": call["name"], "arguments": arguments})
+    copied = [{"name": call["name"], "arguments": dict.fromkeys(call["arguments"], game.seen[-1])}
+              for call in calls]
     return text and game.seen[-1], copied
 
 
-# ----------------------------------------------------------- checks: each returns a verdict and why
+# ------------------------------------------------------------ ways to play a task a second time
+def again(subject, agent, task, other):
+    return subject.play(agent, task)
+
+
+def after_another(subject, agent, task, other):
+    """Play it in an instance that has played another task, as TRL does."""
+    env = subject.setup.cls()
+    subject.play(agent, other, env)
+    return subject.play(agent, task, env)
+
+
+def beside_another(subject, agent, task, other):
+    """Play it in turns with another task."""
+    games = [Game(subject.setup, task), Game(subject.setup, other)]
+    while playing := [game for game in games if not game.over]:
+        for game in playing:
+            game.take_turn(*agent(game, subject))
+    return games[0]
+
+
+# ---------------------------------------------------------- checks: each returns a verdict and why
 def check_schemas(subject):
-    return PASS, ", ".join(schema["function"]["name"] for schema in subject.schemas) or "no tools"
+    return "pass", ", ".join(tool["name"] for tool in subject.tools)
 
 
-def check_determinism(subject):
-    setup = subject.setup
-    if setup.tasks("train", REPLAYED) != setup.tasks("train", REPLAYED):
-        return FAIL, "_tasks() returns other tasks when it is asked again with the same seed"
+def check_replay(replay, subject):
+    tasks = subject.held_out[:REPLAYED]
     for agent in subject.agents:
-        for task in subject.held_out[:REPLAYED]:
-            first, second = (subject.play(agent, task).record for _ in range(2))
-            if first != second:
-                return FAIL, difference(task, first, second)
-    return PASS, ""
-
-
-def check_isolation(subject):
-    """Play a task in an instance that has played another one, and in turns with another one."""
-    tasks = subject.held_out[:REPLAYED + 1]
-    for agent in subject.agents:
-        for task, other in zip(tasks, tasks[1:]):
-            alone = subject.play(agent, task).record
-            env = subject.setup.cls()
-            subject.play(agent, other, env)
-            again = subject.play(agent, task, env).record
-            games = [Game(subject.setup, task), Game(subject.setup, other)]
-            while not games[0].over:
-                for game in games:
-                    if not game.over:
-                        game.take_turn(*agent(game, subject))
-            for record in (again, games[0].record):
-                if record != alone:
-                    return FAIL, difference(task, alone, record)
-    return PASS, ""
-
-
-def difference(task, first, second) -> str:
-    """Return in words where the records of two games differ."""
-    pairs = [(a, b) for a, b in zip(first, second) if a != b] or [(len(first), len(second))]
-    return f"task {task}: once {pairs[0][0]!r:.80}, then {pairs[0][1]!r:.80}"
+        for task, other in zip(tasks, tasks[1:] + tasks[:1]):
+            first = subject.play(agent, task).record
+            second = replay(subject, agent, task, other).record
+            for a, b in zip([*first, None], [*second, None]):
+                if a != b:
+                    return "FAIL", f"task {task!r:.80}: once {a!r:.80}, then {b!r:.80}"
+    return "pass", f"{len(tasks)} tasks"
 
 
 def check_split(subject):
-    if not (subject.setup.makes_tasks or subject.setup.dataset):
-        return UNCHECKED, "no _tasks(): not checked"
+    if not subject.setup.makes_tasks:
+        return NO_TASKS
     training = subject.setup.tasks("train", TRAINING)
-    kept = drop_seen(subject.held_out, training)
-    if len(kept) < len(subject.held_out):
-        count = len(subject.held_out) - len(kept)
-        return FAIL, f"{count} of {len(subject.held_out)} test tasks are also training tasks"
-    asked = {Game(subject.setup, task).seen[0] for task in training}
-    again = [task for task in kept if Game(subject.setup, task).seen[0] in asked]
-    if again and len(asked) > 1:
-        return NOTE, f"{len(again)} of {len(kept)} test tasks begin like a training task: {again[0]}"
-    return PASS, f"{len(kept)} test tasks, {len(training)} training tasks"
+    seen = len(subject.held_out) - len(drop_seen(subject.held_out, training))
+    if seen:
+        return "FAIL", f"{seen} of {len(subject.held_out)} test tasks are training tasks"
+    questions = {Game(subject.setup, task).seen[0] for task in training}
+    again = [task for task in subject.held_out if Game(subject.setup, task).seen[0] in questions]
+    if again and len(questions) > 1:
+        return "note", f"{len(again)} test tasks begin with a question of training: {again[0]}"
+    return "pass", f"{len(subject.held_out)} test tasks, {len(training)} training tasks"
 
 
 def check_speed(subject):
-    if not subject.setup.makes_tasks or subject.setup.dataset:
-        return UNCHECKED, "no _tasks(): not checked"
+    if not subject.setup.makes_tasks:
+        return NO_TASKS
     began = time.perf_counter()
     rate = len(subject.setup.tasks("train", TRAINING)) / (time.perf_counter() - began)
-    return PASS if rate >= TASKS_PER_SECOND else NOTE, f"{rate:,.0f} tasks a second"
+    return "pass" if rate >= TASKS_PER_SECOND else "note", f"{rate:,.0f} tasks a second"
 
 
-def check_expert(subject):
-    if not subject.has_expert:
-        return UNCHECKED, "no expert: not checked"
-    _, solved = subject.success(expert)
-    return PASS if solved >= 0.95 else FAIL, f"solves {solved:.0%}"
-
-
-def check_random(subject):
-    _, solved = subject.success(random_calls)
-    return PASS if solved <= 0.3 else FAIL, f"solves {solved:.0%}"
+def check_success(agent, low, high, subject):
+    """Check the share of tasks that the agent solves."""
+    if agent not in subject.agents:
+        return NO_EXPERT
+    _, solved = subject.success(agent)
+    return "pass" if low <= solved <= high else "FAIL", f"solves {solved:.0%}"
 
 
 def check_lazy(agent, subject):
+    """Check that the agent is paid less than the expert."""
+    if expert not in subject.agents:
+        return NO_EXPERT
     reward, solved = subject.success(agent)
-    if not subject.has_expert:
-        return UNCHECKED, "no expert: not checked"
     honest, _ = subject.success(expert)
     words = f"mean reward {reward:.3g}, the expert's {honest:.3g}; solves {solved:.0%}"
-    return PASS if reward < honest else FAIL, words
+    return "pass" if reward < honest else "FAIL", words
 
 
+LAZY = doing_nothing, repeating_the_question, random_calls, answering_at_once, copying_tool_output
 CHECKS = {
-    "tool schemas are valid": check_schemas,
-    "the same task is the same episode": check_determinism,
-    "no state is shared between episodes": check_isolation,
+    "valid tool schemas": check_schemas,
+    "a task played again is the same": partial(check_replay, again),
+    "the same in an instance used before": partial(check_replay, after_another),
+    "the same beside another episode": partial(check_replay, beside_another),
     "train and test tasks are disjoint": check_split,
     f"{TASKS_PER_SECOND:,} tasks a second": check_speed,
-    "the expert solves 95 % or more": check_expert,
-    "random calls solve 30 % or less": check_random,
-    **{f"{agent.__name__.replace('_', ' ')}: pays less": partial(check_lazy, agent)
-       for agent in (does_nothing, repeats_the_question, random_calls, answers_at_once,
-                     copies_what_it_saw)},
+    "the expert solves 95 % or more": partial(check_success, expert, 0.95, 1),
+    "random calls solve 30 % or less": partial(check_success, random_calls, 0, 0.3),
+    **{f"{agent.__name__.replace('_', ' ')} pays less": partial(check_lazy, agent)
+       for agent in LAZY},
 }
 
 
@@ -237,17 +212,17 @@ def verdicts(setup: Setup):
         try:
             yield name, *check(subject)
         except (UserError, EnvironmentFault) as error:
-            yield name, FAIL, first_line(error)
+            yield name, "FAIL", first_line(error)
 
 
-def print_table(setup: Setup):
-    """Print the verdicts. Exit with status 1 if a check failed."""
+def command(config: Config):
+    """Print the verdicts, and exit with status 1 if a check failed."""
     failed = False
-    for name, verdict, reason in verdicts(setup):
-        print(f"{verdict:<5} {name:<42} {printable(reason)}", flush=True)
-        failed |= verdict == FAIL
-    sys.exit(int(failed))
+    for name, verdict, reason in verdicts(Setup(config)):
+        print(f"{verdict:<5} {name:<38} {printable(reason)}", flush=True)
+        failed |= verdict == "FAIL"
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
-    main(__doc__, print_table)
+    run(command, __doc__)

@@ -23,7 +23,7 @@ class Game:
 
     def reset(self, seed: int, **_) -> str:
         self._game = gymnasium.make(self._id, render_mode=self._mode, **self.options)
-        self.reward = self._gain = 0.0
+        self.reward = 0.0
         self.done = False
         return self._show(self._game.reset(seed=seed)[0])
 
@@ -35,11 +35,13 @@ class Game:
         """
         if self.done or not self._game.action_space.contains(action):
             raise ValueError(f"an action is one of {self._game.action_space}, until the end")
-        observation, gain, terminated, truncated, _ = self._game.step(action)
-        self._gain = float(gain)
-        self.reward += self._gain
+        observation, reward, terminated, truncated, _ = self._game.step(action)
+        self.reward += float(reward)
         self.done = terminated or truncated
-        return f"{self._show(observation)}\nreward: {self._gain:g}"
+        return f"{self._show(observation)}\nreward: {reward}"
+
+    def get_reward(self) -> float:
+        return self.reward
 
     def _show(self, observation) -> str:
         picture = COLOURED.sub(r"[\1]", self._game.render()) if self._mode else ""
@@ -47,13 +49,6 @@ class Game:
         if hasattr(self._game.unwrapped, "decode"):
             observation = self._game.unwrapped.decode(observation)
         return f"{picture}\nobservation: {observation}".strip()
-
-    def get_reward(self) -> float:
-        return self.reward
-
-    def _check(self) -> bool:
-        """Return whether the game ended with a gain, as it does at the goal."""
-        return bool(self.done and self._gain > 0)
 
     @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
@@ -72,11 +67,11 @@ def make(name: str) -> type:
     if not isinstance(game.action_space, gymnasium.spaces.Discrete):
         raise UserError(f"gymnasium:{name}: its actions are {game.action_space}, not numbered")
     kind = type(game.unwrapped)
-    defaults = {p.name: p.default for p in inspect.signature(kind).parameters.values()}
+    parameters = inspect.signature(kind).parameters.values()
     steps = game.spec.max_episode_steps or 100
     return type(name, (Game,), {
         "_id": name, "_mode": "ansi" if "ansi" in kind.metadata["render_modes"] else None,
-        "options": {key: value for key, value in defaults.items() if value is not None},
-        "system_prompt": inspect.getdoc(kind).partition("## Starting State")[0], "max_turns": steps,
-        "limits": {"max_new_tokens": 64, "max_tokens": 4096, "max_tool_calls": steps,
-                   "max_tool_tokens": 4096}})
+        "options": {p.name: p.default for p in parameters if p.default is not None},
+        "system_prompt": inspect.getdoc(kind).partition("## Starting State")[0],
+        "max_turns": steps,
+        "limits": {"max_tokens": 4096, "max_tool_calls": steps, "max_tool_tokens": 4096}})

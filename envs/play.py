@@ -6,45 +6,53 @@
 A turn is a call, divide_terms(terms="3") or in JSON {"name": ..., "arguments": {...}}, or an answer
 in plain text. Ctrl-D ends.
 """
-import argparse
 import json
 import re
+import sys
+from dataclasses import dataclass
 
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
 from episodes.tasks import load_tasks
-from experiment.errors import EnvironmentFault, UserError, printable
+from experiment.config import EnvironmentFlags, flag
+from experiment.errors import printable
+from experiment.program import main
 from llm.tool_calls import parse_tool_calls
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 
 
+@dataclass(kw_only=True)
+class Config(EnvironmentFlags):
+    env: str = flag("equations", "environment; also path/to/file.py:Class. NAME is --env NAME")
+    tasks: str | None = flag(None, "task file; default: the environment's own tasks")
+    seed: int = flag(0, "of the tasks", low=0)
+
+
 class Setup:
-    """An environment with the options and tasks that a command line names. Raises UserError."""
+    """An environment with the options and the tasks that a Config names."""
 
-    def __init__(self, flags: argparse.Namespace):
-        self.name, self.dataset, self.seed = flags.env, flags.tasks, flags.seed
-        self.options = envs.options_of(flags)
-        self.cls = envs.with_options(envs.load(flags.env), self.options)
-        self.limits = envs.Limits(**envs.limits(flags.env))
-
-    @property
-    def makes_tasks(self) -> bool:
-        return hasattr(self.cls, "_tasks")
+    def __init__(self, config: Config):
+        self.config = config
+        self.options = envs.options_of(config)
+        self.cls = envs.with_options(envs.load(config.env), self.options)
+        self.limits = envs.Limits(**envs.limits(config.env))
+        self.makes_tasks = hasattr(self.cls, "_tasks") and not config.tasks
 
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks. Where `reset` needs no argument they may all be the same."""
-        if not (self.dataset or self.makes_tasks or envs.needed(self.cls)):
-            return [dict(self.options)] * n
-        return load_tasks(self.name, split, n, self.seed, self.dataset, env_options=self.options)
+        if not (self.makes_tasks or self.config.tasks or envs.needed(self.cls)):
+            return [self.options] * n
+        return load_tasks(self.config.env, split, n, self.config.seed, self.config.tasks,
+                          env_options=self.options)
 
 
 class Game:
     """One episode that no model plays. Its methods raise EnvironmentFault.
 
     Args:
-        env: an instance to use again; a new one is made without it.
+        env: an instance to use again. Without it a new one is made.
 
     Attributes:
         seen: what the player was shown: the question, and then results and replies.
@@ -56,7 +64,7 @@ class Game:
     def __init__(self, setup: Setup, task: dict, env=None):
         self.limits = setup.limits
         make = (lambda: env) if env else setup.cls
-        self.session = Session(Watch(self.limits.tool_timeout), setup.name, make, task)
+        self.session = Session(Watch(self.limits.tool_timeout), setup.config.env, make, task)
         question, self.system_prompt, self.turns_left = self.session.start()
         self.seen = [question]
         self.record = [self.system_prompt, question]
@@ -70,56 +78,35 @@ class Game:
                      for result, _, gain in self.session.results()]
         else:
             shown = [self.session.reply(text)]
-            self.over = shown[0][0] is None
         self.turns_left -= 1
-        self.over = self.over or self.session.done or not self.turns_left
+        self.over = shown[-1][0] is None or self.session.done or not self.turns_left
         self.seen += [result for result, _ in shown if result is not None]
-        self.record += [text, calls, shown]
+        self.record.append((text, calls, shown))
         if self.over:
             self.score = self.session.score()
             self.record.append(self.score)
         return shown
 
 
-def read_turn(line: str) -> tuple[str, list[dict], list[str]]:
-    """Return the text, the calls, and an error for each call that cannot be read."""
-    line = line.strip()
-    return parse_tool_calls(f"[{line}]" if PYTHON_CALL.fullmatch(line) else line)
-
-
 def play(game: Game):
-    """Let the person at the terminal play an episode. EOFError: it was Ctrl-D."""
+    """Let the person at the terminal play an episode. Raises EOFError for Ctrl-D."""
     print(f"\nSystem: {printable(game.system_prompt or '')}\nUser: {printable(game.seen[0])}")
     while not game.over:
-        text, calls, errors = read_turn(input("You: "))
-        for error in errors:
-            print(printable(error))
-        if errors and not calls:
+        line = input("You: ").strip()
+        is_call = PYTHON_CALL.fullmatch(line)
+        text, calls, errors = parse_tool_calls(f"[{line}]" if is_call else line)
+        if errors:
+            print(printable(errors[0]))
             continue
         for result, gain in game.take_turn(text, calls):
             print(f"{printable(result or 'The end.')}   [reward {gain:+g}]")
-    total, parts, solved = game.score
-    print("solved" if solved else "not solved", f"reward {total:g}", parts or "", sep="; ")
+    reward, parts, solved = game.score
+    print(f"{'solved' if solved else 'not solved'}; reward {reward:g}", parts or "")
 
 
-def main(doc: str, command, argv=None):
-    """Run command(setup) for the environment that the command line names, and exit."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("env", help="a name, path/to/file.py:Class or package:name")
-    parser.add_argument("--tasks", help="task file; default: the environment's own tasks")
-    parser.add_argument("--env_options", help="name=value,...: options of the environment")
-    parser.add_argument("--unsafe_code", action="store_true",
-                        help="run the model's Python code with NO protection")
-    parser.add_argument("--seed", type=int, default=0, help="of the tasks")
-    try:
-        command(Setup(parser.parse_args(argv)))
-    except (UserError, EnvironmentFault) as error:
-        parser.error(str(error))
-
-
-def at_terminal(setup: Setup):
-    """Play one task after the other until Ctrl-D."""
+def command(config: Config):
+    """Show the schemas of the tools, and play one task after the other until Ctrl-D."""
+    setup = Setup(config)
     for schema in envs.schemas(setup.cls):
         print(json.dumps(schema))
     try:
@@ -129,5 +116,12 @@ def at_terminal(setup: Setup):
         print()
 
 
+def run(command, doc: str):
+    """Run command(config) as a program whose first argument may be the name of an environment."""
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
+        sys.argv.insert(1, "--env")
+    main(Config, command, doc)
+
+
 if __name__ == "__main__":
-    main(__doc__, at_terminal)
+    run(command, __doc__)
