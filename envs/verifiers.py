@@ -25,8 +25,12 @@ class Question:
     def _rows(cls) -> list:
         """Return the tasks of the taskset with these options."""
         name = cls.__name__
-        taskset = vf.load_taskset(vf.taskset_config_type(name)(id=name, **cls.options))
-        rows = list(islice(taskset, 10_000))
+        try:
+            taskset = vf.load_taskset(vf.taskset_config_type(name)(id=name, **cls.options))
+            rows = list(islice(taskset, 10_000))
+        # The code is a stranger's: no network, a value that pydantic refuses.
+        except Exception as error:
+            raise UserError(f"verifiers:{name}: {first_line(error)}") from None
         rewards = [inspect.signature(reward).parameters for reward in rows[0].hooks("reward")]
         if (vf.environment_class(name) is not vf.SingleAgentEnv
                 or taskset.toolsets(taskset.config) or rows[0].toolsets(rows[0].config)
@@ -73,7 +77,7 @@ def make(name: str) -> type:
     """Return the environment of a taskset."""
     try:
         fields = vf.taskset_config_type(name)(id=name).model_dump()
-    # Whatever the code of a stranger's module raises, or pydantic about a field without default.
+    # The name is of another kind of module, or a field has no default.
     except Exception as error:
         raise UserError(f"verifiers:{name}: {first_line(error)}") from None
     options = {field: value for field, value in fields.items()
