@@ -45,6 +45,7 @@ class Question:
         self.system_prompt = self._task.data.system_prompt
         self.reward = 0.0
         self._reward_parts = {}
+        self._solved = False
         return self._task.data.prompt_text
 
     def get_reward(self) -> float:
@@ -61,9 +62,11 @@ class Question:
         awaited(self._task.score(trace))
         self.reward = trace.reward
         self._reward_parts = {name: reward.value for name, reward in trace.rewards.items()}
+        self._solved = all(reward.score >= 1 for reward in trace.rewards.values())
 
     def _check(self) -> bool:
-        return self.reward >= 1
+        """Return whether every reward function gave 1, its full score."""
+        return self._solved
 
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
