@@ -1,8 +1,6 @@
 """envs/play.py: a person plays."""
 import json
 
-import pytest
-
 import envs
 from envs.play import Config, command
 
