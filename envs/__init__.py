@@ -56,7 +56,7 @@ ENVS = {
     "gsm8k": "envs.gsm8k:GSM8K",
     "meetings": "bench.meetings:Meetings",
 }
-# Packages of others. envs/PACKAGE.py has make(name), the class for --env PACKAGE:NAME.
+# Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 
@@ -103,7 +103,7 @@ def load(name: str) -> type:
         if place.endswith(".py"):
             module = _import_file(os.path.abspath(place))
         elif place in ADAPTERS:
-            return importlib.import_module(f"envs.{place}").make(class_name)
+            return importlib.import_module(f"envs.{place}_text").make(class_name)
         else:
             module = importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:

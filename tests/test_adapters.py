@@ -1,4 +1,4 @@
-"""envs/reasoning_gym.py, envs/gymnasium.py, envs/verifiers.py: environments of other packages. They are skipped where the package is missing."""
+"""envs/reasoning_gym_text.py, envs/gymnasium_text.py, envs/verifiers_text.py: environments of other packages. They are skipped where the package is missing."""
 import json
 import random
 import re
@@ -25,7 +25,7 @@ def told(env, env_options=None):
 
 @pytest.mark.parametrize("package", envs.ADAPTERS)
 def test_without_the_package_one_line_says_how_to_install_it(package, monkeypatch):
-    monkeypatch.delitem(sys.modules, f"envs.{package}", raising=False)
+    monkeypatch.delitem(sys.modules, f"envs.{package}_text", raising=False)
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
