@@ -192,9 +192,11 @@ def any_value(schema: dict, words: list[str], rng: Random):
 def command(config: Config):
     """Print the verdicts, and exit with status 1 if a check failed."""
     failed = False
-    for name, verdict, reason in Conformance(Setup(config)).verdicts():
-        print(f"{verdict:<5} {name:<35} {printable(reason)}", flush=True)
-        failed |= verdict == "FAIL"
+    setup = Setup(config)
+    with setup.watch:
+        for name, verdict, reason in Conformance(setup).verdicts():
+            print(f"{verdict:<5} {name:<35} {printable(reason)}", flush=True)
+            failed |= verdict == "FAIL"
     sys.exit(failed)
 
 

@@ -38,6 +38,7 @@ class Setup:
         self.options = envs.options_of(config)
         self.cls = envs.with_options(envs.load(config.env), self.options)
         self.limits = envs.Limits(**envs.limits(config.env))
+        self.watch = Watch(self.limits.tool_timeout)
         self.makes_tasks = hasattr(self.cls, "_tasks") and not config.tasks
 
     def tasks(self, split: str, n: int) -> list[dict]:
@@ -64,7 +65,7 @@ class Game:
     def __init__(self, setup: Setup, task: dict, env=None):
         self.limits = setup.limits
         make = (lambda: env) if env else setup.cls
-        self.session = Session(Watch(self.limits.tool_timeout), setup.config.env, make, task)
+        self.session = Session(setup.watch, setup.config.env, make, task)
         question, self.system_prompt, self.turns_left = self.session.start()
         self.seen = [question]
         self.record = [self.system_prompt, question]
@@ -110,8 +111,9 @@ def command(config: Config):
     for schema in envs.schemas(setup.cls):
         print(json.dumps(schema))
     try:
-        for task in setup.tasks("train", 100):
-            play(Game(setup, task))
+        with setup.watch:
+            for task in setup.tasks("train", 100):
+                play(Game(setup, task))
     except EOFError:
         print()
 

@@ -31,6 +31,12 @@ class Watch:
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # the fault that came too often, in words
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
     def count(self, kind, fault: str | None):
         """Count the faults in a row. A call of this kind met one, or none."""
         self.faults[kind] = self.faults[kind] + 1 if fault else 0

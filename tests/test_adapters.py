@@ -1,4 +1,5 @@
 """envs/reasoning_gym_text.py, envs/gymnasium_text.py, envs/verifiers_text.py: environments of other packages. They are skipped where the package is missing."""
+import faulthandler
 import json
 import random
 import re
@@ -19,8 +20,17 @@ def setup(env, env_options=None):
     return Setup(Config(env=env, env_options=env_options))
 
 
+@pytest.fixture(autouse=True)
+def no_timer():
+    """A watch that is not closed leaves the timer of hung calls behind."""
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
 def told(env, env_options=None):
-    return {name: (verdict, reason) for name, verdict, reason in Conformance(setup(env, env_options)).verdicts()}
+    this = setup(env, env_options)
+    with this.watch:
+        return {name: (verdict, reason) for name, verdict, reason in Conformance(this).verdicts()}
 
 
 @pytest.mark.parametrize("package", envs.ADAPTERS)

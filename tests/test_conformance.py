@@ -23,7 +23,9 @@ def few(monkeypatch):
 
 
 def verdicts(env, **flags):
-    rows = list(Conformance(Setup(Config(env=env, **flags))).verdicts())
+    setup = Setup(Config(env=env, **flags))
+    with setup.watch:
+        rows = list(Conformance(setup).verdicts())
     return {name: verdict for name, verdict, _ in rows}, {name: reason for name, _, reason in rows}
 
 
