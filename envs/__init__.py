@@ -9,6 +9,8 @@
     calls.py      the tools of a class, and one call of one of them
     gymnasium.py  the same as step(env, name, arguments)
     session.py    one environment during an episode: its calls are made in a thread of its own
+    play.py       python -m envs.play NAME: play one yourself
+    check.py      python -m envs.check NAME: the test that each of them passes
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
@@ -38,7 +40,8 @@ TRL:
     _from_text(text)            static: the task row in what a person typed into a chat, or
                                 ValueError; None in it stands for an answer that nobody knows
 
-`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
+`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own, and
+`--env gymnasium:FrozenLake-v1` one of another package (ADAPTERS).
 """
 import importlib.util
 import inspect
@@ -62,6 +65,8 @@ ENVS = {
     "code": "envs.code:Code",
     "meetings": "bench.meetings:Meetings",
 }
+# Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
+ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 
 LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
@@ -105,8 +110,9 @@ def load(name: str) -> type:
     """Return the class of an environment.
 
     Args:
-        name: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. It comes from the
-            person who runs the program, never from data: the code behind it is run.
+        name: a name of ENVS, `package.module:Class`, `path/to/file.py:Class`, or `package:name`
+            of one of ADAPTERS. It comes from the person who runs the program, never from data: the
+            code behind it is run.
     """
     target = ENVS.get(name, name)
     if ":" not in target:
@@ -116,10 +122,13 @@ def load(name: str) -> type:
     try:
         if place.endswith(".py"):
             module = _import_file(os.path.abspath(place))
+        elif place in ADAPTERS:
+            return importlib.import_module(f"envs.{place}_text").make(class_name)
         else:
             module = importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
-        raise UserError(f"environment {name!r}: {error}") from None
+        hint = f"; pip install {place}" if place in ADAPTERS else ""
+        raise UserError(f"environment {name!r}: {error}{hint}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
         raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
