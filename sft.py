@@ -30,8 +30,8 @@ import envs
 from agent import collate, evaluate
 from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
 from episodes.tasks import with_env
-from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
-                        imitation_learning_rate, main, replace_file, to_json)
+from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
+                        auto, fill, flag, imitation_learning_rate, main, replace_file, to_json)
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
@@ -52,7 +52,7 @@ TINY_SFT = {
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
@@ -105,7 +105,7 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
     limits = envs.limits_of(config, config.env)
     return {**evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed,
-                       run=run), **run.ranks.total(losses)}
+                       env_options=envs.options_of(config), run=run), **run.ranks.total(losses)}
 
 
 # -------------------------------------------------------------------------------------------- loop
@@ -186,6 +186,7 @@ def teach_tiny(config, run) -> str:
     print("tiny model: made here, and taught the format by a short SFT on noisy demonstrations")
     folder = base / "sft"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       env_options=config.env_options, unsafe_code=config.unsafe_code,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     seconds = train(schooling)["seconds"]
     run.ranks.first(lambda: merge(schooling.output_dir, str(base)))

@@ -15,6 +15,8 @@ the total of the episode. They may be async. Each call comes from another thread
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
+    options                     attribute of the class: what --env_options may set, and the
+                                defaults, such as {"corpus": ""}; read from self or cls
     limits                      attribute of the class: recommended lengths, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}, or others of
                                 LIMITS
@@ -33,12 +35,13 @@ the total of the episode. They may be async. Each call comes from another thread
 """
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
-from envs.calls import StepResult, call, schemas, step, tools, valid_actions
+from envs.calls import StepResult, call, read_cell, schemas, step, tools, valid_actions
 from experiment.config import nearest
 from experiment.errors import UserError
 
@@ -110,6 +113,48 @@ def load(name: str) -> type:
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
                             "see envs/template.py")
     return cls
+
+
+def with_options(cls, options: dict | None) -> type:
+    """Return the class with those of the options that it declares, as a subclass if it has any."""
+    declared = getattr(cls, "options", {})
+    given = {name: value for name, value in (options or {}).items() if name in declared}
+    if not given:
+        return cls
+    return type(cls.__name__, (cls,), {"options": declared | given, "__module__": cls.__module__})
+
+
+def options_of(config) -> dict:
+    """Return what --env_options says by name, and "unsafe_code": True where the flag is given.
+
+    They are options of the environments, of the type of their default, or arguments of `reset`,
+    which are JSON or else text.
+    """
+    arguments, defaults = {}, {}
+    for cls in map(load, names_of(config.env)):
+        arguments.update(inspect.signature(cls.reset).parameters)
+        defaults.update(getattr(cls, "options", {}))
+    # By convention **_ is thrown away, and **kwargs is read.
+    arguments.pop("_", None)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
+    known = ["--unsafe_code", *arguments, *defaults]
+    options = {"unsafe_code": True} if config.unsafe_code else {}
+    for item in filter(str.strip, (config.env_options or "").split(",")):
+        name, equals, value = (side.strip() for side in item.partition("="))
+        if not equals:
+            raise UserError(f"--env_options {name!r}: write name=value,name=value")
+        if name == "unsafe_code" or name not in known and not takes_any:
+            hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
+            raise UserError(f"--env_options {name}: {config.env} has no such option; {hint}")
+        try:
+            is_declared = name in defaults
+            value = read_cell(value, type(defaults[name])) if is_declared else json.loads(value)
+        except (TypeError, ValueError):
+            if is_declared:
+                kind = type(defaults[name]).__name__
+                raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
+        options[name] = value
+    return options
 
 
 def sources(env_names: str | None) -> list[str]:

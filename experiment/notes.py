@@ -58,8 +58,9 @@ def first_notes(metrics, config, model):
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
-        if config.tasks:
-            words += ["--tasks", config.tasks]
+        for name in ("tasks", "env_options"):
+            if getattr(config, name):
+                words += [f"--{name}", getattr(config, name)]
         notes.append(
             f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
             f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "

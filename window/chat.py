@@ -121,7 +121,8 @@ def check_output(path: str):
 # --------------------------------------------------------------------------------------- chat
 def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    classes, chats = load_environments(tokenizer, config.env, model.generation_config)
+    classes, chats = load_environments(tokenizer, config.env, model.generation_config,
+                                       envs.options_of(config))
     [(name, chat)] = chats.items()
     limits = rollout_options(config)["limits"]
     print(f"Environment {name}: {', '.join(chat.tool_names)}.\n"
@@ -183,7 +184,7 @@ def command(config: Config):
     if not config.num_tasks and len(envs.names_of(config.env)) > 1:
         raise UserError(f"--env {config.env}: chat with one environment at a time")
     tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, config.env_options)
+                       config.dataset, config.eval_dataset, envs.options_of(config))
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
     if config.num_tasks:
         write_traces(config, model, tokenizer, tasks)
