@@ -52,10 +52,8 @@ ENVS = {
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
     "search": "envs.search:Search",
-    "search_hard": "envs.search:SearchHard",
     "writing": "envs.writing:Writing",
     "business": "envs.business:Business",
-    "business_hard": "envs.business:BusinessHard",
     "meetings": "bench.meetings:Meetings",
 }
 
