@@ -13,7 +13,7 @@ pasting what a tool said earns nothing.
 
 --env_options level=2 chooses. With --env_options corpus=PATH the documents are your own: a folder
 of .txt and .md files, or a .jsonl file of rows {"title", "text"}. Questions on them come from
---dataset, in rows {"question", "answer"}; an answer is a text, or a list of texts that are right.
+--dataset, in rows {"question", "answer"}; the scripted expert cannot answer those.
 """
 import math
 import random
@@ -28,27 +28,30 @@ from pathlib import Path
 from experiment.data import read_rows, read_text
 from experiment.errors import UserError
 
-# Kind, relation, kind of the value, and one of the three sentences that may state the fact.
+# Relation, what has it, the kind of its value, a sentence that states it.
 FACTS = """
-project founder person {} was founded by {}.
-project engineer person {} was built by {}.
-project site town {} stands in {}.
-project day date {} began on {}.
-person senior person {} reports to {}.
-person junior person {} trains {}.
-person home town {} lives in {}.
-person day date {} was born on {}.
-town founder person {} owes its name to {}.
-town day date {} was founded on {}.
+founder project,town person {} was founded by {}.
+engineer project,town person {} was built by {}.
+site project town {} stands in {}.
+senior person person {} reports to {}.
+junior person person {} trains {}.
+home person town {} lives in {}.
+day project,town,person date The first day of {} was {}.
 """
 FACTS = [line.split(maxsplit=3) for line in FACTS.strip().splitlines()]
+# Three ways to state a relation: the first is that of level 1.
+FORMS = {relation: (f"{{}} {relation} {{}}.", f"The {relation} of {{}} is {{}}.", sentence)
+         for relation, _, _, sentence in FACTS}
+# The relation that a noisy expert takes for this one.
+MISTAKEN = {"founder": "engineer", "engineer": "founder", "senior": "junior", "junior": "senior"}
 SIZES = {1: {"project": 2, "person": 6}, 2: {"project": 6, "person": 12, "town": 4},
          3: {"project": 10, "person": 20, "town": 6}}
 HOPS = {1: 2, 2: 2, 3: 3}
-QUESTIONS = 20  # that are asked of one archive
-FIRST_NAMES = "Ada Bruno Clara Dario Edith Felix Greta Hugo Irma Jonas Karin Leo Mara Nils".split()
+NAMES = {"project": "Project {}", "person": "{}", "town": "{}burg"}
 SYLLABLES = "al bren cor dun el far gim hol ing kes lor mar nev os pel quin ros sten tor".split()
 MONTHS = "January February March April May June July August September October".split()
+# Questions on one archive. Of many the tiny model learns archives by heart instead of reading.
+QUESTIONS = {1: 1, 2: 5, 3: 10}
 
 MAX_SHOWN = 100  # characters that a search shows of a document
 MAX_DOCUMENT = 1200  # characters; a longer text becomes several documents
@@ -74,14 +77,14 @@ class Corpus:
     def best(self, query: str, n: int) -> list[str]:
         """Return the titles of the n documents that fit the query best, the best first."""
         scores = Counter()
-        for word in set(words_of(query)):
+        for word in sorted(set(words_of(query))):
             counts = self.counts.get(word, {})
             # Lucene adds the 1, so that a word that most documents have never counts against them.
             idf = math.log(1 + (len(self.documents) - len(counts) + 0.5) / (len(counts) + 0.5))
             for title, count in counts.items():
                 norm = 1 - B + B * self.lengths[title] / self.mean_length
                 scores[title] += idf * count * (K1 + 1) / (count + K1 * norm)
-        return sorted(scores, key=lambda title: (-scores[title], title))[:n]
+        return [title for title, _ in scores.most_common(n)]
 
 
 def words_of(text: str) -> list[str]:
@@ -93,14 +96,14 @@ def read_corpus(path: str) -> Corpus:
     """Return the documents of a folder of .txt and .md files, or of a .jsonl file."""
     if Path(path).is_dir():
         files = sorted(f for f in Path(path).rglob("*") if f.suffix in (".txt", ".md"))
-        texts = [(str(f.relative_to(path)), read_text(f)) for f in files]
+        texts = {str(f.relative_to(path)): read_text(f) for f in files}
     else:
-        texts = [(row.get("title") or str(n), row.get("text", "")) for n, row in read_rows(path)]
+        texts = {str(row.get("title", line)): row.get("text", "") for line, row in read_rows(path)}
     documents = {}
-    for title, text in texts:
-        for number, start in enumerate(range(0, len(text), MAX_DOCUMENT), 1):
-            name = title if number == 1 else f"{title} ({number})"
-            documents[name] = text[start:start + MAX_DOCUMENT]
+    for title, text in texts.items():
+        for start in range(0, len(text), MAX_DOCUMENT):
+            part = f" ({start // MAX_DOCUMENT + 1})" if start else ""
+            documents[title + part] = text[start:start + MAX_DOCUMENT]
     if not documents:
         raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
                         'file of rows {"title", "text"}')
@@ -110,55 +113,38 @@ def read_corpus(path: str) -> Corpus:
 # ------------------------------------------------------------------------- the synthetic archives
 @lru_cache(256)
 def read_archive(archive: str, level: int) -> Corpus:
-    """Return the documents of an archive, one for each entity."""
-    rng = random.Random(archive)
-    names, facts = draw_facts(archive, level)
-    documents = {}
-    for kind in names:
-        forms = forms_of(kind)
-        for entity in names[kind]:
-            sentences = []
-            for relation, value in facts[entity].items():
-                form = forms[relation][0] if level == 1 else rng.choice(forms[relation][1:])
-                sentences.append(form.format(entity, value))
-            documents[entity] = " ".join(rng.sample(sentences, len(sentences)))
-    return Corpus(documents)
+    return Corpus(draw_archive(archive, level)[1])
 
 
-def forms_of(entity_kind: str) -> dict:
-    """Return relation -> the three sentences that may state it, for entities of a kind."""
-    return {relation: (f"{{}} {relation} {{}}.", sentence, f"The {relation} of {{}} is {{}}.")
-            for kind, relation, _, sentence in FACTS if kind == entity_kind}
-
-
-def draw_facts(archive: str, level: int) -> tuple[dict, dict]:
-    """Return kind -> entities, and entity -> relation -> value, both drawn from the name."""
+def draw_archive(archive: str, level: int) -> tuple[dict, dict]:
+    """Return entity -> relation -> value, and entity -> document. Both are drawn from the name."""
     rng = random.Random(archive)
     used = set()
     names = {kind: [draw_name(kind, level, rng, used) for _ in range(size)]
              for kind, size in SIZES[level].items()}
     facts = defaultdict(dict)
-    for kind, relation, of, _ in FACTS:
-        for entity in names.get(kind, []):
-            if of == "date":
-                facts[entity][relation] = draw_name(of, level, rng, used)
-            elif of in names:
-                others = [name for name in names[of] if name != entity]
-                facts[entity][relation] = rng.choice(others)
-    return names, facts
+    sentences = defaultdict(list)
+    for relation, kinds, of, _ in rng.sample(FACTS, len(FACTS)):
+        if of not in ("date", *names):
+            continue
+        for entity in [name for kind in names if kind in kinds for name in names[kind]]:
+            value = entity
+            while value == entity:
+                value = draw_name(of, level, rng, used) if of == "date" else rng.choice(names[of])
+            facts[entity][relation] = value
+            form = FORMS[relation][0 if level == 1 else rng.randint(1, 2)]
+            sentences[entity].append(form.format(entity, value))
+    return facts, {entity: " ".join(sentences[entity]) for entity in sentences}
 
 
 def draw_name(kind: str, level: int, rng, used: set) -> str:
     """Return a name or a date that is not in `used`, and add it there."""
-    word = "".join(rng.choices(SYLLABLES, k=2)).capitalize()
     if level == 1:
         name = str(rng.randint(10, 99))
     elif kind == "date":
         name = f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2019)}"
-    elif kind == "person":
-        name = f"{rng.choice(FIRST_NAMES)} {word}"
     else:
-        name = f"Project {word}" if kind == "project" else f"{word}burg"
+        name = NAMES[kind].format("".join(rng.choices(SYLLABLES, k=2)).capitalize())
     if name in used:
         return draw_name(kind, level, rng, used)
     used.add(name)
@@ -168,14 +154,14 @@ def draw_name(kind: str, level: int, rng, used: set) -> str:
 def draw_question(archive: str, level: int, facts: dict, rng) -> dict:
     """Return a task whose answer is HOPS documents away, and not in the first of them."""
     while True:
-        path = [rng.choice(list(facts))]
-        phrase = path[0]
+        entity = phrase = rng.choice(list(facts))
+        path = [entity]
         while path[-1] in facts and len(path) <= HOPS[level]:
-            relation = rng.choice(list(facts[path[-1]]))
-            path.append(facts[path[-1]][relation])
+            relation, value = rng.choice(list(facts[path[-1]].items()))
+            path.append(value)
             phrase = f"the {relation} of {phrase}"
-        is_direct = path[-1] in facts[path[0]].values()
-        if len(path) == HOPS[level] + 1 == len(set(path)) and not is_direct:
+        is_long = len(set(path)) == HOPS[level] + 1
+        if is_long and path[-1] not in facts[entity].values():
             return {"question": f"Archive {archive}: what is {phrase}?", "answer": path[-1],
                     "archive": archive, "level": level}
 
@@ -203,12 +189,12 @@ class Search:
     limits = {"max_new_tokens": 128, "max_tokens": 2048, "max_tool_tokens": 1536}
     options = {"level": 1, "corpus": ""}
 
-    def reset(self, question: str, answer: str | list, archive: str = "", level: int = 1,
+    def reset(self, question: str, answer: str, archive: str = "", level: int = 1,
               noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin with a question on an archive, or on the documents of the option `corpus`.
 
-        With probability `noise` the scripted expert takes another fact of a document for the one
-        that it needs. `noise_seed` decides when.
+        With probability `noise` the scripted expert takes a relation of the question for its like.
+        `noise_seed` decides when.
         """
         path = self.options["corpus"]
         if bool(path) == bool(archive):
@@ -216,17 +202,13 @@ class Search:
                             "questions on them by --dataset questions.jsonl")
         self._corpus = read_corpus(path) if path else read_archive(archive, level)
         self._results = 1 if archive and level == 1 else 4  # of a search
-        self._right = [normalized(text) for text in texts_of(answer)]
+        self._question = question
+        self._right = normalized(str(answer))
         self._reward_parts = {"exact": 0.0, "f1": 0.0}
         self.done = False
-        # What the expert knows: the question's relations, the entities so far, what it has read.
-        *relations, entity = question.rpartition("what is ")[2].rstrip("?").split(" of ")
-        self._relations = [relation.removeprefix("the ") for relation in reversed(relations)]
-        self._path = [entity]
-        self._read = ""
-        self._asked = set()
-        self._noise = noise
-        self._rng = random.Random(f"{noise_seed} {question}")
+        self._read = ""  # all that the tools have said
+        rng = random.Random(f"{noise_seed} {question}")
+        self._mistaken = {name: MISTAKEN[name] for name in MISTAKEN if rng.random() < noise}
         return question
 
     # ------------------------------------------------------------------------------- the tools
@@ -239,8 +221,9 @@ class Search:
         lines = []
         for title in self._corpus.best(query, self._results):
             text = textwrap.shorten(self._corpus.documents[title], MAX_SHOWN)
-            lines.append(f"{title}: {text}")
-        return self._note("search", query, "\n".join(lines) or "nothing found")
+            lines.append(f"{title}: {text}\n")
+        self._read += "\n" + "".join(lines)
+        return "".join(lines).strip() or "nothing found"
 
     def open_document(self, title: str) -> str:
         """Return the text of a document.
@@ -250,7 +233,8 @@ class Search:
         """
         if title not in self._corpus.documents:
             raise ValueError(f"no document {title!r:.60}")
-        return self._note("open_document", title, self._corpus.documents[title])
+        self._read += self._corpus.documents[title]
+        return self._corpus.documents[title]
 
     def answer(self, answer: str) -> str:
         """Give the final answer.
@@ -262,8 +246,8 @@ class Search:
             return "error: the episode is over"
         self.done = True
         words = normalized(answer)
-        self._reward_parts = {"exact": 0.5 * (words in self._right),
-                              "f1": 0.5 * max(f1(words, right) for right in self._right)}
+        self._reward_parts = {"exact": 0.5 * (words == self._right),
+                              "f1": 0.5 * f1(words, self._right)}
         return "right" if self._check() else "wrong"
 
     def get_reward(self) -> float:
@@ -276,69 +260,42 @@ class Search:
         return "Use the tools."
 
     # ---------------------------------------------------------------------- the scripted expert
-    def _note(self, tool: str, asked: str, text: str) -> str:
-        """Note for the expert what a tool was asked and answered. Return the answer."""
-        self._asked.add((tool, asked))
-        self._read += f"\n{text}"
-        return text
-
-    def _told(self, entity: str) -> dict:
-        """Return relation -> value, as the sentences that were read tell it of an entity."""
-        values = {}
-        for kind in SIZES[3]:
-            for relation, forms in forms_of(kind).items():
-                for form in forms:
-                    pattern = form[:-1].format(re.escape(entity), r"([\w ]+)\.")
-                    if match := re.search(pattern, self._read):
-                        values[relation] = match[1]
-        return values
-
     def _expert(self) -> list[dict]:
         """Return the next call: look up one entity after another, then answer with the last.
 
-        It reads the question, which says "the A of the B of C", from its end. It can do so in the
-        synthetic archives alone.
+        The question says "the A of the B of C": C is looked up first, then its B.
         """
         if self.done:
             return []
-        while len(self._path) <= len(self._relations):
-            entity, relation = self._path[-1], self._relations[len(self._path) - 1]
-            values = self._told(entity)
-            for tool, argument in (("search", "query"), ("open_document", "title")):
-                if relation not in values and (tool, entity) not in self._asked:
-                    return [{"name": tool, "arguments": {argument: entity}}]
-            # A wrong fact that is followed names an entity, which has a document.
-            is_last = len(self._path) == len(self._relations)
-            wrong = [value for name, value in values.items()
-                     if name != relation and (is_last or name != "day")] or [entity]
-            is_wrong = relation not in values or self._rng.random() < self._noise
-            self._path.append(self._rng.choice(wrong) if is_wrong else values[relation])
-        return [{"name": "answer", "arguments": {"answer": self._path[-1]}}]
+        *relations, entity = self._question.rpartition("what is ")[2].rstrip("?").split(" of ")
+        for relation in reversed(relations):
+            relation = relation.removeprefix("the ")
+            value = self._told(entity, self._mistaken.get(relation, relation))
+            if value is None and f"\n{entity}: " not in self._read:
+                return [{"name": "search", "arguments": {"query": entity}}]
+            if value is None:
+                return [{"name": "open_document", "arguments": {"title": entity}}]
+            entity = value
+        return [{"name": "answer", "arguments": {"answer": entity}}]
+
+    def _told(self, entity: str, relation: str) -> str | None:
+        """Return the value of a relation, if what the tools have said states it."""
+        for form in FORMS[relation]:
+            pattern = form[:-1].format(re.escape(entity), r"([\w ]+)\.")
+            if match := re.search(pattern, self._read):
+                return match[1]
+        return None
 
     # ------------------------------------------------------------------------------- the tasks
-    @staticmethod
-    def _row(row: dict) -> dict:
-        """Return a row of --dataset, or raise ValueError if it is no question with its answer."""
-        texts = [row["question"], *texts_of(row["answer"])]
-        if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError('"question" must be text, and "answer" text or a list of texts')
-        return row
-
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n questions. A tenth of the archives, by hash, is the test split."""
         rng = random.Random(f"{split} {seed}")
         level = cls.options["level"]
-        tasks = {}
+        tasks = []
         while len(tasks) < (10_000 if n is None else n):
             archive = "".join(rng.choices(string.ascii_lowercase, k=4))
             if (zlib.crc32(archive.encode()) % 10 == 0) == (split == "test"):
-                facts = draw_facts(archive, level)[1]
-                for _ in range(QUESTIONS):
-                    task = draw_question(archive, level, facts, rng)
-                    tasks[task["question"]] = task
-        return list(tasks.values())[:n]
-
-
-def texts_of(answer) -> list:
-    return answer if isinstance(answer, list) else [answer]
+                facts, _ = draw_archive(archive, level)
+                tasks += [draw_question(archive, level, facts, rng) for _ in range(QUESTIONS[level])]
+        return tasks[:n]
