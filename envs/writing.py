@@ -7,16 +7,15 @@ range (count / least, or most / count), so that one good sentence earns little:
     words       the share of the words to use that are used
     person      of the personal pronouns, the share in the person that is asked for
     tense       of the verbs that follow a subject pronoun, the share in the tense that is asked
-                for; fewer verbs than one in two sentences count as if the others were wrong
+                for; fewer of them than one in two sentences count as if the others were wrong
     trigrams    the share of three words in a row that are no repetition
     acrostic    level 2: the share of its letters with which the sentences begin, in order
     rhyme       level 3: the share of sentences whose last word ends in the letters asked for, each
                 with another word
 
-A sentence has a capital, an end mark and 5 to 30 words. Between a quarter and 7 tenths of them are
-function words. It repeats no word at once, has no determiner before a function word, and ends in
-neither a determiner nor a preposition. It shares no five words in a row with the brief or with what
-a tool said. Success means that all of this is met.
+A sentence has a capital, an end mark and 5 to 30 words, of which between a quarter and 7 tenths are
+function words. It repeats no word at once, has no determiner before a function word, and does not
+end in a determiner or preposition. Success means that all of this is met.
 
 What this cannot see is meaning and most of grammar: nonsense in the form of sentences gets full
 marks, the tense of a verb after a noun is not read, and a rhyme is one by its letters. A judge of
@@ -30,7 +29,7 @@ from itertools import pairwise
 PRONOUNS = {"first": "i we me us my our mine ours myself ourselves".split(),
             "second": "you your yours yourself yourselves".split(),
             "third": "he she they him her them his their hers theirs himself herself".split()}
-SUBJECTS = "i we you he she they".split()
+SUBJECTS = {"first": "I", "second": "you", "third": "she"}  # of the expert's sentences
 DETERMINERS = "a an the my our your his their every".split()
 PREPOSITIONS = """of at by for from in into on onto to with without near beside under over behind
 before after through across""".split()
@@ -47,37 +46,34 @@ saddle needle bottle feather compass violin trumpet barrel carpet pillow hatchet
 # What the expert writes with. A verb stands in the first and second person, the third, the past.
 VERBS = """carry/carries/carried find/finds/found keep/keeps/kept hold/holds/held see/sees/saw
 paint/paints/painted hide/hides/hid clean/cleans/cleaned mend/mends/mended""".split()
-PLACES = """beside the old mill,near the quiet harbour,under a grey sky,across the wide square,
-behind the tall church,on the long road""".replace("\n", "").split(",")
-OPENERS = """After dinner,By noon,Carefully,During lunch,Each evening,For once,Gladly,Here,In winter,
-Later,Many times,Nearby,Often,Perhaps,Right there,Slowly,Then,With care""".replace("\n", "").split(",")
+PLACES = ("beside the old mill,near the quiet harbour,under a grey sky,across the wide square,"
+          "behind the tall church,on the long road").split(",")
+OPENERS = ("After dinner,By noon,Carefully,During lunch,Each evening,For once,Gladly,Here,In winter,"
+           "Later,Many times,Nearby,Often,Perhaps,Right there,Slowly,Then,With care").split(",")
 ACROSTICS = "BRAND STONE CLAMP FROST BREAD GRAIN PLANT MINTS WORDS".split()
-RHYMES = {"ight": "night light sight flight", "ain": "rain train grain chain"}
+RHYMES = {"ight": "night light sight flight".split(), "ain": "rain train grain chain".split()}
 
 
 def words_of(text: str) -> list[str]:
     return re.findall(r"[a-z]+", text.lower())
 
 
-def is_sentence(text: str, shown: str = "") -> bool:
-    """Return whether a text has the form of a sentence, and shares no five words with `shown`."""
+def is_sentence(text: str) -> bool:
+    """Return whether a text has the form of a sentence."""
     words = words_of(text)
     if not (5 <= len(words) <= 30 and text[0].isupper() and text[-1] in ".!?"):
         return False
     share = sum(word in FUNCTION_WORDS for word in words) / len(words)
-    bad_pair = any(word == after or word in DETERMINERS and after in FUNCTION_WORDS
-                   for word, after in pairwise(words))
-    runs = (" ".join(words[i:i + 5]) for i in range(len(words) - 4))
-    is_copied = any(run in shown for run in runs)
-    has_end = words[-1] not in DETERMINERS + PREPOSITIONS
-    return 0.25 <= share <= 0.7 and has_end and not bad_pair and not is_copied
+    is_broken = any(word == after or word in DETERMINERS and after in FUNCTION_WORDS
+                    for word, after in pairwise(words))
+    return 0.25 <= share <= 0.7 and not is_broken and words[-1] not in DETERMINERS + PREPOSITIONS
 
 
 def tense_share(words: list[str], tense: str, sentences: int) -> float:
     """Return the share of verbs after a subject pronoun, adverbs in -ly left out, in the tense."""
     words = [word for word in words if not word.endswith("ly")]
-    verbs = [after for word, after in pairwise(words)
-             if word in SUBJECTS and after not in DETERMINERS + PREPOSITIONS + ["and", "or", "but"]]
+    verbs = [after for word, after in pairwise(words) if word in "i we you he she they".split()
+             and after not in DETERMINERS + PREPOSITIONS + ["and", "or", "but"]]
     right = sum((verb in PAST or verb.endswith("ed")) == (tense == "past") for verb in verbs)
     return right / max(len(verbs), sentences / 2)
 
@@ -90,9 +86,9 @@ class Writing:
     limits = {"max_new_tokens": 384, "max_tokens": 2048}
     options = {"level": 1}
 
-    def reset(self, words: list, min_words: int, max_words: int, person: str = "first",
-              tense: str = "past", acrostic: str = "", rhyme: str = "",
-              noise: float = 0.0, noise_seed: int = 0, **_) -> str:
+    def reset(self, words: list, min_words: int, max_words: int, person: str, tense: str,
+              acrostic: str = "", rhyme: str = "", noise: float = 0.0, noise_seed: int = 0,
+              **_) -> str:
         """Begin with the demands of a brief, of which acrostic and rhyme may be missing.
 
         With probability `noise` a sentence of the scripted expert leaves out the word that it
@@ -100,8 +96,9 @@ class Writing:
         """
         self._words, self._range = words, (min_words, max_words)
         self._person, self._tense = person, tense
-        self._acrostic, self._rhyme = acrostic.lower(), rhyme.lower()
+        self._acrostic, self._rhyme = acrostic, rhyme
         self._text = ""
+        self._outlined = False
         self._noise = noise
         self._rng = random.Random(f"{noise_seed} {words}")
         brief = (f"Write {min_words} to {max_words} words in the {person} person and the {tense} "
@@ -110,9 +107,7 @@ class Writing:
             brief += f" The first letters of the sentences spell {acrostic}."
         if rhyme:
             brief += f" Every sentence ends in another word in -{rhyme}."
-        self._outlined = False
-        self._shown = ""
-        return self._show(brief)
+        return brief
 
     # ------------------------------------------------------------------------------- the tools
     def brainstorm_ideas(self, letters: str) -> str:
@@ -121,26 +116,22 @@ class Writing:
         Args:
             letters: such as b or ight
         """
-        bank = NOUNS + OPENERS + " ".join(RHYMES.values()).split()
-        ideas = [idea for idea in bank if idea.lower().startswith(letters.lower())
-                 or idea.endswith(letters.lower())]
-        return self._show(", ".join(ideas) or "nothing")
+        ideas = [idea for idea in NOUNS + OPENERS + sum(RHYMES.values(), [])
+                 if idea.lower().startswith(letters.lower()) or idea.endswith(letters)]
+        return ", ".join(ideas) or "none"
 
     def create_outline(self, sentences: int) -> str:
-        """Return which word and which first letter each sentence could have.
+        """Return which first letter and which word each sentence could have.
 
         Args:
-            sentences: how many sentences there shall be
+            sentences: how many there shall be
         """
         self._outlined = True
-        lines = []
-        for i in range(min(sentences, 20)):
-            letter = self._acrostic[i:i + 1].upper()
-            lines.append(f"{i + 1}. {letter} {' '.join(self._words[i:i + 1])}")
-        return self._show("\n".join(lines))
+        return "\n".join(f"{i + 1}. {self._acrostic[i:i + 1]} {' '.join(self._words[i:i + 1])}"
+                         for i in range(min(sentences, 20)))
 
     def write_paragraph(self, text: str) -> str:
-        """Append a paragraph to the text. Returns how it meets the brief.
+        """Append a paragraph to the text. Returns how the text meets the brief.
 
         Args:
             text: whole sentences
@@ -160,24 +151,14 @@ class Writing:
         self._text = self._text.replace(old, new, 1).strip()
         return self._review()
 
-    def _show(self, text: str) -> str:
-        """Return a text, whose words may not be copied from now on."""
-        self._shown += " ".join(words_of(text)) + " / "
-        return text
-
-    def _review(self) -> str:
-        factor, parts = self._score()
-        marks = ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
-        return f"{len(words_of(self._text))} words. Form and length {factor:.2f}, {marks}"
-
     # ----------------------------------------------------------------------------- the reward
     def _score(self) -> tuple[float, dict]:
         """Return what all parts are multiplied by, and the parts, all from 0 to 1."""
         words = words_of(self._text)
         sentences = re.split(r"(?<=[.!?])\s+", self._text)
-        if not words:
-            return 0.0, {"words": 0.0}
-        low, high = self._range
+        least, most = self._range
+        near = min(1.0, len(words) / least, most / max(len(words), 1))
+        factor = near * sum(map(is_sentence, sentences)) / len(sentences)
         trigrams = list(zip(words, words[1:], words[2:]))
         pronouns = [word for word in words if word in sum(PRONOUNS.values(), [])]
         own = [word for word in pronouns if word in PRONOUNS[self._person]]
@@ -189,13 +170,17 @@ class Writing:
         }
         if self._acrostic:
             pairs = zip(self._acrostic, sentences)
-            right = sum(sentence.lower().startswith(letter) for letter, sentence in pairs)
+            right = sum(sentence.startswith(letter) for letter, sentence in pairs)
             parts["acrostic"] = right / max(len(self._acrostic), len(sentences))
         if self._rhyme:
             last = {(words_of(sentence) or [""])[-1] for sentence in sentences}
             parts["rhyme"] = sum(word.endswith(self._rhyme) for word in last) / len(sentences)
-        form = sum(is_sentence(sentence, self._shown) for sentence in sentences) / len(sentences)
-        return form * min(1.0, len(words) / low, high / len(words)), parts
+        return factor, parts
+
+    def _review(self) -> str:
+        factor, parts = self._score()
+        marks = [f"{name} {part:.2f}" for name, part in {"form": factor, **parts}.items()]
+        return f"{len(words_of(self._text))} words; {', '.join(marks)}"
 
     @property
     def _reward_parts(self) -> dict:
@@ -212,7 +197,6 @@ class Writing:
     def _reply(self, text: str) -> str | None:
         return None if self._text else "Write with write_paragraph."
 
-    # ---------------------------------------------------------------------- the scripted expert
     def _expert(self) -> list[dict] | str:
         """Return the outline, then a text of one sentence per 10 words, then the last word."""
         if self._text:
@@ -223,19 +207,18 @@ class Writing:
         rng = self._rng
         openers, places = rng.sample(OPENERS, count), rng.sample(PLACES, count)
         if self._acrostic:
-            openers = [next(opener for opener in OPENERS if opener.startswith(letter.upper()))
+            openers = [next(opener for opener in OPENERS if opener.startswith(letter))
                        for letter in self._acrostic]
         if self._rhyme:
-            places = [f"in the {word}" for word in RHYMES[self._rhyme].split()]
-        subject = {"first": "I", "second": "you", "third": "she"}[self._person]
+            places = [f"in the {word}" for word in RHYMES[self._rhyme]]
         form = 2 if self._tense == "past" else int(self._person == "third")
         others = [noun for noun in NOUNS if noun not in self._words]
         sentences = []
         for i, verb in enumerate(rng.sample(VERBS, count)):
-            is_wrong = i >= len(self._words) or rng.random() < self._noise
-            noun = others[i] if is_wrong else self._words[i]
-            verb = verb.split("/")[form]
-            sentences.append(f"{openers[i]} {subject} {verb} the {noun} {places[i]}.")
+            is_spare = i >= len(self._words) or rng.random() < self._noise
+            noun = others[i] if is_spare else self._words[i]
+            action = f"{SUBJECTS[self._person]} {verb.split('/')[form]} the {noun}"
+            sentences.append(f"{openers[i]} {action} {places[i]}.")
         return [{"name": "write_paragraph", "arguments": {"text": " ".join(sentences)}}]
 
     # ------------------------------------------------------------------------------- the tasks
@@ -246,12 +229,15 @@ class Writing:
         level = cls.options["level"]
         tasks = []
         while len(tasks) < (10_000 if n is None else n):
-            words = rng.sample(NOUNS, 4)
-            if (zlib.crc32(" ".join(sorted(words)).encode()) % 10 == 0) == (split == "test"):
+            words = sorted(rng.sample(NOUNS, 4))
+            if (zlib.crc32(" ".join(words).encode()) % 10 == 0) == (split == "test"):
                 sentences = {1: rng.randint(4, 6), 2: 5, 3: 4}[level]
-                tasks.append({
-                    "words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,
-                    "person": rng.choice(list(PRONOUNS)), "tense": rng.choice(["past", "present"]),
-                    "acrostic": rng.choice(ACROSTICS) if level == 2 else "",
-                    "rhyme": rng.choice(list(RHYMES)) if level == 3 else "", "level": level})
+                task = {"words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,
+                        "person": rng.choice(list(PRONOUNS)), "level": level,
+                        "tense": rng.choice(["past", "present"])}
+                if level == 2:
+                    task["acrostic"] = rng.choice(ACROSTICS)
+                if level == 3:
+                    task["rhyme"] = rng.choice(list(RHYMES))
+                tasks.append(task)
         return tasks
