@@ -169,6 +169,9 @@ class Business:
         """Return whether the best option was chosen."""
         return self._decision == self._case.ranked()[0]
 
+    def _reply(self, text: str) -> str:
+        return "Use the tools."
+
     def _expert(self) -> list[dict]:
         """Return the next call: look at the most promising options, then choose the best of them.
 
