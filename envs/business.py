@@ -45,7 +45,8 @@ class Case:
 
     def value(self, name: str, chance: int | None = None) -> float:
         """Return what an option is worth, with its own chance or another one."""
-        present = sum(flow / (1 + self.rate / 100) ** t for t, flow in enumerate(self.flows[name], 1))
+        flows = enumerate(self.flows[name], 1)
+        present = sum(flow / (1 + self.rate / 100) ** year for year, flow in flows)
         return (chance or self.chances[name]) / 100 * present - self.costs[name]
 
     def is_feasible(self, name: str) -> bool:

@@ -44,15 +44,13 @@ FORMS = {relation: (f"{relation}: {{1}}.", f"The {relation} of {{}} is {{}}.", s
          for relation, _, _, sentence in FACTS}
 # The relation that a noisy expert takes for this one.
 MISTAKEN = {"founder": "engineer", "engineer": "founder", "senior": "junior", "junior": "senior"}
-SIZES = {1: {"project": 2, "person": 6}, 2: {"project": 6, "person": 12, "town": 4},
-         3: {"project": 10, "person": 20, "town": 6}}
-HOPS = {1: 2, 2: 2, 3: 3}
+# Level -> hops, questions asked of one archive, and how many it has of each of NAMES. Of many
+# questions on each the tiny model learns archives by heart instead of reading.
+LEVELS = {1: (2, 1, (2, 6, 0)), 2: (2, 5, (6, 12, 4)), 3: (3, 10, (10, 20, 6))}
 NAMES = {"project": "Project {}", "person": "{}", "town": "{}burg"}
 SYLLABLES = "al bren cor dun el far gim hol ing kes lor mar nev os pel quin ros sten tor".split()
 WORDS = [first.capitalize() + second for first in SYLLABLES for second in SYLLABLES]
 MONTHS = "January February March April May June July August September October".split()
-# Questions on one archive. Of many the tiny model learns archives by heart instead of reading.
-QUESTIONS = {1: 1, 2: 5, 3: 10}
 
 MAX_SHOWN = 100  # characters that a search shows of a document
 MAX_DOCUMENT = 1200  # characters; a longer text becomes several documents
@@ -66,23 +64,20 @@ class Corpus:
 
     def __init__(self, documents: dict[str, str]):
         self.documents = documents
-        self.counts = defaultdict(dict)  # word -> title -> how often it is in the document
-        self.lengths = {}
-        for title, text in documents.items():
-            words = words_of(title) * TITLE_WEIGHT + words_of(text)
-            self.lengths[title] = len(words)
-            for word, count in Counter(words).items():
-                self.counts[word][title] = count
+        self.counts = {title: Counter(words_of(title) * TITLE_WEIGHT + words_of(text))
+                       for title, text in documents.items()}
+        self.lengths = {title: counts.total() for title, counts in self.counts.items()}
         self.mean_length = sum(self.lengths.values()) / len(documents)
 
     def best(self, query: str, n: int) -> list[str]:
         """Return the titles of the n documents that fit the query best, the best first."""
         scores = Counter()
         for word in sorted(set(words_of(query))):
-            counts = self.counts.get(word, {})
+            titles = [title for title, counts in self.counts.items() if word in counts]
             # Lucene adds the 1, so that a word that most documents have never counts against them.
-            idf = math.log(1 + (len(self.documents) - len(counts) + 0.5) / (len(counts) + 0.5))
-            for title, count in counts.items():
+            idf = math.log(1 + (len(self.documents) - len(titles) + 0.5) / (len(titles) + 0.5))
+            for title in titles:
+                count = self.counts[title][word]
                 norm = 1 - B + B * self.lengths[title] / self.mean_length
                 scores[title] += idf * count * (K1 + 1) / (count + K1 * norm)
         return [title for title, _ in scores.most_common(n)]
@@ -121,15 +116,16 @@ def draw_archive(archive: str, level: int) -> tuple[dict, dict]:
     """Return entity -> relation -> value, and entity -> document. Both are drawn from the name."""
     rng = random.Random(archive)
     words = iter(rng.sample(range(10, 50) if level == 1 else WORDS, 40))
-    names = {kind: [NAMES[kind].format(next(words)) if level > 1 else str(next(words))
-                    for _ in range(size)] for kind, size in SIZES[level].items()}
+    names = {}
+    for (kind, form), size in zip(NAMES.items(), LEVELS[level][2]):
+        names[kind] = [("{}" if level == 1 else form).format(next(words)) for _ in range(size)]
     facts, sentences = defaultdict(dict), defaultdict(list)
     for relation, kinds, of, _ in rng.sample(FACTS, len(FACTS)):
         for entity in [name for kind in names if kind in kinds for name in names[kind]]:
             if of == "date":
                 date = f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2019)}"
                 value = date if level > 1 else str(next(words))
-            elif of in names:
+            elif names[of]:
                 value = rng.choice([name for name in names[of] if name != entity])
             else:
                 continue
@@ -140,16 +136,16 @@ def draw_archive(archive: str, level: int) -> tuple[dict, dict]:
 
 
 def draw_question(archive: str, level: int, facts: dict, rng) -> dict:
-    """Return a task whose answer is HOPS documents away, and not in the first of them."""
+    """Return a task whose answer is some documents away, and not in the first of them."""
+    hops = LEVELS[level][0]
     while True:
         entity = phrase = rng.choice(list(facts))
         path = [entity]
-        while path[-1] in facts and len(path) <= HOPS[level]:
+        while path[-1] in facts and len(path) <= hops:
             relation, value = rng.choice(list(facts[path[-1]].items()))
             path.append(value)
             phrase = f"the {relation} of {phrase}"
-        is_long = len(set(path)) == HOPS[level] + 1
-        if is_long and path[-1] not in facts[entity].values():
+        if len(set(path)) == hops + 1 and path[-1] not in facts[entity].values():
             return {"question": f"Archive {archive}: what is {phrase}?", "answer": path[-1],
                     "archive": archive, "level": level}
 
@@ -285,5 +281,6 @@ class Search:
             archive = "".join(rng.choices(string.ascii_lowercase, k=4))
             if (zlib.crc32(archive.encode()) % 10 == 0) == (split == "test"):
                 facts, _ = draw_archive(archive, level)
-                tasks += [draw_question(archive, level, facts, rng) for _ in range(QUESTIONS[level])]
+                for _ in range(LEVELS[level][1]):
+                    tasks.append(draw_question(archive, level, facts, rng))
         return tasks[:n]

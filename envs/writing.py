@@ -40,7 +40,8 @@ will would can could not when while who which""".split()}
 PAST = """was were had did could would began bought brought broke built came caught chose cut drank
 drew drove ate fell felt fought found flew forgot gave went grew heard held hid kept knew laid led
 left lent let lost made meant met paid put read rode rang rose ran said saw sold sent sang sat slept
-spoke spent stood stole swam took taught told thought threw understood woke wore won wrote""".split()
+spoke spent stood stole swam took taught told thought threw understood woke wore won
+wrote""".split()
 NOUNS = """lantern basket window mirror garden letter candle ladder blanket hammer kettle ribbon
 saddle needle bottle feather compass violin trumpet barrel carpet pillow hatchet locket""".split()
 # What the expert writes with. A verb stands in the first and second person, the third, the past.
@@ -48,10 +49,11 @@ VERBS = """carry/carries/carried find/finds/found keep/keeps/kept hold/holds/hel
 paint/paints/painted hide/hides/hid clean/cleans/cleaned mend/mends/mended""".split()
 PLACES = ("beside the old mill,near the quiet harbour,under a grey sky,across the wide square,"
           "behind the tall church,on the long road").split(",")
-OPENERS = ("After dinner,By noon,Carefully,During lunch,Each evening,For once,Gladly,Here,In winter,"
+OPENERS = ("After dinner,By noon,Carefully,During lunch,Each evening,For once,Gladly,Here,In May,"
            "Later,Many times,Nearby,Often,Perhaps,Right there,Slowly,Then,With care").split(",")
 ACROSTICS = "BRAND STONE CLAMP FROST BREAD GRAIN PLANT MINTS WORDS".split()
-RHYMES = {"ight": "night light sight flight".split(), "ain": "rain train grain chain".split()}
+RHYMES = {"ight": "night light sight flight height fight".split(),
+          "ain": "rain train grain chain drain plain".split()}
 
 
 def words_of(text: str) -> list[str]:
@@ -231,13 +233,11 @@ class Writing:
         while len(tasks) < (10_000 if n is None else n):
             words = sorted(rng.sample(NOUNS, 4))
             if (zlib.crc32(" ".join(words).encode()) % 10 == 0) == (split == "test"):
-                sentences = {1: rng.randint(4, 6), 2: 5, 3: 4}[level]
-                task = {"words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,
-                        "person": rng.choice(list(PRONOUNS)), "level": level,
-                        "tense": rng.choice(["past", "present"])}
-                if level == 2:
-                    task["acrostic"] = rng.choice(ACROSTICS)
-                if level == 3:
-                    task["rhyme"] = rng.choice(list(RHYMES))
-                tasks.append(task)
+                acrostic = rng.choice(ACROSTICS) if level == 2 else ""
+                sentences = len(acrostic) or rng.randint(4, 6)
+                tasks.append({
+                    "words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,
+                    "person": rng.choice(list(PRONOUNS)), "tense": rng.choice(["past", "present"]),
+                    "acrostic": acrostic, "rhyme": rng.choice(list(RHYMES)) if level == 3 else "",
+                    "level": level})
         return tasks

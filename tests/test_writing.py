@@ -102,7 +102,7 @@ def test_the_tools_that_help():
     assert env.reset(**BRIEF, acrostic="BET", rhyme="ight") == (
         "Write 20 to 40 words in the first person and the past tense. Use lantern, basket. Repeat no three words in a row. "
         "The first letters of the sentences spell BET. Every sentence ends in another word in -ight.")
-    assert env.brainstorm_ideas("ight") == "night, light, sight, flight" and env.brainstorm_ideas("zz") == "none"
+    assert env.brainstorm_ideas("ight") == "night, light, sight, flight, height, fight" and env.brainstorm_ideas("zz") == "none"
     assert env.create_outline(3) == "1. B lantern\n2. E basket\n3. T "
     assert env.get_reward() == 0 and not env._check() and env._reply("Done.") == "Write with write_paragraph."
 
