@@ -2,7 +2,7 @@
 
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
-    gsm8k.py      word problems and a calculator
+    gsm8k.py      word problems and a calculator; beside it search.py, writing.py, business.py
     calls.py      the tools of a class, and one call of one of them
     session.py    one environment during an episode: its calls are made in another thread
 
@@ -17,15 +17,12 @@ the total of the episode. They may be async. Each call comes from another thread
     reward                      running total written by tools; its change is the turn's reward
     options                     attribute of the class: what --env_options may set, and the
                                 defaults, such as {"corpus": ""}; read from self or cls
-    limits                      attribute of the class: recommended lengths, such as
-                                {"max_new_tokens": 512, "max_tokens": 2048}, or others of
-                                LIMITS
+    limits                      attribute of the class: recommended lengths of LIMITS, such as
+                                {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError
-    _conversation(row)          static: the messages in a row of a data file of its own form, for
-                                sft.py --dataset, or ValueError
-    _reply(text)                the model answered without a tool: a user message to continue
-                                with, or None to end
+    _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
+    _reply(text)                the user's reply to a turn without a tool call, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward

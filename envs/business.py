@@ -200,7 +200,7 @@ class Business:
         """Return n distinct cases. A tenth of all, by hash, is the test split."""
         rng = random.Random(f"{split} {seed}")
         tasks = {}
-        while len(tasks) < (10_000 if n is None else n):
+        while len(tasks) < (n or 10_000):
             case = rng.randrange(100_000, 1_000_000)
             if (zlib.crc32(str(case).encode()) % 10 == 0) == (split == "test"):
                 tasks[case] = {"case": case, "level": cls.options["level"]}

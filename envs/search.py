@@ -90,6 +90,8 @@ def words_of(text: str) -> list[str]:
 @lru_cache(4)
 def read_corpus(path: str) -> Corpus:
     """Return the documents of a folder of .txt and .md files, or of a .jsonl file."""
+    if not path:
+        raise UserError("questions need documents: give --env_options corpus=PATH")
     if Path(path).is_dir():
         files = sorted(f for f in Path(path).rglob("*") if f.suffix in (".txt", ".md"))
         texts = {str(f.relative_to(path)): read_text(f) for f in files}
@@ -115,7 +117,7 @@ def read_archive(archive: str, level: int) -> Corpus:
 def draw_archive(archive: str, level: int) -> tuple[dict, dict]:
     """Return entity -> relation -> value, and entity -> document. Both are drawn from the name."""
     rng = random.Random(archive)
-    words = iter(rng.sample(range(10, 50) if level == 1 else WORDS, 40))
+    words = iter(rng.sample(range(10, 30), 20) if level == 1 else rng.sample(WORDS, 40))
     names = {}
     for (kind, form), size in zip(NAMES.items(), LEVELS[level][2]):
         names[kind] = [("{}" if level == 1 else form).format(next(words)) for _ in range(size)]
@@ -169,7 +171,7 @@ class Search:
     """Answer a question about documents that only the tools show."""
 
     system_prompt = "Find the answer with the tools."
-    max_turns = 10
+    max_turns = 12
     limits = {"max_new_tokens": 128, "max_tokens": 2048, "max_tool_tokens": 1536}
     options = {"level": 1, "corpus": ""}
 
@@ -180,12 +182,10 @@ class Search:
         With probability `noise` the scripted expert takes a relation of the question for its like.
         `noise_seed` decides when.
         """
-        path = self.options["corpus"]
-        if bool(path) == bool(archive):
-            raise UserError("a question needs its documents: give --env_options corpus=PATH, and "
-                            "questions on them by --dataset questions.jsonl")
-        self._corpus = read_corpus(path) if path else read_archive(archive, level)
-        self._results = 1 if archive and level == 1 else 4  # of a search
+        self._corpus = self._documents(archive, level)
+        is_short = level == 1 and bool(archive)
+        self.max_turns = 4 if is_short else 12
+        self._results = 1 if is_short else 4  # of a search
         self._question = question
         self._right = normalized(str(answer))
         self._reward_parts = {"exact": 0.0, "f1": 0.0}
@@ -237,6 +237,10 @@ class Search:
     def get_reward(self) -> float:
         return sum(self._reward_parts.values())
 
+    @classmethod
+    def _documents(cls, archive: str, level: int) -> Corpus:
+        return read_archive(archive, level) if archive else read_corpus(cls.options["corpus"])
+
     def _check(self) -> bool:
         return self._reward_parts["exact"] > 0
 
@@ -272,12 +276,20 @@ class Search:
 
     # ------------------------------------------------------------------------------- the tasks
     @classmethod
+    def _row(cls, row: dict) -> dict:
+        """Return a row of --dataset. Raises UserError if there are no documents to search."""
+        cls._documents(row.get("archive"), row.get("level", 1))
+        return row
+
+    @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n questions. A tenth of the archives, by hash, is the test split."""
         rng = random.Random(f"{split} {seed}")
         level = cls.options["level"]
+        if cls.options["corpus"]:
+            raise UserError("corpus: give questions on it with --dataset questions.jsonl")
         tasks = []
-        while len(tasks) < (10_000 if n is None else n):
+        while len(tasks) < (n or 10_000):
             archive = "".join(rng.choices(string.ascii_lowercase, k=4))
             if (zlib.crc32(archive.encode()) % 10 == 0) == (split == "test"):
                 facts, _ = draw_archive(archive, level)

@@ -230,7 +230,7 @@ class Writing:
         rng = random.Random(f"{split} {seed}")
         level = cls.options["level"]
         tasks = []
-        while len(tasks) < (10_000 if n is None else n):
+        while len(tasks) < (n or 10_000):
             words = sorted(rng.sample(NOUNS, 4))
             if (zlib.crc32(" ".join(words).encode()) % 10 == 0) == (split == "test"):
                 acrostic = rng.choice(ACROSTICS) if level == 2 else ""

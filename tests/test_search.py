@@ -6,6 +6,7 @@ import pytest
 
 import envs
 from envs.search import FORMS, MAX_DOCUMENT, Corpus, Search, draw_archive, f1, normalized
+from episodes.tasks import load_tasks
 from experiment.errors import UserError
 from tests.agents import at_random, expert, play, repeating, silent
 
@@ -120,8 +121,21 @@ def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tm
         envs.with_options(Search, {"corpus": str(tmp_path / "none.jsonl")})().reset("What?", "this")
     with pytest.raises(UserError, match="corpus=PATH"):
         Search().reset("What?", "this")
-    with pytest.raises(UserError, match="--dataset"):
-        envs.with_options(Search, {"corpus": str(tmp_path)})().reset(**TASK)
+
+
+def test_the_command_line_needs_documents_and_questions_together(tmp_path):
+    (tmp_path / "olm.txt").write_text("The olm lives in caves.")
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "Where does the olm live?", "answer": "in caves"}\n')
+    options = (str(path), str(path))
+    (task,) = load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path)})
+    assert task["answer"] == "in caves"
+    with pytest.raises(UserError, match="give --env_options corpus=PATH"):
+        load_tasks("search", "test", None, 0, *options)
+    with pytest.raises(UserError, match="no such file"):
+        load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path / "none.jsonl")})
+    with pytest.raises(UserError, match="--dataset questions.jsonl"):
+        load_tasks("search", "test", None, 0, env_options={"corpus": str(tmp_path)})
 
 
 # ----------------------------------------------------------------------------------------------------------- the agents
