@@ -15,13 +15,12 @@ from itertools import product
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from envs import Limits, limits_of, options_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
-from experiment import (EnvironmentFault, UserError, is_finite, members, mix, pass_at_k, problem,
-                        summarise, without_too_long)
+from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
+                        pass_at_k, problem, summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row
@@ -251,7 +250,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            env_options: dict | None = None, run=None, engine=None) -> list[Trajectory]:
+            env_options=None, run=None, engine=None, on_end=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -264,8 +263,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         env_options: what `envs.options_of` returns.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
-        engine: what samples: an engine (llm/engine.py states the protocol), or a function that
-            makes one from the arguments that `make_engine` takes, the default.
+        engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
+        on_end: a function that is called with each trajectory as its episode ends.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the
@@ -300,7 +299,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature, top_k=top_k, top_p=top_p)
-            play_all(engine, started, run)
+            play_all(engine, started, run, on_end)
         watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
@@ -310,12 +309,16 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
-def play_all(engine, episodes, run):
+def play_all(engine, episodes, run, on_end=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
-    with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
+    if run and not (run.watch or run.checkpoint):
+        limits = next(iter(episodes.values())).limits
+        print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
+              f"{limits.max_new_tokens} a turn")
+    with EpisodeBar(episodes) as bar:
         try:
-            for episode in play_turns(engine, episodes, run):
-                bar.update(bool(episode.trajectory.stop_reason))
+            for _ in play_turns(engine, episodes, run, on_end):
+                bar.update(0)
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():
@@ -323,8 +326,8 @@ def play_all(engine, episodes, run):
                     episode.spoil(why)
 
 
-def play_turns(engine, episodes: dict, run=None):
-    """Play the episodes (row -> Episode). Yield each of them after every one of its turns."""
+def play_turns(engine, episodes: dict, run=None, on_end=None):
+    """Play the episodes (row -> Episode). Yield after every decode step."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
     while engine.busy or waiting:
@@ -336,8 +339,7 @@ def play_turns(engine, episodes: dict, run=None):
             if episode.calling:
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
-                next_turn(engine, row, episode)
-                yield episode
+                next_turn(engine, row, episode, on_end)
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
             # While nothing decodes the clock stands still: continue with those that are due next.
@@ -345,15 +347,17 @@ def play_turns(engine, episodes: dict, run=None):
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
             episodes[row].take_results()
-            next_turn(engine, row, episodes[row])
-            yield episodes[row]
+            next_turn(engine, row, episodes[row], on_end)
+        yield
 
 
-def next_turn(engine, row, episode):
+def next_turn(engine, row, episode, on_end=None):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
     episode.session.watch.check_abandoned()
     if episode.trajectory.stop_reason:
         engine.release(row)
+        if on_end:
+            on_end(episode.trajectory)
     else:
         engine.extend(row, episode.next_ids, episode.turn_budget)
 

@@ -2,7 +2,10 @@
 
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
-    gsm8k.py      word problems and a calculator; beside it search.py, writing.py, business.py
+    gsm8k.py      word problems and a calculator, or Python
+    code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
+    search.py     questions over documents; beside it writing.py and business.py
+    sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     calls.py      the tools of a class, and one call of one of them
     session.py    one environment during an episode: its calls are made in another thread
 
@@ -17,16 +20,19 @@ the total of the episode. They may be async. Each call comes from another thread
     reward                      running total written by tools; its change is the turn's reward
     options                     attribute of the class: what --env_options may set, and the
                                 defaults, such as {"corpus": ""}; read from self or cls
-    limits                      attribute of the class: recommended lengths of LIMITS, such as
+    limits                      attribute of the class: recommended LIMITS, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
-    _row(row)                   static: checks or converts one row of a task file, or ValueError
+    _row(row)                   static: checks or converts one row of a task file, or ValueError;
+                                None drops it
     _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
     _reply(text)                the user's reply to a turn without a tool call, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
+    _from_text(text)            static: the task row in what a person typed into a chat, or
+                                ValueError; None in it stands for an answer that nobody knows
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
 """
@@ -48,6 +54,7 @@ ENVS = {
     "equations": "envs.equations:Equations",
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
+    "code": "envs.code:Code",
     "search": "envs.search:Search",
     "writing": "envs.writing:Writing",
     "business": "envs.business:Business",
@@ -102,7 +109,8 @@ def load(name: str) -> type:
         raise UserError(f"environment {name!r}: {error}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
-        raise UserError(f"environment {name!r}: {place} has no class {class_name}")
+        raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
+                        "notebook or function is found in a file: --env path/to/file.py:ClassName")
     for method in ("reset", "get_reward"):
         if not callable(getattr(cls, method, None)):
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
@@ -153,18 +161,18 @@ def options_of(config) -> dict:
 
 
 def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments."""
-    return [inspect.getsourcefile(load(name)) for name in names_of(env_names)]
+    """Return the files that define these environments. A class of a notebook has none."""
+    modules = [sys.modules[load(name).__module__] for name in names_of(env_names)]
+    return [module.__file__ for module in modules if hasattr(module, "__file__")]
 
 
 @cache
 def _import_file(path: str):
     """Import a file once per process. It may import its neighbours."""
-    name = f"environment:{path}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up there.
-    sys.modules[name] = module
+    sys.modules[path] = module
     folder = os.path.dirname(path)
     sys.path.insert(0, folder)
     try:
@@ -202,13 +210,18 @@ def lengths(env_names: str | None) -> dict:
             if name in ("max_new_tokens", "max_tokens")}
 
 
+def has_expert(env_names: str | None) -> bool:
+    """True if all of these environments have a scripted demonstrator."""
+    return all(hasattr(load(name), "_expert") for name in names_of(env_names))
+
+
 def need_expert(env_names: str):
     """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
     for name in names_of(env_names):
         if not hasattr(load(name), "_expert"):
             raise UserError(
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
-                "one (envs/template.py has an example), give recorded episodes with "
+                "one (envs/template.py has an example), imitate recorded episodes with sft.py "
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
 
 

@@ -1,5 +1,6 @@
 r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168) with a calculator.
 
+`--env_options tools=calculator+python` adds Python in a process that the kernel confines.
 The model answers with the tool `answer`, or in text by a line `#### 42` or by `\boxed{42}`. Only
 what the model wrote is read, never the output of a tool. An answer holds one value: two different
 ones are wrong, and so is one that is no plain number. With `num_turns` > 1 the model may try again
@@ -11,11 +12,11 @@ import math
 import operator
 import os
 import re
-import threading
 import urllib.request
 from decimal import Decimal
 from pathlib import Path
 
+from envs.sandbox import check, parse, run
 from experiment.data import read_rows
 from experiment.errors import UserError
 from experiment.seeds import shuffled
@@ -33,8 +34,6 @@ FUNCTIONS = {f.__name__: f for f in (abs, math.ceil, math.floor, max, min, round
 ERRORS = {ZeroDivisionError: "division by zero", OverflowError: "number too large",
           ValueError: "not a real number"}
 HELP = f"use numbers, + - * / // % (remainder) ** ( ) and {', '.join(FUNCTIONS)}"
-# CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
-PARSING = threading.Lock()
 NUMBER = re.compile(r"[+-]?(\\?\$)?([0-9]{1,3}(,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?"
                     r"(\\?%)?\.?")
 BOXED = re.compile(r"\\boxed\{([^}\n]*)\}?")
@@ -79,15 +78,23 @@ def calculator(text: str) -> str:
     if not re.search("[a-z]{3}", text):
         text = re.sub(",(?=[0-9]{3})", "", text)
     try:
-        with PARSING:
-            tree = ast.parse(text, mode="eval")
-        value = _value(tree.body)
+        value = _value(parse(text, mode="eval").body)
     except Exception as error:
         return f"error: {ERRORS.get(type(error), HELP)}"
     if type(value) is float and not (value.is_integer() and abs(value) < 2**53):
         # 0.1 + 0.2 is 0.3.
         return f"{value:.12g}"
     return str(int(value))
+
+
+def python(self, code: str) -> str:
+    """Run Python code, each time in a new process, and return what it prints.
+
+    Args:
+        code: Python code, for example "print(sum(range(10)))".
+    """
+    result = run(code, unsafe=self.options["unsafe_code"])
+    return f"{result.output}{result.error}".strip() or "nothing was printed; use print"
 
 
 def _number(text: str) -> Decimal | None:
@@ -122,18 +129,33 @@ class GSM8K:
     system_prompt = ("Solve the problem step by step. Compute with the calculator. "
                      "Give the result, one number, with the answer tool, or in text on a last "
                      "line: #### number")
+    # calculator, or calculator+python; and whether Python runs without confinement.
+    options = {"tools": "calculator", "unsafe_code": False}
     max_turns = 12  # the longest solution has 9 calculations
     limits = {"max_new_tokens": 512, "max_tokens": 2048}
 
-    def reset(self, question: str, answer: str, num_turns: int | None = None, **_) -> str:
+    def __init_subclass__(cls):
+        """Give the class the python tool if its options say so."""
+        tools = cls.options["tools"]
+        if tools == "calculator+python":
+            check(cls.options["unsafe_code"])
+            cls.python = python
+            cls.system_prompt = cls.system_prompt.replace("calculator", "calculator or python")
+        elif tools != "calculator":
+            raise UserError(f"--env_options tools={tools}: calculator, or calculator+python")
+
+    def reset(self, question: str, answer: str | None, num_turns: int | None = None, **_) -> str:
         """Begin with a question and its answer: a solution ending in "#### 72", or the number.
 
-        `num_turns` answers are allowed, 1 by default (AReaL: 5). Each call of `answer` counts.
+        `num_turns` answers are allowed, 1 by default (AReaL: 5). Each call of `answer` counts. The
+        answer None is unknown: then one is allowed, and no reward is paid.
         """
-        solution = self._row({"question": question, "answer": answer})["answer"]
+        solution = ""
+        if answer is not None:
+            solution = self._row({"question": question, "answer": answer})["answer"]
         self._gold = _number(solution.rpartition("####")[2])
         self._plan = true_calculations(solution)[:self.max_turns - 1]
-        self._attempts_left = int(num_turns or 1)
+        self._attempts_left = 1 if self._gold is None else int(num_turns or 1)
         self._computed = 0
         self.reward = 0.0
         self.done = False
@@ -156,7 +178,10 @@ class GSM8K:
         """
         if self.done:
             return "error: the episode is over"
-        return self._grade({_number(str(value))}) or ("Correct." if self._check() else "Wrong.")
+        again = self._grade({_number(str(value))})
+        if self._gold is None:
+            return "The right answer is not known."
+        return again or ("Correct." if self._check() else "Wrong.")
 
     def _reply(self, text: str) -> str | None:
         return None if self.done else self._grade(_marked(text))
@@ -164,7 +189,8 @@ class GSM8K:
     def _grade(self, values: set) -> str | None:
         """Count one answer. Return the words that ask for another one, or None at the end."""
         self._attempts_left -= 1
-        self.reward = float(values == {self._gold})
+        # Among the values, too, None stands for what is no number.
+        self.reward = float(values == {self._gold} and self._gold is not None)
         self.done = self._check() or self._attempts_left <= 0
         # The words are AReaL's.
         return None if self.done else "Unfortunately your answer is wrong. Let's try again."
@@ -183,6 +209,12 @@ class GSM8K:
             expression = self._plan[self._computed]
             return [{"name": "calculator", "arguments": {"expression": expression}}]
         return [{"name": "answer", "arguments": {"value": f"{self._gold:f}"}}]
+
+    @staticmethod
+    def _from_text(text: str) -> dict:
+        """Return the task that a person typed: a question, and behind #### perhaps its answer."""
+        question, _, answer = text.partition("####")
+        return {"question": question.strip(), "answer": answer.strip() or None}
 
     @staticmethod
     def _row(row: dict) -> dict:

@@ -22,6 +22,7 @@ from episodes.demonstrations import (Encoder, count_control_tokens, read_demonst
 from episodes.tasks import drop_seen, is_held_out, load_tasks, tasks_of, unseen
 from experiment.episodes import without_faults, without_too_long
 from experiment.errors import EnvironmentFault, UserError
+from experiment.bars import NO_BAR
 from experiment.seeds import mix, shuffled
 from llm.batches import prompt_of
 
@@ -155,7 +156,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     classes, chats = load_environments(tokenizer, env_name, env_options=env_options)
     trajectories = []
     watch = Watch(limits.tool_timeout)
-    for i, task in enumerate(tqdm(tasks, "demonstrations", leave=False)):
+    for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
         name = task.get("env", env_name)
         session = Session(watch, name, classes[name], task)
         episode = Episode(session, chats[name], limits, str(i))

@@ -69,6 +69,9 @@ def _tasks_of_file(cls, split, seed, path, is_whole) -> list[dict]:
         return in_split, _as_task(cls, row)
 
     rows = [task for in_split, task in read_as(path, convert) if in_split]
+    if dropped := rows.count(None):
+        print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
+    rows = [task for task in rows if task is not None]
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
@@ -77,13 +80,16 @@ def _tasks_of_file(cls, split, seed, path, is_whole) -> list[dict]:
 
 def _as_task(cls, row: dict) -> dict:
     """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
+    required = envs.needed(cls)
+    hint = f"tasks of {cls.__name__} are read; --env names others"
     try:
         task = cls._row(row) if hasattr(cls, "_row") else row
     except (KeyError, TypeError):
         # A missing column says more than the error that it leads to.
-        need(row, *envs.needed(cls))
+        need(row, *required, otherwise=hint)
         raise
-    need(task, *envs.needed(cls))
+    if task is not None:
+        need(task, *required, otherwise=hint)
     return task
 
 
@@ -182,8 +188,8 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
 KINDS = {
     "token_ids": "a recorded episode is given with --trajectories",
     "chosen": "a pair is given to dpo.py with --dataset",
-    "messages": "a conversation is given to sft.py with --dataset",
-    "completion": "a conversation is given to sft.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
 }
 
 
@@ -202,13 +208,16 @@ def read_as(path: str, convert):
 def need(row: dict, *fields: str, otherwise: str = ""):
     """Raise ValueError if the row lacks one of the fields.
 
-    The message says how a row of its kind is given, or else what `otherwise` says.
+    The message says how a row of its kind is given, or else what is missing, and `otherwise`.
     """
+    columns = ", ".join(row)
     for name in fields:
         if row.get(name) is None:
             kinds = [KINDS[column] for column in row if column in KINDS and column not in fields]
-            hint = kinds[0] if kinds else otherwise
-            raise ValueError(f'no "{name}" field; has: {", ".join(row)}' + (hint and f"; {hint}"))
+            if kinds:
+                raise ValueError(f"{kinds[0]}; the row has: {columns}")
+            hint = otherwise and f"; {otherwise}"
+            raise ValueError(f'no "{name}" field; has: {columns}{hint}')
 
 
 def is_held_out(content) -> bool:

@@ -244,6 +244,14 @@ class RunFlags:
         200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)
 
+    def __post_init__(self):
+        """Let Python code give an environment's class in place of its name.
+
+        The name is one by which envs.load finds the class again. config.yaml holds it.
+        """
+        if inspect.isclass(self.env):
+            self.env = f"{self.env.__module__}:{self.env.__qualname__}"
+
 
 # ----------------------------------------------------------------------------------- reading values
 def convert(value, option, source):

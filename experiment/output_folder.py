@@ -71,7 +71,8 @@ class OutputFolder:
             return
         if not values.get("overwrite"):
             raise UserError(f"{self.path}: already holds a {algorithm} run; --resume continues it, "
-                            "--overwrite renames it, or give another --output_dir")
+                            "--overwrite renames it (in Python: resume=True, overwrite=True), or "
+                            "give another --output_dir")
         self._check_start(values)
         self.is_replaced = True
 
@@ -126,14 +127,14 @@ class OutputFolder:
             self._lock(values["output_dir"])
         if self.is_resumed:
             self._go_back()
-        self._write_config(values)
+        self.write_config(values)
 
     # -------------------------------------------------------------------------------------- writing
     def write(self, name, text):
         """Write a file of the folder whole or not at all."""
         replace_file(self.path / name, text)
 
-    def _write_config(self, values):
+    def write_config(self, values):
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
         kept = {name: value for name, value in values.items() if name not in ONCE}
@@ -186,10 +187,15 @@ class OutputFolder:
         return None, checkpoint, state
 
     def _compare(self, config, values):
-        """Refuse other flags than the run began with. Returns True if it is to become longer."""
+        """Refuse other flags than the run began with. Returns True if it is to become longer.
+
+        A `max_steps` of None in `values` becomes that of the run.
+        """
         flags, path = options(type(config)), self.path / CONFIG
         began = {name: convert(value, flags[name], f"{path}: {name}")
                  for _, name, value in read_yaml(path) if name in flags and name not in FREE}
+        if values.get("max_steps", 0) is None:
+            values["max_steps"] = began.get("max_steps")
         changed = {name: old for name, old in began.items() if old != values[name]}
         if _sequences(values) == _sequences({**values, **began}):
             for name in UPDATE:

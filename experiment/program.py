@@ -23,8 +23,10 @@ def main(config_class, train, doc):
         6       the environment is broken
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
-    # What the terminal cannot show is escaped.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    # What the terminal cannot show is escaped, and every line is written at once, into a file too.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     words, code = "", 0
     try:
         with Signals() as signals:
@@ -62,8 +64,8 @@ def _explain(error, signals):
     if isinstance(error, EnvironmentFault):
         return reason + notes, 6
     if is_disk_full(error):
-        then = f"; make room, then: {run.command}" if run else ""
-        return f"the disk is full ({reason}); earlier checkpoints are whole{then}", 4
+        then = f"; earlier checkpoints are whole; make room, then: {run.command}" if run else ""
+        return f"the disk is full ({reason}){then}", 4
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:

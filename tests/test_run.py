@@ -147,7 +147,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     folder = tmp_path / "a"
     started(folder).write_line(0, {"loss": 1.0}, {})
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="a: already holds a grpo run; --resume continues it, --overwrite renames it, or give another --output_dir"):
+    with pytest.raises(UserError, match="a: already holds a grpo run; --resume continues it, --overwrite renames it .in Python: resume=True, overwrite=True., or give another --output_dir"):
         started(folder)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
@@ -378,10 +378,10 @@ def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="gsm8k", tasks="t.jsonl",
                              env_options="limit=3", dtype="bfloat16")
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512))
-    cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config, model)
+    cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config, model, True)
     assert "88%" in cut and "--max_new_tokens 64" in cut and "--max_tokens 512" in cut
     assert sft_first.endswith("SFT first: python sft.py --model_path m --env gsm8k --tasks t.jsonl --env_options limit=3")
-    assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config, model) == [] == first_notes({}, config, model)
-    assert first_notes({}, config, SimpleNamespace(config=SimpleNamespace())) == []
+    assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config, model, True) == [] == first_notes({}, config, model, True)
+    assert first_notes({}, config, SimpleNamespace(config=SimpleNamespace()), True) == []
     model.config.max_position_embeddings = 511
-    assert first_notes({}, config, model) == ["note: --max_tokens 512 is more than the 511 tokens that the model was made for (max_position_embeddings)"]
+    assert first_notes({}, config, model, True) == ["note: --max_tokens 512 is more than the 511 tokens that the model was made for (max_position_embeddings)"]
