@@ -162,11 +162,11 @@ class Writing:
         near = min(1.0, len(words) / least, most / max(len(words), 1))
         factor = near * sum(map(is_sentence, sentences)) / len(sentences)
         trigrams = list(zip(words, words[1:], words[2:]))
-        pronouns = [word for word in words if word in sum(PRONOUNS.values(), [])]
-        own = [word for word in pronouns if word in PRONOUNS[self._person]]
+        pronouns = sum(map(words.count, sum(PRONOUNS.values(), [])))
+        own = sum(map(words.count, PRONOUNS[self._person]))
         parts = {
-            "words": sum(word in words for word in self._words) / len(self._words),
-            "person": len(own) / max(len(pronouns), 1),
+            "words": len(set(words) & set(self._words)) / len(set(self._words)),
+            "person": own / max(pronouns, 1),
             "tense": tense_share(words, self._tense, len(sentences)),
             "trigrams": len(set(trigrams)) / max(len(trigrams), 1),
         }
