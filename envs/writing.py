@@ -91,7 +91,7 @@ class Writing:
     def reset(self, words: list, min_words: int, max_words: int, person: str, tense: str,
               acrostic: str = "", rhyme: str = "", noise: float = 0.0, noise_seed: int = 0,
               **_) -> str:
-        """Begin with the demands of a brief: one word to use or more; acrostic and rhyme are optional.
+        """Begin with the demands of a brief. `words` has at least one; acrostic and rhyme may lack.
 
         With probability `noise` a sentence of the scripted expert leaves out the word that it
         should use. `noise_seed` decides which.
