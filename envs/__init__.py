@@ -4,6 +4,7 @@
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator, or Python
     code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
+    search.py     questions over documents; beside it writing.py and business.py
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them
@@ -29,10 +30,8 @@ TRL:
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError;
                                 None drops it
-    _conversation(row)          static: the messages in a row of a data file of its own form, for
-                                sft.py --dataset, or ValueError
-    _reply(text)                the model answered without a tool: a user message to continue
-                                with, or None to end
+    _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
+    _reply(text)                the user's reply to a turn without a tool call, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
@@ -63,6 +62,9 @@ ENVS = {
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
     "code": "envs.code:Code",
+    "search": "envs.search:Search",
+    "writing": "envs.writing:Writing",
+    "business": "envs.business:Business",
     "meetings": "bench.meetings:Meetings",
 }
 # Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
