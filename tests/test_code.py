@@ -1,10 +1,6 @@
 """envs/code.py and its tasks: what a function earns, what gaming earns, rows of HumanEval's and MBPP's form."""
-import ast
 import json
-import os
 import random
-import re
-import sys
 import threading
 import time
 
