@@ -36,13 +36,18 @@ class Conversation(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------- rows
-def read_demonstrations(path: str, env: str | None) -> list[Conversation]:
+def read_demonstrations(path: str, env: str | None, fields: str | None = None,
+                        seed: int = 0) -> list[Conversation]:
     """Return the conversations in the rows of a file. UserError: `FILE:LINE: what is wrong`.
 
     env: the environment, whose `_conversation` reads rows of its own form.
     """
     cls = single_environment(env)
-    return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place)))
+
+    def conversation(row, place):
+        return Conversation(messages_in(row, cls), row, place)
+
+    return list(read_as(path, conversation, fields, seed))
 
 
 def single_environment(env: str | None) -> type | None:

@@ -37,7 +37,7 @@ def read_dataset(config) -> tuple[list, list]:
     """
     if not config.dataset:
         return [], []
-    read = partial(read_demonstrations, env=config.env)
+    read = partial(read_demonstrations, env=config.env, fields=config.fields, seed=config.seed)
     learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
     print(f"{config.dataset}: {len(learned)} conversations to learn from, {len(held_out)} held out")
     return learned, held_out
@@ -125,7 +125,8 @@ def evaluation_tasks(config, learned) -> list[dict]:
     """
     learns_from_file = config.dataset or config.trajectories
     files = (None, config.tasks) if learns_from_file else (config.tasks, config.eval_dataset)
-    tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files)
+    tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files,
+                       fields=config.fields)
     return drop_seen(tasks, tasks_of(learned))
 
 
@@ -135,7 +136,8 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
 
     No episode is of a task in `seen`.
     """
-    tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset)
+    tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset,
+                       fields=config.fields)
     tasks = drop_seen(tasks, seen)
     if config.tasks:
         print(f"{config.tasks}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")

@@ -10,15 +10,17 @@ import numpy as np
 
 import envs
 from experiment.config import nearest
-from experiment.data import read_rows, reading
+from experiment.data import reading
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 
 CELLS = "envs.cells"  # only a .csv file needs it
+MIXTURES = "experiment.mixtures"  # only data of one's own needs it
 
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
-               eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
+               eval_dataset: str | None = None, env_options: str | None = None,
+               fields: str | None = None) -> list[dict]:
     """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
 
     There are none without an environment.
@@ -26,10 +28,12 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     Args:
         name: the environment. Several ("a,b") take turns.
         split: "train" or "test". The two never share a row of a file.
-        dataset: a task file, or None: the environment makes the tasks (`_tasks`).
+        dataset: a task file (all forms: experiment/mixtures.py), or None: the environment makes the
+            tasks (`_tasks`).
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
         env_options: "name=value,..." which every task passes to `reset` as well.
+        fields: "question=problem,...": the names of columns in the files.
 
     Each row gets "env": the name of its environment.
     """
@@ -44,7 +48,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     columns = []
     for env_name in names:
         if path:
-            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
+            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset, fields)
         else:
             rows = _tasks_of_environment(env_name, split, share, seed)
         # Data never chooses which code runs: a row's own "env" is overwritten.
@@ -64,18 +68,18 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
+def _tasks_of_file(name, split, seed, path, is_whole, fields) -> list[dict]:
     """Return the rows of a task file, or only those of the split, in random order."""
     cls = envs.load(name)
 
-    def convert(row, _):
+    def convert(row, place):
         in_split = is_whole or is_held_out(row) == (split == "test")
-        if path.endswith(".csv"):
+        if ".csv:" in place:
             row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
         return in_split, _as_task(cls, row)
 
-    rows = [task for in_split, task in read_as(path, convert) if in_split]
+    rows = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
@@ -125,9 +129,7 @@ def recorded_env(trajectories: str) -> str | None:
     def env_of(row, _):
         return str(dict(row.get("info", {})).get("env"))
 
-    named = set()
-    for path in trajectories.split(","):
-        named.update(read_as(path.strip(), env_of))
+    named = set(read_as(trajectories, env_of))
     return ",".join(sorted(named & envs.ENVS.keys())) or None
 
 
@@ -190,7 +192,7 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     files = (config.tasks, config.eval_dataset)
     if not n:
         files = (None, config.eval_dataset or config.tasks)
-    options = (config.seed, *files, config.env_options)
+    options = (config.seed, *files, config.env_options, config.fields)
     train = load_tasks(config.env, "train", n, *options)
     held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
     return train, drop_seen(held_out, train)
@@ -222,13 +224,12 @@ KINDS = {
 }
 
 
-def read_as(path: str, convert):
-    """Yield convert(row, place) for every row of a file.
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set (`read_data`: experiment/mixtures.py).
 
     `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
     """
-    for line, row in read_rows(path):
-        place = f"{path}:{line}"
+    for place, row in import_module(MIXTURES).read_data(data, fields, seed):
         with reading(place):
             item = convert(row, place)
         yield item

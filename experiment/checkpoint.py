@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from experiment.data import read_json, reading
+from experiment.data import data_sources, read_json, reading
 from experiment.errors import UserError
 from experiment.files import fingerprint, replace_file, set_aside, sync, to_json
 
@@ -167,8 +167,7 @@ def ingredients(config, sources, program, base):
     if model != "tiny":
         paths |= _model_files(model)
     for name in DATA_FLAGS:
-        for path in (getattr(config, name, None) or "").split(","):
-            paths[path.strip()] = path.strip()
+        paths |= {path: path for path, _ in data_sources(getattr(config, name, None))}
     for path in sources:
         place = os.path.relpath(path, os.path.dirname(sources[0]))
         paths[f"environment {os.path.basename(path) if place.startswith('..') else place}"] = path

@@ -5,6 +5,7 @@ values. Only the standard library is imported at the top, so that --help answers
 """
 import dataclasses
 import difflib
+import importlib
 import inspect
 import operator
 import re
@@ -61,7 +62,7 @@ def fill(config, *tables):
     """Return a copy of the config in which every `auto` field has a value.
 
     What the user said stays. A field that is still None gets the value of the first table that has
-    it, or else its stated default.
+    it, or else its stated default. Data sets of the hub get their revision.
     """
     flags = options(type(config))
     given = ChainMap(*tables)
@@ -75,6 +76,7 @@ def fill(config, *tables):
         if getattr(config, name) is None:
             default = flags[name].default
             setattr(config, name, default(config) if callable(default) else default)
+    importlib.import_module("experiment.mixtures").pin_revisions(config)
     return config
 
 
@@ -176,8 +178,10 @@ class PlayFlags:
     heading = "environment and rollout"
     env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
     dataset: str | None = flag(
-        None, "tasks (.jsonl, .csv, .parquet); default: the environment's own", aliases=("tasks",))
+        None, "tasks (.jsonl, .csv, .parquet, hub:owner/name[:config][:split]), or several: a,b or "
+        "in shares a=0.7,b=0.3; default: the environment's own", aliases=("tasks",))
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
+    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     env_options: str | None = flag(
         None, "name=value,... that every task passes to the environment's reset")
     group_size: int = flag(8, "episodes of each task", low=1,

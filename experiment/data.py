@@ -6,12 +6,17 @@ import importlib
 import json
 import math
 import os
+import re
 from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
 
+# How the name of a source of rows begins or ends, and the function that reads it.
 READERS = {".jsonl": "experiment.data:json_rows", ".csv": "experiment.tables:csv_rows",
-           ".parquet": "experiment.tables:parquet_rows"}
+           ".parquet": "experiment.tables:parquet_rows", "hub:": "experiment.tables:hub_rows",
+           "[": "experiment.tables:list_rows"}
+WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?")
+LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
 
 
 @contextmanager
@@ -122,15 +127,27 @@ def objects(path, wanted=None):
 
 
 # --------------------------------------------------------------------------------------- rows
-def read_rows(path: str):
-    """Yield (line number, row) of a .jsonl, .csv or .parquet file, where no rows are an error.
+def data_sources(text: str | None) -> list[tuple[str, float | None]]:
+    """Return [(source, weight)] of a data flag: "a.jsonl=0.7,b.csv=0.3"; None is no weight.
 
-    The cells of a .csv file are text. Reading .parquet needs pyarrow.
+    A list of rows is one source, and so is a file with a comma in its name.
     """
-    module, _, function = READERS.get(os.path.splitext(path)[1], "").partition(":")
-    if not module:
+    if not text or text.startswith("[") or os.path.exists(text):
+        return [(text, None)] if text else []
+    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
+    return [(match[1], match[2] and float(match[2])) for match in matches]
+
+
+def read_rows(path: str):
+    """Yield (line number, row) of a source, one of READERS. No rows are an error.
+
+    The cells of a .csv file are text. Reading .parquet needs pyarrow, hub:owner/name datasets.
+    """
+    kinds = [kind for kind in READERS if path.startswith(kind) or path.endswith(kind)]
+    if not kinds:
         raise UserError(f"{path}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
-                        "header) or .parquet")
+                        "header), .parquet or hub:owner/name")
+    module, _, function = READERS[kinds[-1]].partition(":")
     number = None
     for number, row in getattr(importlib.import_module(module), function)(path):
         yield number, row
@@ -154,7 +171,7 @@ def json_rows(path):
 def read_yaml(path):
     """Yield (line number, name, value) for each option in a YAML file.
 
-    A value is the text as typed, or None. The node graph is read, because
+    A value is the text as typed, or None, and of a list of rows its JSON. The node graph is read, because
     `yaml.safe_load` makes a string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
     """
     # PyYAML arrives with transformers.
@@ -168,11 +185,15 @@ def read_yaml(path):
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
-        yield key.start_mark.line + 1, _scalar(path, key) or "null", _scalar(path, node)
+        name = _scalar(path, key) or "null"
+        yield key.start_mark.line + 1, name, _scalar(path, node, name.replace("-", "_") in LISTS)
 
 
-def _scalar(path, node):
+def _scalar(path, node, may_be_list=False):
+    line = node.start_mark.line + 1
+    if may_be_list and node.id == "sequence":
+        with reading(path, line):
+            return importlib.import_module("experiment.tables").rows_as_text(node)
     if not isinstance(node.value, str):
-        line = node.start_mark.line + 1
         raise UserError(f"{path}:{line}: give lines `name: value`, nothing nested")
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
