@@ -19,6 +19,7 @@ from experiment.errors import UserError
 
 # Permissions for one call: a file neither gives nor repeats them.
 ONCE = ("overwrite", "resume")
+MIXTURES = "experiment.mixtures"  # knows the revision of data
 CODE = ("env", "rewards")  # they may name files of code, which a config file does not choose
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
@@ -76,7 +77,8 @@ def fill(config, *tables):
         if getattr(config, name) is None:
             default = flags[name].default
             setattr(config, name, default(config) if callable(default) else default)
-    importlib.import_module("experiment.mixtures").pin_revisions(config)
+    if any("hub:" in str(value) for value in vars(config).values()):
+        importlib.import_module(MIXTURES).pin_revisions(config)
     return config
 
 

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
 
+TABLES = "experiment.tables"  # most data is .jsonl
 # How the name of a source of rows begins or ends, and the function that reads it.
-READERS = {".jsonl": "experiment.data:json_rows", ".csv": "experiment.tables:csv_rows",
-           ".parquet": "experiment.tables:parquet_rows", "hub:": "experiment.tables:hub_rows",
-           "[": "experiment.tables:list_rows"}
+READERS = {".jsonl": "experiment.data:json_rows", ".csv": f"{TABLES}:csv_rows",
+           ".parquet": f"{TABLES}:parquet_rows", "hub:": f"{TABLES}:hub_rows",
+           "[": f"{TABLES}:list_rows"}
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?")
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
 
@@ -37,7 +38,8 @@ def reading(path, line=None):
 
 def _reason(error):
     """Return what is wrong with a file, for an exception that reading it raised."""
-    if isinstance(error, FileNotFoundError):
+    # A library's own error of this type, without a number, says more.
+    if isinstance(error, FileNotFoundError) and error.errno:
         return "no such file"
     if isinstance(error, KeyError):
         return f"no {error} in it"
@@ -193,7 +195,7 @@ def _scalar(path, node, may_be_list=False):
     line = node.start_mark.line + 1
     if may_be_list and node.id == "sequence":
         with reading(path, line):
-            return importlib.import_module("experiment.tables").rows_as_text(node)
+            return importlib.import_module(TABLES).rows_as_text(node)
     if not isinstance(node.value, str):
         raise UserError(f"{path}:{line}: give lines `name: value`, nothing nested")
     return None if node.tag == "tag:yaml.org,2002:null" else node.value

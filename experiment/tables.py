@@ -6,7 +6,6 @@ import csv
 import json
 import re
 from contextlib import suppress
-from functools import cache
 
 from experiment.bars import NO_BAR
 from experiment.data import lines_of, parse_object, reading
@@ -85,7 +84,6 @@ def pinned(source):
     return f"hub:{name}@{builder.hash}:{builder.config.name}:{split}"
 
 
-@cache
 def _hub_data(source):
     """Return the builder of a data set, which knows its revision, and the name of the split."""
     try:
