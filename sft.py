@@ -65,10 +65,9 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; "
                                  "default: none for --dataset, else the recorded episodes', or "
                                  "equations")
-    dataset: str | None = flag(None, "what to imitate (.jsonl, .csv, .parquet, "
-                                     "hub:owner/name): {messages}, {conversations}, {prompt, "
-                                     "completion}, {instruction, output}, {text}, or what --env "
-                                     "reads")
+    dataset: str | None = flag(None, "what to imitate, files or hub:owner/name: {messages}, "
+                                     "{conversations}, {prompt, completion}, {instruction, "
+                                     "output}, {text}, or what --env reads")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate")
     tasks: str | None = flag(None, "tasks that the expert of --env plays; beside --dataset or "
                                    "--trajectories: tasks to evaluate on")

@@ -43,11 +43,8 @@ def read_demonstrations(path: str, env: str | None, fields: str | None = None,
     env: the environment, whose `_conversation` reads rows of its own form.
     """
     cls = single_environment(env)
-
-    def conversation(row, place):
-        return Conversation(messages_in(row, cls), row, place)
-
-    return list(read_as(path, conversation, fields, seed))
+    return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place),
+                        fields, seed))
 
 
 def single_environment(env: str | None) -> type | None:

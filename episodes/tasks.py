@@ -9,13 +9,12 @@ from itertools import chain
 import numpy as np
 
 import envs
-from experiment.config import nearest
+from experiment.config import MIXTURES, nearest
 from experiment.data import reading
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 
 CELLS = "envs.cells"  # only a .csv file needs it
-MIXTURES = "experiment.mixtures"  # only data of one's own needs it
 
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
@@ -23,17 +22,14 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
                fields: str | None = None) -> list[dict]:
     """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
 
-    There are none without an environment.
-
     Args:
-        name: the environment. Several ("a,b") take turns.
+        name: the environment. Several ("a,b") take turns, and None has no tasks.
         split: "train" or "test". The two never share a row of a file.
-        dataset: a task file (all forms: experiment/mixtures.py), or None: the environment makes the
-            tasks (`_tasks`).
+        dataset: task files (experiment/mixtures.py), or None: the environment makes the tasks.
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
         env_options: "name=value,..." which every task passes to `reset` as well.
-        fields: "question=problem,...": the names of columns in the files.
+        fields: "question=problem,...", where the files have other names of columns.
 
     Each row gets "env": the name of its environment.
     """
@@ -225,7 +221,7 @@ KINDS = {
 
 
 def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
-    """Yield convert(row, place) for every row of a data set (`read_data`: experiment/mixtures.py).
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
 
     `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
     """

@@ -5,18 +5,12 @@ Every failure becomes one line, `FILE:LINE: what is wrong`.
 import importlib
 import json
 import math
-import os
-import re
 from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
 
 TABLES = "experiment.tables"  # most data is .jsonl
-# How the name of a source of rows begins or ends, and the function that reads it.
-READERS = {".jsonl": "experiment.data:json_rows", ".csv": f"{TABLES}:csv_rows",
-           ".parquet": f"{TABLES}:parquet_rows", "hub:": f"{TABLES}:hub_rows",
-           "[": f"{TABLES}:list_rows"}
-WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?")
+READERS = {".csv": "csv_rows", ".parquet": "parquet_rows", "hub:": "hub_rows", "[": "list_rows"}
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
 
 
@@ -129,29 +123,18 @@ def objects(path, wanted=None):
 
 
 # --------------------------------------------------------------------------------------- rows
-def data_sources(text: str | None) -> list[tuple[str, float | None]]:
-    """Return [(source, weight)] of a data flag: "a.jsonl=0.7,b.csv=0.3"; None is no weight.
-
-    A list of rows is one source, and so is a file with a comma in its name.
-    """
-    if not text or text.startswith("[") or os.path.exists(text):
-        return [(text, None)] if text else []
-    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
-    return [(match[1], match[2] and float(match[2])) for match in matches]
-
-
 def read_rows(path: str):
-    """Yield (line number, row) of a source, one of READERS. No rows are an error.
+    """Yield (line number, row) of a .jsonl file or a source of READERS. No rows are an error.
 
     The cells of a .csv file are text. Reading .parquet needs pyarrow, hub:owner/name datasets.
     """
-    kinds = [kind for kind in READERS if path.startswith(kind) or path.endswith(kind)]
-    if not kinds:
+    kind = next((kind for kind in READERS if path.startswith(kind) or path.endswith(kind)), None)
+    if not kind and not path.endswith(".jsonl"):
         raise UserError(f"{path}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
                         "header), .parquet or hub:owner/name")
-    module, _, function = READERS[kinds[-1]].partition(":")
+    read = getattr(importlib.import_module(TABLES), READERS[kind]) if kind else json_rows
     number = None
-    for number, row in getattr(importlib.import_module(module), function)(path):
+    for number, row in read(path):
         yield number, row
     if number is None:
         raise UserError(f"{path}: no rows")
@@ -173,7 +156,7 @@ def json_rows(path):
 def read_yaml(path):
     """Yield (line number, name, value) for each option in a YAML file.
 
-    A value is the text as typed, or None, and of a list of rows its JSON. The node graph is read, because
+    A value is the text as typed, None, or a list of rows as JSON. The node graph is read, because
     `yaml.safe_load` makes a string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
     """
     # PyYAML arrives with transformers.
@@ -188,14 +171,13 @@ def read_yaml(path):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
         name = _scalar(path, key) or "null"
-        yield key.start_mark.line + 1, name, _scalar(path, node, name.replace("-", "_") in LISTS)
+        is_list = node.id == "sequence" and name.replace("-", "_") in LISTS
+        read = importlib.import_module(TABLES).rows_as_text if is_list else _scalar
+        yield key.start_mark.line + 1, name, read(path, node)
 
 
-def _scalar(path, node, may_be_list=False):
-    line = node.start_mark.line + 1
-    if may_be_list and node.id == "sequence":
-        with reading(path, line):
-            return importlib.import_module(TABLES).rows_as_text(node)
+def _scalar(path, node):
     if not isinstance(node.value, str):
+        line = node.start_mark.line + 1
         raise UserError(f"{path}:{line}: give lines `name: value`, nothing nested")
     return None if node.tag == "tag:yaml.org,2002:null" else node.value

@@ -9,15 +9,29 @@
 A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
 the others as many as the weights ask for, drawn by the seed.
 """
+import os
+import re
 from functools import cache
 
-from experiment.data import LISTS, data_sources, read_rows
+from experiment.data import LISTS, read_rows
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 from experiment.tables import pinned
 
+WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?")
 # A data set may be read once for each split.
 say_once = cache(print)
+
+
+def data_sources(text: str | None) -> list[tuple[str, float | None]]:
+    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
+
+    A list of rows is one source, and so is a file with a comma in its name.
+    """
+    if not text or text.startswith("[") or os.path.exists(text):
+        return [(text, None)] if text else []
+    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
+    return [(match[1], match[2] and float(match[2])) for match in matches]
 
 
 def read_data(data: str, fields: str | None = None, seed: int = 0):

@@ -120,9 +120,11 @@ def list_rows(text):
         yield number, row if isinstance(row, dict) else {"prompt": row}
 
 
-def rows_as_text(node):
-    """Return a YAML list of rows as JSON. A row is a mapping, or the text of a prompt."""
-    rows = [json.dumps(row.value) if row.id == "scalar" else _as_text(row) for row in node.value]
+def rows_as_text(path, node):
+    """Return a list of a YAML file as JSON. A row is a mapping, or the text of a prompt."""
+    with reading(path, node.start_mark.line + 1):
+        rows = [json.dumps(row.value) if row.id == "scalar" else _as_text(row)
+                for row in node.value]
     return f"[{', '.join(rows)}]"
 
 

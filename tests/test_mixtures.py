@@ -18,9 +18,9 @@ import reward_weighted
 import sft
 from episodes.tasks import is_held_out, load_tasks
 from experiment.command_line import parse
-from experiment.data import data_sources, read_yaml, reading
+from experiment.data import read_yaml, reading
 from experiment.errors import UserError
-from experiment.mixtures import read_data
+from experiment.mixtures import data_sources, read_data
 from experiment.tables import pinned
 from window import chat
 
