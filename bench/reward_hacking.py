@@ -110,10 +110,11 @@ def main(argv=None):
     taught_base(args.out)
     run_missing(__file__, args)
     rows = read_rows(args, RUNS)
-    report(args, "reward_hacking", exam=f"{args.tasks} held-out tasks, one episode of each",
-           steps=args.steps, rows=rows)
+    Path(args.results).mkdir(parents=True, exist_ok=True)
     draw(rows, Path(args.results) / "reward_hacking.png")
     print(table(rows))
+    report(args, "reward_hacking", exam=f"{args.tasks} held-out tasks, one episode of each",
+           steps=args.steps, rows=rows)
 
 
 if __name__ == "__main__":
