@@ -1,4 +1,4 @@
-"""A reward that can be gamed: the reward rises while true success falls, and two ways to fix it.
+"""A reward that can be gamed: the reward rises while true success falls, and the fix.
 
     python bench/reward_hacking.py --seeds 0              all of it
     python grpo.py --env bench/reward_hacking.py:Gamed    the same in a run of your own
@@ -6,8 +6,7 @@
 The tiny model solves equations in at most six turns. `Gamed` pays 5 for the right answer and 5 for
 every call that works, as people do who want a model to use its tools. `Best` pays for a call only
 if the equation is then closer to its solution than ever before (the reward of envs/equations.py).
-`Veto` is `Gamed` without any pay where the answer is not right. bench/reward_hacking.md tells what
-happens.
+bench/reward_hacking.md tells what happens.
 """
 import json
 import sys
@@ -20,9 +19,8 @@ from bench.learning import (  # noqa: E402
 from envs.equations import ANSWER_REWARD, Equations  # noqa: E402
 
 STEPS = 16
-RUNS = {"gamed": "Gamed", "best": "Best", "veto": "Veto"}
-LABELS = {"gamed": "gamed: pays for every call", "best": "fix 1: pays for new progress only",
-          "veto": "fix 2: pays nothing unless the answer is right"}
+RUNS = {"gamed": "Gamed", "best": "Best"}
+LABELS = {"gamed": "Gamed: every call that works is paid", "best": "Best: new progress is paid"}
 
 
 class Best(Equations):
@@ -39,18 +37,6 @@ class Gamed(Best):
         text = super()._change(factor, left, right)
         self.reward = paid + ANSWER_REWARD * (not text.startswith("error"))
         return text
-
-
-class Veto(Gamed):
-    """Pay for every operation that works, but only if the answer is right."""
-
-    def get_reward(self) -> float:
-        return self.reward if self.solved else 0.0
-
-    @property
-    def _reward_parts(self) -> dict:
-        answer = ANSWER_REWARD * self.solved
-        return {"actions": self.get_reward() - answer, "answer": answer}
 
 
 def worker(args):
@@ -88,17 +74,14 @@ def draw(rows, path):
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    figure, panels = plt.subplots(1, len(RUNS), figsize=(10, 3.2), sharex=True)
+    figure, panels = plt.subplots(1, len(RUNS), figsize=(9, 3.2), sharex=True)
     for panel, name in zip(panels, RUNS):
         success = panel.twinx()
         for row in rows.get(name, {}).values():
             panel.plot(row["reward"], color="tab:red")
             success.plot(row["success"], color="tab:green")
-        panel.set(title=LABELS[name], xlabel="step", ylim=(0, 31))
-        panel.title.set_fontsize(9)
-        success.set_ylim(0, 1)
-    panels[0].set_ylabel("reward (red)")
-    success.set_ylabel("share truly solved (green)")
+        panel.set(title=LABELS[name], xlabel="step", ylabel="reward of an episode (red)")
+        success.set(ylim=(0, 1), ylabel="share truly solved (green)")
     plt.tight_layout()
     plt.savefig(path, dpi=120)
 

@@ -45,12 +45,12 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
     Raises UserError.
     """
     named, columns = data_sources(data), _columns(fields)
-    weights = [weight for _, weight in named if weight]
-    if not any(weight is not None for _, weight in named):
+    weights = [weight for _, weight in named]
+    if set(weights) == {None}:
         for source, _ in named:
             yield from _rows(source, columns)
         return
-    if len(weights) < len(named):
+    if not all(weights):
         raise UserError(f"{data}: give every one of them a weight above 0, or none")
     tables = [list(_rows(source, columns)) for source, _ in named]
     unit = min(len(rows) / weight for rows, weight in zip(tables, weights))

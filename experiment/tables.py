@@ -7,7 +7,6 @@ import json
 import re
 from contextlib import suppress
 
-from experiment.bars import NO_BAR
 from experiment.data import lines_of, parse_object, reading
 from experiment.errors import UserError
 
@@ -91,8 +90,6 @@ def _hub_data(source):
     except ImportError:
         raise UserError(f'{source}: reading it needs "pip install datasets"; or download the data '
                         "set as .jsonl or .parquet") from None
-    if NO_BAR is not False:
-        datasets.disable_progress_bars()
     # A colon in brackets is that of a slice: train[:100].
     name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix("hub:"), maxsplit=2)
     name, _, revision = name.partition("@")
