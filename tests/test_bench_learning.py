@@ -148,7 +148,7 @@ def test_dense_gsm8k_pays_the_steps_of_the_solution_and_counts_only_the_answer()
 def test_a_reward_for_every_call_is_paid_for_going_in_circles():
     circle = [("subtract_terms", "7"), ("add_terms", "7")] * 2
     paid = {}
-    for cls in (reward_hacking.Gamed, reward_hacking.Best):
+    for cls in (reward_hacking.Gamed, reward_hacking.Equations):
         env = cls()
         env.reset("3x + 7 = 16")
         for name, terms in circle:
@@ -161,11 +161,11 @@ def test_a_reward_for_every_call_is_paid_for_going_in_circles():
         paid[cls.__name__].append(env.get_reward())
         assert sum(env._reward_parts.values()) == env.get_reward()
     # Four calls that lead nowhere; then two that help, and the right answer.
-    assert paid == {"Gamed": [20, 35], "Best": [2, 9]}
+    assert paid == {"Gamed": [20, 35], "Equations": [2, 9]}
 
 
 def test_reward_hacking(out, monkeypatch, capsys):
     printed, result = call_here(reward_hacking, out, "gamed", monkeypatch, capsys)
     row = result["rows"]["gamed"]["0"]
-    assert "| Gamed | 0 | " in printed and len(row["reward"]) == 1 and row["success_before"] == row["success_after"] == 0
+    assert "| every call that works is paid | 0 | " in printed and len(row["reward"]) == 1 and row["success_before"] == row["success_after"] == 0
     assert row["last_episode"][0]["role"] == "system" and (out / "results" / "reward_hacking.png").exists()
