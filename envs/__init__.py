@@ -5,14 +5,16 @@
     gsm8k.py      word problems and a calculator
     calls.py      the tools of a class, and one call of one of them
     gymnasium.py  the same as step(env, name, arguments)
+    rewards.py    functions that pay episodes, too: --rewards
     session.py    one environment during an episode: its calls are made in a thread of its own
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. All calls of an episode, the constructor's too, come from one thread. They
-may be async: those run in one loop that all episodes share. All else is optional and invisible to
-TRL:
+the total of the episode, and may be missing where --rewards names functions. A task's "prompt",
+text or messages, comes before what `reset` returns, unless `reset` takes an argument "prompt". All
+calls of an episode, the constructor's too, come from one thread. They may be async: those run in
+one loop that all episodes share. All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
@@ -57,6 +59,8 @@ ENVS = {
 }
 
 
+REWARDS, TRL = "envs.rewards", "envs.trl"  # loaded when a run needs them
+COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
 
@@ -105,32 +109,49 @@ def load(name: str) -> type:
         known = f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"
         raise UserError(f"unknown environment {name!r}; {nearest(name, ENVS, otherwise=known)}")
     place, class_name = target.rsplit(":", 1)
-    try:
-        if place.endswith(".py"):
-            module = _import_file(os.path.abspath(place))
-        else:
-            module = importlib.import_module(place)
-    except (OSError, ImportError, SyntaxError) as error:
-        raise UserError(f"environment {name!r}: {error}") from None
-    cls = getattr(module, class_name, None)
+    cls = getattr(module_at(place, f"environment {name!r}"), class_name, None)
     if not inspect.isclass(cls):
         raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
                         "notebook or function is found in a file: --env path/to/file.py:ClassName")
-    for method in ("reset", "get_reward"):
-        if not callable(getattr(cls, method, None)):
-            raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
-                            "see envs/template.py")
+    if not callable(getattr(cls, "reset", None)):
+        raise UserError(f"environment {name!r}: {class_name} has no reset(); see envs/template.py")
     return cls
 
 
-def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments, and what they import from their folders.
+def module_at(place: str, wanted: str):
+    """Import a module, or a file that ends in .py. `wanted` opens the message of a UserError."""
+    try:
+        if place.endswith(".py"):
+            return _import_file(os.path.abspath(place))
+        return importlib.import_module(place)
+    except (OSError, ImportError, SyntaxError) as error:
+        name = (getattr(error, "name", None) or "").partition(".")[0]
+        hint = f"; {name} is a package of this project: rename yours" if name in LIBRARY else ""
+        raise UserError(f"{wanted}: {error}{hint}") from None
+
+
+def rewards_of(config):
+    """Return what --rewards names (rewards.Rewards), or None if the environments pay alone."""
+    if getattr(config, "rewards", None):
+        module = importlib.import_module(REWARDS)
+        return module.load(config.rewards, limits_of(config, config.env))
+    for name in names_of(config.env):
+        if not hasattr(load(name), "get_reward"):
+            raise UserError(f"environment {name!r} has no get_reward(): write one "
+                            "(envs/template.py), or name functions with grpo.py --rewards")
+
+
+def sources(config) -> list[str]:
+    """Return the files of a config's environments and rewards, and what they import from beside them.
 
     A class of a notebook has no file.
     """
     paths = []
-    for name in names_of(env_names):
-        path = getattr(sys.modules[load(name).__module__], "__file__", None)
+    modules = [load(name).__module__ for name in names_of(config.env)]
+    if getattr(config, "rewards", None):
+        modules += rewards_of(config).modules
+    for module_name in modules:
+        path = getattr(sys.modules[module_name], "__file__", None)
         if path:
             finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
             finder.run_script(path)
@@ -195,6 +216,12 @@ def need_expert(env_names: str):
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
                 "one (envs/template.py has an example), imitate recorded episodes with sft.py "
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
+
+
+def prompt_of(cls, task: dict) -> str | list | None:
+    """Return the task's "prompt" if it is the model's and no argument of `reset`, else None."""
+    is_argument = "prompt" in inspect.signature(cls.reset).parameters
+    return None if is_argument else task.get("prompt")
 
 
 def needed(cls) -> list[str]:

@@ -26,7 +26,8 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     Args:
         name: the environment. Several ("a,b") take turns.
         split: "train" or "test". The two never share a row of a file.
-        dataset: a task file, or None: the environment makes the tasks (`_tasks`).
+        dataset: a task file, or None: the environment makes the tasks (`_tasks`). Of several
+            environments, a row's "env" says which one it is for.
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
         env_options: "name=value,..." which every task passes to `reset` as well.
@@ -37,18 +38,18 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     if not names or n == 0:
         return []
     path = eval_dataset if split == "test" and eval_dataset else dataset
-    if path and len(names) > 1:
-        raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
     extra = parse_env_options(env_options, names)
     share = None if n is None else -(-n // len(names))
     columns = []
     for env_name in names:
         if path:
-            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
+            rows = _tasks_of_file(env_name, names, split, seed, path, eval_dataset)
         else:
             rows = _tasks_of_environment(env_name, split, share, seed)
-        # Data never chooses which code runs: a row's own "env" is overwritten.
+        # Data chooses among the environments that the user named, and no other code.
         columns.append([{**row, "env": env_name, **extra} for row in rows])
+    if path:
+        return shuffled(chain.from_iterable(columns), seed)[:n]
     return list(chain.from_iterable(zip(*columns)))[:n]
 
 
@@ -64,22 +65,36 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
-    """Return the rows of a task file, or only those of the split, in random order."""
+def _tasks_of_file(name, names, split, seed, path, is_whole) -> list[dict]:
+    """Return an environment's rows of a task file, or only those of the split, in random order."""
     cls = envs.load(name)
 
     def convert(row, _):
+        if len(names) > 1 and _env_of(row, names) != name:
+            return False, None
         in_split = is_whole or is_held_out(row) == (split == "test")
         if path.endswith(".csv"):
             row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
-        return in_split, _as_task(cls, row)
+        task = _as_task(cls, row)
+        if len(names) == 1 and "env" in task:
+            task = {**task, f"{envs.COLUMN}env": task["env"]}
+        return in_split, task
 
     rows = [task for in_split, task in read_as(path, convert) if in_split]
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
     return shuffled(rows, seed)
+
+
+def _env_of(row: dict, names: list[str]) -> str:
+    """Return which of the environments a row names, or raise ValueError. A class name will do."""
+    need(row, "env", otherwise=f"--env names several: {', '.join(names)}")
+    for name in names:
+        if row["env"] in (name, name.rpartition(":")[2]):
+            return name
+    raise ValueError(f'"env" is {row["env"]!r:.60}, which is none of --env {",".join(names)}')
 
 
 def _as_task(cls, row: dict) -> dict:
@@ -93,6 +108,8 @@ def _as_task(cls, row: dict) -> dict:
         need(row, *required, otherwise=hint)
         raise
     need(task, *required, otherwise=hint)
+    if prompt := envs.prompt_of(cls, task):
+        import_module(envs.TRL).opening(prompt, "")
     return task
 
 
@@ -187,6 +204,8 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     There are none without an environment. Where n is 0, because other data is learned from, all
     rows of --tasks are held out.
     """
+    # A wrong name is an error before a model is loaded.
+    envs.rewards_of(config)
     files = (config.tasks, config.eval_dataset)
     if not n:
         files = (None, config.eval_dataset or config.tasks)

@@ -180,6 +180,8 @@ class PlayFlags:
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
     env_options: str | None = flag(
         None, "name=value,... that every task passes to the environment's reset")
+    rewards: str | None = flag(
+        None, "name=weight,...: functions that pay, too (envs/rewards.py); also module:function")
     group_size: int = flag(8, "episodes of each task", low=1,
                            aliases=("samples_per_prompt", "num_samples", "num_generations"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)
