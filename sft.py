@@ -73,6 +73,7 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
                                    "--trajectories: tasks to evaluate on")
     eval_dataset: str | None = flag(None, "held-out rows of what is learned from; default: a tenth")
     min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
+    rewards: str | None = flag(None, "functions that pay episodes of the evaluation, too")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
     max_turns: int | None = flag(None, "turns of an episode; default: as the environment states",
@@ -107,7 +108,8 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
     limits = envs.limits_of(config, config.env)
-    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run)
+    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run,
+                      rewards=envs.rewards_of(config))
     return {**played, **run.ranks.total(losses), "demonstrations": len(held_out)}
 
 
@@ -190,6 +192,7 @@ def teach_tiny(config, run) -> str:
           "on noisy demonstrations")
     folder = base / "sft"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       rewards=config.rewards,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.
     from transformers.utils.logging import disable_progress_bar

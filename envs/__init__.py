@@ -132,24 +132,24 @@ def module_at(place: str, wanted: str):
 
 def rewards_of(config):
     """Return what --rewards names (rewards.Rewards), or None if the environments pay alone."""
-    if getattr(config, "rewards", None):
+    if config.rewards:
         module = importlib.import_module(REWARDS)
         return module.load(config.rewards, limits_of(config, config.env))
     for name in names_of(config.env):
         if not hasattr(load(name), "get_reward"):
             raise UserError(f"environment {name!r} has no get_reward(): write one "
-                            "(envs/template.py), or name functions with grpo.py --rewards")
+                            "(envs/template.py), or name functions with --rewards")
 
 
 def sources(config) -> list[str]:
-    """Return the files of a config's environments and rewards, and what they import from beside them.
+    """Return the files of environments and rewards, and what they import from their folders.
 
     A class of a notebook has no file.
     """
     paths = []
     modules = [load(name).__module__ for name in names_of(config.env)]
-    if getattr(config, "rewards", None):
-        modules += rewards_of(config).modules
+    if rewards := rewards_of(config):
+        modules += rewards.modules
     for module_name in modules:
         path = getattr(sys.modules[module_name], "__file__", None)
         if path:

@@ -137,9 +137,11 @@ def load(text: str, limits) -> "Rewards":
         target, _, weight = (side.strip() for side in item.partition("="))
         name = target.rpartition(":")[2]
         try:
-            weights[name] = weight if weight == "veto" else float(weight or 1)
+            weights[name] = float(weight or 1)
         except ValueError:
-            raise UserError(f"--rewards {item}: the weight is a number, or veto") from None
+            weights[name] = weight
+        if not is_finite(weights[name]) and (weight != "veto" or name == "environment"):
+            raise UserError(f"--rewards {item}: the weight is a number, or veto for a function")
         if name in functions:
             raise UserError(f"--rewards {item}: another function has this name")
         if target == "length":
@@ -208,8 +210,8 @@ class Rewards:
 
     def _pay_one(self, episode, values: dict):
         t = episode.trajectory
-        cls = episode.session.cls
-        if hasattr(cls, "get_reward"):
+        session = episode.session
+        if session.pays:
             t.reward_parts["environment"] = t.reward
         t.rewards = [self.weights["environment"] * reward for reward in t.rewards]
         vetoed = False
@@ -227,7 +229,7 @@ class Rewards:
         if vetoed:
             t.rewards = [min(reward, 0.0) for reward in t.rewards]
         t.reward = math.fsum(t.rewards)
-        if not hasattr(cls, "get_reward") and not hasattr(cls, "_check"):
+        if not session.pays and not hasattr(session.cls, "_check"):
             t.info["success"] = t.reward > 0
 
 

@@ -123,6 +123,7 @@ class Session:
     Every method raises EnvironmentFault if the environment fails.
 
     Attributes:
+        pays: False without get_reward(): `reward` then is the environment's own affair, as in TRL.
         reward: the running total as of the last call, as a plain float.
         paid: the part of it that turns were paid, which is all but what it was after `reset`.
         done: True once the environment has ended the episode.
@@ -135,6 +136,7 @@ class Session:
         self.watch = watch
         self.name = name
         self.cls = cls
+        self.pays = hasattr(cls, "get_reward")
         self.task = {key.removeprefix(envs.COLUMN): value for key, value in task.items()
                      if key != "env"}
         self.reward = self.reward_at_reset = 0.0
@@ -241,8 +243,7 @@ class Session:
         return message, gain
 
     def _score(self):
-        get_reward = self._get("get_reward()")
-        total = float(awaited(get_reward())) if get_reward else 0.0
+        total = float(awaited(self._get("get_reward()")())) if self.pays else 0.0
         parts = self._get("_reward_parts", {})
         parts = {name: float(value) for name, value in parts.items()}
         check = self._get("_check()")
@@ -261,11 +262,8 @@ class Session:
     def _gain(self) -> float:
         """Return what the running total gained since the last call."""
         before = self.reward
-        # As in TRL, an environment without get_reward() pays nothing: its `reward` is its own.
-        if not hasattr(self.cls, "get_reward"):
-            return 0.0
         # Environments also count in NumPy's numbers, which JSON does not take.
-        self.reward = float(self._get("reward", 0.0))
+        self.reward = float(self._get("reward", 0.0)) if self.pays else 0.0
         return self.reward - before
 
     # --------------------------------------------------------------------------- and around it

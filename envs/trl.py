@@ -16,6 +16,14 @@ def opening(prompt: str | list, observation: str) -> list[dict]:
     return [*messages, {**last, "content": last["content"] + observation}]
 
 
+def env_of(row: dict, names: list[str]) -> str:
+    """Return which of the named environments a row's "env" is, by name or class, or ValueError."""
+    for name in names:
+        if row.get("env") in (name, name.rpartition(":")[2]):
+            return name
+    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {row.get("env")!r:.60}')
+
+
 def is_message(value) -> bool:
     """True for a message of text."""
     return isinstance(value, dict) and all(

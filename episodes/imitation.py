@@ -126,8 +126,6 @@ def evaluation_tasks(config, learned) -> list[dict]:
     learns_from_file = config.dataset or config.trajectories
     files = (None, config.tasks) if learns_from_file else (config.tasks, config.eval_dataset)
     tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files)
-    if tasks:
-        envs.rewards_of(config)
     return drop_seen(tasks, tasks_of(learned))
 
 

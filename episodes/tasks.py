@@ -48,8 +48,8 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
             rows = _tasks_of_environment(env_name, split, share, seed)
         # Data chooses among the environments that the user named, and no other code.
         columns.append([{**row, "env": env_name, **extra} for row in rows])
-    if path:
-        return shuffled(chain.from_iterable(columns), seed)[:n]
+    if path and len(names) > 1:
+        return shuffled(list(chain.from_iterable(columns)), seed)[:n]
     return list(chain.from_iterable(zip(*columns)))[:n]
 
 
@@ -70,7 +70,7 @@ def _tasks_of_file(name, names, split, seed, path, is_whole) -> list[dict]:
     cls = envs.load(name)
 
     def convert(row, _):
-        if len(names) > 1 and _env_of(row, names) != name:
+        if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
             return False, None
         in_split = is_whole or is_held_out(row) == (split == "test")
         if path.endswith(".csv"):
@@ -86,15 +86,6 @@ def _tasks_of_file(name, names, split, seed, path, is_whole) -> list[dict]:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
     return shuffled(rows, seed)
-
-
-def _env_of(row: dict, names: list[str]) -> str:
-    """Return which of the environments a row names, or raise ValueError. A class name will do."""
-    need(row, "env", otherwise=f"--env names several: {', '.join(names)}")
-    for name in names:
-        if row["env"] in (name, name.rpartition(":")[2]):
-            return name
-    raise ValueError(f'"env" is {row["env"]!r:.60}, which is none of --env {",".join(names)}')
 
 
 def _as_task(cls, row: dict) -> dict:
@@ -204,8 +195,6 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     There are none without an environment. Where n is 0, because other data is learned from, all
     rows of --tasks are held out.
     """
-    # A wrong name is an error before a model is loaded.
-    envs.rewards_of(config)
     files = (config.tasks, config.eval_dataset)
     if not n:
         files = (None, config.eval_dataset or config.tasks)
