@@ -83,7 +83,7 @@ def _tasks_of_file(name, names, split, seed, path, is_whole) -> list[dict]:
 
     rows = [task for in_split, task in read_as(path, convert) if in_split]
     if not rows:
-        raise UserError(f"{path}: too few rows to hold some out; "
+        raise UserError(f"{path}: {name}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
     return shuffled(rows, seed)
 
