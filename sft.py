@@ -33,7 +33,7 @@ from agent import collate, evaluate
 from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
 from episodes.tasks import with_env
 from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
-                        imitation_learning_rate, main, replace_file, to_json)
+                        imitation_learning_rate, main)
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
@@ -172,8 +172,8 @@ def teach_tiny(config, run) -> str:
     """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
 
     The folder is `base/` in the output folder: a plain model, which the run's adapters point to.
-    A resumed run finds it there and teaches nothing. Where the config names another model, that one
-    is returned as it is.
+    A resumed run finds it there and teaches nothing. The SFT is a run of its own, in `schooling/`.
+    Where the config names another model, that one is returned as it is.
 
     Args:
         config: of the algorithm that starts from the tiny model (`output_dir`, `env`, `seed`).
@@ -183,14 +183,13 @@ def teach_tiny(config, run) -> str:
         return config.model_path
     run.begin()
     base = run.folder / "base"
-    # This file is written last: where it exists, the folder is complete.
-    taught = base / "made.json"
-    if run.ranks.first(taught.exists):
+    # The folder gets its name when it is whole.
+    if run.ranks.first(base.exists):
         return str(base)
     envs.need_expert(config.env or "equations")
     print(f"tiny model: made in {base}, and taught the format by {TINY_SFT['max_steps']} SFT steps "
           "on noisy demonstrations")
-    folder = base / "sft"
+    folder = run.folder / "schooling"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
                        rewards=config.rewards,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
@@ -198,9 +197,8 @@ def teach_tiny(config, run) -> str:
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     with redirect_stdout(io.StringIO()):
-        seconds = train(schooling)["seconds"]
-    run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
-    run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))
+        train(schooling)
+        run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
     return str(base)
 
 

@@ -20,7 +20,7 @@ EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 THINNING = "experiment.thinning"  # few runs need it
-NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
+NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing")
 UPDATE = ("batch_size", "gradient_accumulation_steps")

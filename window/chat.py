@@ -154,8 +154,7 @@ def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     limits = rollout_options(config)["limits"]
     options = parse_env_options(config.env_options, [name])
     introduce(name, classes[name], chat)
-    watch = Watch(limits.tool_timeout)
-    with merged(model):
+    with Watch(limits.tool_timeout) as watch, merged(model):
         engine = engine_for(config, model, chat)
         for number in count():
             session = Session(watch, name, classes[name], tasks[number % len(tasks)])
