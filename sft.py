@@ -32,8 +32,8 @@ import envs
 from agent import collate, evaluate
 from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
 from episodes.tasks import with_env
-from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
-                        imitation_learning_rate, main)
+from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
+                        auto, fill, flag, imitation_learning_rate, main)
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
@@ -54,7 +54,7 @@ TINY_SFT = {
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
@@ -73,7 +73,6 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
                                    "--trajectories: tasks to evaluate on")
     eval_dataset: str | None = flag(None, "held-out rows of what is learned from; default: a tenth")
     min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
-    rewards: str | None = flag(None, "functions that pay episodes of the evaluation, too")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
     max_turns: int | None = flag(None, "turns of an episode; default: as the environment states",
@@ -109,7 +108,7 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
     limits = envs.limits_of(config, config.env)
     played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run,
-                      rewards=envs.rewards_of(config))
+                      env_options=envs.options_of(config), rewards=envs.rewards_of(config))
     return {**played, **run.ranks.total(losses), "demonstrations": len(held_out)}
 
 
@@ -191,6 +190,7 @@ def teach_tiny(config, run) -> str:
           "on noisy demonstrations")
     folder = run.folder / "schooling"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       env_options=config.env_options, unsafe_code=config.unsafe_code,
                        rewards=config.rewards,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.

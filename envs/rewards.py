@@ -127,13 +127,14 @@ BUILT_IN = {"exact": exact, "format": well_formed, "tool_used": tool_used, "leng
 
 
 # -------------------------------------------------------------------------------- what is asked for
-def load(text: str, limits) -> "Rewards":
-    """Return the functions that --rewards names. Raises UserError.
-
-    limits: those of an episode, envs.Limits.
-    """
+def load(config) -> "Rewards":
+    """Return the functions that --rewards names. Raises UserError."""
+    for env_name in [] if config.rewards else envs.names_of(config.env):
+        if not hasattr(envs.load(env_name), "get_reward"):
+            raise UserError(f"environment {env_name!r} has no get_reward(): write one "
+                            "(envs/template.py), or name functions with --rewards")
     functions, weights = {}, {"environment": 1.0}
-    for item in filter(str.strip, text.split(",")):
+    for item in filter(str.strip, config.rewards.split(",")):
         target, _, weight = (side.strip() for side in item.partition("="))
         name = target.rpartition(":")[2]
         try:
@@ -145,7 +146,7 @@ def load(text: str, limits) -> "Rewards":
         if name in functions:
             raise UserError(f"--rewards {item}: another function has this name")
         if target == "length":
-            functions[name] = partial(length, limits=limits)
+            functions[name] = partial(length, limits=envs.limits_of(config, config.env))
         elif target != "environment":
             functions[name] = _function(target)
     return Rewards(functions, weights)
@@ -229,7 +230,7 @@ class Rewards:
         if vetoed:
             t.rewards = [min(reward, 0.0) for reward in t.rewards]
         t.reward = math.fsum(t.rewards)
-        if not session.pays and not hasattr(session.cls, "_check"):
+        if not session.pays and not hasattr(session.env, "_check"):
             t.info["success"] = t.reward > 0
 
 

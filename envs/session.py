@@ -108,12 +108,15 @@ class Watch:
                 f"ValueError; the last: {self.broken}")
 
 
-def load_environments(tokenizer, env_names: str, generation_config=None) -> tuple[dict, dict]:
+def load_environments(tokenizer, env_names: str, generation_config=None,
+                      env_options=None) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
-    They are those that the caller names: data never chooses which code runs.
+    They are those that the caller names: data never chooses which code runs. `env_options` are
+    what `envs.options_of` returns.
     """
-    classes = {name: envs.load(name) for name in envs.names_of(env_names)}
+    classes = {name: envs.with_options(envs.load(name), env_options)
+               for name in envs.names_of(env_names)}
     try:
         chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
                  for name, cls in classes.items()}
@@ -141,7 +144,7 @@ class Session:
         self.watch = watch
         self.name = name
         self.cls = cls
-        self.pays = hasattr(cls, "get_reward")
+        self.pays = True
         self.task = {key.removeprefix(envs.COLUMN): value for key, value in task.items()
                      if key != "env"}
         self.reward = self.reward_at_reset = 0.0
@@ -217,11 +220,12 @@ class Session:
     def _start(self):
         self._enter("__init__()")
         self.env = self.cls()
+        self.pays = hasattr(type(self.env), "get_reward")
         observation = text_or_none(awaited(self._get("reset()")(**self.task)))
         system_prompt = text_or_none(self._get("system_prompt"))
         messages = [{"role": "user", "content": observation or ""}]
-        if envs.prompt_of(self.cls, self.task):
-            messages = import_module(envs.TRL).opening(self.task["prompt"], observation or "")
+        if "prompt" in self.task:
+            messages = import_module(envs.TRL).opening(self.env.reset, self.task, observation or "")
         if system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         if not any(message["content"] for message in messages):

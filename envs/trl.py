@@ -3,11 +3,15 @@ import inspect
 from types import SimpleNamespace
 
 
-def opening(prompt: str | list, observation: str) -> list[dict]:
+def opening(reset, task: dict, observation: str) -> list[dict]:
     """Return the messages of a task's column "prompt", the last of which ends with the observation.
 
-    Raises ValueError if the prompt is neither text nor messages.
+    If the method `reset` takes an argument of this name, the observation is all. Raises ValueError
+    if the prompt is neither text nor messages.
     """
+    prompt = task["prompt"]
+    if prompt is None or "prompt" in inspect.signature(reset).parameters:
+        prompt = ""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):

@@ -147,7 +147,8 @@ class OutputFolder:
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         text = yaml.safe_dump(kept, sort_keys=False)
         again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
-        self.write(CONFIG, f"# {self.algorithm} run; {again}\n{text}")
+        unsafe = " with --unsafe_code" if self.values.get("unsafe_code") else ""
+        self.write(CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""

@@ -33,6 +33,10 @@ def said(*texts, mask=None, **info):
     return Trajectory([5] * len(mask), mask, [0.0] * len(mask), [0.0] * len(texts), messages=messages, stop_reason="done", group_id="3-0", info={**counts, **info})
 
 
+def loaded(text):
+    return rewards.load(SimpleNamespace(rewards=text, env="equations", max_turns=None, max_new_tokens=10, max_tokens=100))
+
+
 def call(name, **arguments):
     return {"name": name, "arguments": arguments}
 
@@ -148,14 +152,14 @@ def functions(tmp_path):
     ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name"), ("exact=inf", "--rewards exact=inf"), ("environment=veto", "the weight is a number, or veto for a function")])
 def test_a_wrong_name_or_weight_is_told_in_a_line(said_, told, functions):
     with pytest.raises(UserError, match=told):
-        rewards.load(said_.replace("FILE", functions), LIMITS)
+        loaded(said_.replace("FILE", functions))
 
 
 def paid(text, episode, total=0.0, parts=None, pays=True):
     """Pay one episode whose environment paid `total` in its last turn."""
     episode.rewards[-1], episode.reward, episode.reward_parts = total, total, dict(parts or {})
-    session = SimpleNamespace(pays=pays, cls=object, env=object())
-    rewards.load(text, LIMITS).pay([agent_episode(episode, session)])
+    session = SimpleNamespace(pays=pays, env=object())
+    loaded(text).pay([agent_episode(episode, session)])
     return episode
 
 
@@ -196,8 +200,8 @@ def test_success_is_a_reward_where_nothing_else_says_it(functions):
     ("text", "--rewards text returned 'much'; a reward is a number"), ("few", "--rewards few returned 1 rewards for 2 completions")])
 def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
     with pytest.raises(UserError, match=told):
-        episodes = [agent_episode(said("a", "b"), SimpleNamespace(pays=True, cls=object, env=None)) for _ in range(2)]
-        rewards.load(f"{functions}:{name}", LIMITS).pay(episodes)
+        episodes = [agent_episode(said("a", "b"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]
+        loaded(f"{functions}:{name}").pay(episodes)
 
 
 def test_a_reward_that_is_not_finite_skips_the_step_and_is_told(functions):
@@ -217,7 +221,7 @@ def test_trls_functions_get_trls_arguments():
         return [1.0, None]
     one = said([call("add", n=1)], "done", mask=[0, 0, 1, 0, 1], task={"number": 7, "prompt": [{"role": "user", "content": "?"}]})
     two = said("four", task={"number": 8})
-    session = SimpleNamespace(pays=False, cls=object, env="the instance")
+    session = SimpleNamespace(pays=False, env="the instance")
     rewards.Rewards({"function": function}, {"environment": 1.0, "function": 2.0}).pay([agent_episode(t, session) for t in (one, two)])
     assert (one.reward, two.reward) == (2.0, 0.0) and one.reward_parts == {"accuracy": 0.25, "function": 1.0} and two.reward_parts == {"accuracy": 0.25}
     assert seen["prompts"] == [[{"role": "user", "content": "?"}]] * 2 and seen["number"] == [7, 8] and seen["environments"] == ["the instance"] * 2
@@ -237,7 +241,7 @@ def test_text_prompts_make_text_completions():
         seen.extend([prompts, completions])
         return [0.0]
     t = said("four", task={"prompt": "2 + 2?"})
-    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0}).pay([agent_episode(t, SimpleNamespace(pays=False, cls=object, env=None))])
+    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0}).pay([agent_episode(t, SimpleNamespace(pays=False, env=None))])
     assert seen == [["2 + 2?"], ["four"]]
 
 

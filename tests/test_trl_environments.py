@@ -9,6 +9,7 @@ import agent
 import envs
 import grpo
 from agent import Limits, rollout
+from envs.trl import opening
 from episodes.tasks import load_tasks
 from experiment.errors import UserError
 from llm.chat import Chat
@@ -127,7 +128,7 @@ def test_an_environment_without_get_reward_needs_rewards():
 def test_a_prompt_that_reset_names_is_the_environments(tmp_path):
     (tmp_path / "mine.py").write_text("class Mine:\n    def reset(self, prompt: str, **_):\n        return prompt.upper()\n    def get_reward(self):\n        return 0.0\n")
     cls = envs.load(f"{tmp_path / 'mine.py'}:Mine")
-    assert envs.prompt_of(cls, {"prompt": "a"}) is None and envs.prompt_of(envs.load(f"{FILE}:WordleEnv"), {"prompt": "a"}) == "a"
+    assert opening(cls.reset, {"prompt": "a"}, "A")[0]["content"] == "A" and opening(envs.load(f"{FILE}:WordleEnv").reset, {"prompt": "a"}, "A")[0]["content"] == "aA"
 
 
 @pytest.mark.parametrize("line", ["from envs.openspiel_env import OpenSpielEnv", "from agent import MyAgent", "import episodes.mine"])
