@@ -9,7 +9,7 @@
     options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them
     gymnasium.py  the same as step(env, name, arguments)
-    rewards.py    functions that pay episodes, too: --rewards
+    rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
     play.py       python -m envs.play NAME: play one yourself
     check.py      python -m envs.check NAME: the test that each of them passes
