@@ -1,18 +1,18 @@
 """envs/rewards.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
-import asyncio
 import math
 import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import agent
+import grpo
 import envs
 from agent import Limits, Trajectory, rollout
 from envs import rewards
 from episodes.tasks import load_tasks
 from experiment import summarise
+from experiment.command_line import parse
 from experiment.errors import UserError
 from llm.tiny import make_tiny
 
@@ -268,3 +268,12 @@ def test_an_episode_of_a_rollout_is_paid_and_logged(functions):
         assert t.reward == pytest.approx(t.reward_parts["environment"] + 2 * mean + 0.5 - 1.0) and sum(t.rewards) == pytest.approx(t.reward)
     assert {"reward/of_logprobs", "reward/half", "reward/environment"} <= set(summarise(found))
     assert functions in envs.sources(config)  # a run is not resumed on other functions
+
+
+def test_a_config_file_does_not_name_functions(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("rewards: theirs.py:steal=1\n")
+    with pytest.raises(UserError, match="--rewards theirs.py:steal=1: a config file does not choose which code runs"):
+        parse(grpo.Config, ["--config", str(path)])
+    path.write_text("rewards: exact,length=0.5\n")
+    assert parse(grpo.Config, ["--config", str(path)]).rewards == "exact,length=0.5"
