@@ -108,8 +108,8 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
     limits = envs.limits_of(config, config.env)
-    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed,
-                      env_options=envs.options_of(config), run=run)
+    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run,
+                      env_options=envs.options_of(config), rewards=envs.rewards_of(config))
     return {**played, **run.ranks.total(losses), "demonstrations": len(held_out)}
 
 
@@ -192,6 +192,7 @@ def teach_tiny(config, run) -> str:
     folder = run.folder / "schooling"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
                        env_options=config.env_options, unsafe_code=config.unsafe_code,
+                       rewards=config.rewards,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.
     from transformers.utils.logging import disable_progress_bar

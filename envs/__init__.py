@@ -9,6 +9,7 @@
     options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them
     gymnasium.py  the same as step(env, name, arguments)
+    rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
     play.py       python -m envs.play NAME: play one yourself
     check.py      python -m envs.check NAME: the test that each of them passes
@@ -16,9 +17,10 @@
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. All calls of an episode, the constructor's too, come from one thread. They
-may be async: those run in one loop that all episodes share. All else is optional and invisible to
-TRL:
+the total of the episode, and may be missing where --rewards names functions. A task's "prompt",
+text or messages, comes before what `reset` returns, unless `reset` takes an argument "prompt". All
+calls of an episode, the constructor's too, come from one thread. They may be async: those run in
+one loop that all episodes share. All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
@@ -71,6 +73,8 @@ ENVS = {
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 
+REWARDS, TRL = "envs.rewards", "envs.trl"  # loaded when a run needs them
+COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
 
@@ -121,25 +125,30 @@ def load(name: str) -> type:
         known = f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"
         raise UserError(f"unknown environment {name!r}; {nearest(name, ENVS, otherwise=known)}")
     place, class_name = target.rsplit(":", 1)
-    try:
-        if place.endswith(".py"):
-            module = _import_file(os.path.abspath(place))
-        elif place in ADAPTERS:
-            return importlib.import_module(f"envs.{place}_text").make(class_name)
-        else:
-            module = importlib.import_module(place)
-    except (OSError, ImportError, SyntaxError) as error:
-        hint = f"; pip install {place}" if place in ADAPTERS else ""
-        raise UserError(f"environment {name!r}: {error}{hint}") from None
-    cls = getattr(module, class_name, None)
+    wanted = f"environment {name!r}"
+    if place in ADAPTERS:
+        return module_at(f"envs.{place}_text", wanted).make(class_name)
+    cls = getattr(module_at(place, wanted), class_name, None)
     if not inspect.isclass(cls):
         raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
                         "notebook or function is found in a file: --env path/to/file.py:ClassName")
-    for method in ("reset", "get_reward"):
-        if not callable(getattr(cls, method, None)):
-            raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
-                            "see envs/template.py")
+    if not callable(getattr(cls, "reset", None)):
+        raise UserError(f"environment {name!r}: {class_name} has no reset(); see envs/template.py")
     return cls
+
+
+def module_at(place: str, wanted: str):
+    """Import a module, or a file that ends in .py. `wanted` opens the message of a UserError."""
+    try:
+        if place.endswith(".py"):
+            return _import_file(os.path.abspath(place))
+        return importlib.import_module(place)
+    except (OSError, ImportError, SyntaxError) as error:
+        package = (getattr(error, "name", None) or "").partition(".")[0]
+        hint = f"; pip install {package}" if package in ADAPTERS else ""
+        if package in LIBRARY:
+            hint = f"; {package} is a package of this project: rename yours"
+        raise UserError(f"{wanted}: {error}{hint}") from None
 
 
 def with_options(cls, options: dict | None) -> type:
@@ -159,14 +168,24 @@ def options_of(config) -> dict:
     return options
 
 
-def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments, and what they import from their folders.
+def rewards_of(config):
+    """Return what --rewards names (rewards.Rewards), or None if the environments pay alone."""
+    classes = map(load, names_of(config.env))
+    if config.rewards or not all(hasattr(cls, "get_reward") for cls in classes):
+        return importlib.import_module(REWARDS).load(config)
+
+
+def sources(config) -> list[str]:
+    """Return the files of environments and rewards, and what they import from their folders.
 
     A class of a notebook has no file.
     """
     paths = []
-    for name in names_of(env_names):
-        path = getattr(sys.modules[load(name).__module__], "__file__", None)
+    modules = [load(name).__module__ for name in names_of(config.env)]
+    if rewards := rewards_of(config):
+        modules += rewards.modules
+    for module_name in modules:
+        path = getattr(sys.modules[module_name], "__file__", None)
         if path:
             finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
             finder.run_script(path)

@@ -66,7 +66,9 @@ class Game:
         self.limits = setup.limits
         make = (lambda: env) if env else setup.cls
         self.session = Session(setup.watch, setup.config.env, make, task)
-        question, self.system_prompt, self.turns_left = self.session.start()
+        messages, self.turns_left = self.session.start()
+        question = messages[-1]["content"]
+        self.system_prompt = messages[0]["content"] if len(messages) > 1 else None
         self.seen = [question]
         self.record = [self.system_prompt, question]
         self.over = False

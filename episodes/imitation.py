@@ -136,8 +136,9 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
 
     No episode is of a task in `seen`.
     """
+    options = envs.options_of(config)
     tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset,
-                       envs.options_of(config), config.fields)
+                       options, config.fields)
     tasks = drop_seen(tasks, seen)
     if config.tasks:
         print(f"{config.tasks}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")

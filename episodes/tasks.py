@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 import envs
-from experiment.config import MIXTURES, nearest
+from experiment.config import MIXTURES
 from experiment.data import reading
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
@@ -24,7 +24,8 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     Args:
         name: the environment. Several ("a,b") take turns, and None has no tasks.
         split: "train" or "test". The two never share a row of a file.
-        dataset: task files (experiment/mixtures.py), or None: the environment makes the tasks.
+        dataset: task files (experiment/mixtures.py), or None: the environment makes the tasks. Of
+            several environments, a row's "env" says which one it is for.
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
         env_options: what `envs.options_of` returns. Every row gets them.
@@ -36,18 +37,18 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     if not names or n == 0:
         return []
     path = eval_dataset if split == "test" and eval_dataset else dataset
-    if path and len(names) > 1:
-        raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
     share = None if n is None else -(-n // len(names))
     columns = []
     for env_name in names:
         cls = envs.with_options(envs.load(env_name), env_options)
         if path:
-            rows = _tasks_of_file(cls, split, seed, path, eval_dataset, fields)
+            rows = _tasks_of_file(env_name, names, cls, split, seed, path, eval_dataset, fields)
         else:
             rows = _tasks_of_environment(env_name, cls, split, share, seed)
-        # Data never chooses which code runs: a row's own "env" is overwritten.
+        # Data chooses among the environments that the user named, and no other code.
         columns.append([{**row, "env": env_name, **(env_options or {})} for row in rows])
+    if path and len(names) > 1:
+        return shuffled(list(chain.from_iterable(columns)), seed)[:n]
     return list(chain.from_iterable(zip(*columns)))[:n]
 
 
@@ -62,21 +63,26 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(cls, split, seed, path, is_whole, fields) -> list[dict]:
-    """Return the rows of a task file, or only those of the split, in random order."""
+def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
+    """Return an environment's rows of a task file, or only those of the split, in random order."""
     def convert(row, place):
+        if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
+            return False, None
         in_split = is_whole or is_held_out(row) == (split == "test")
         if ".csv:" in place:
             row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
-        return in_split, _as_task(cls, row)
+        task = _as_task(cls, row)
+        if len(names) == 1 and "env" in (task or ()):
+            task = {**task, f"{envs.COLUMN}env": task["env"]}
+        return in_split, task
 
     rows = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
     if dropped := rows.count(None):
         print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
     rows = [task for task in rows if task is not None]
     if not rows:
-        raise UserError(f"{path}: too few rows to hold some out; "
+        raise UserError(f"{path}: {name}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
     return shuffled(rows, seed)
 
@@ -93,6 +99,8 @@ def _as_task(cls, row: dict) -> dict:
         raise
     if task is not None:
         need(task, *required, otherwise=hint)
+        if "prompt" in task:
+            import_module(envs.TRL).opening(cls.reset, task, "")
     return task
 
 

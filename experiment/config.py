@@ -181,6 +181,8 @@ class EnvironmentFlags:
     env_options: str | None = flag(
         None, "name=value,...: options of the environment, or arguments of every reset")
     unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
+    rewards: str | None = flag(
+        None, "name=weight,...: functions that pay, too (envs/rewards.py); also module:function")
 
 
 @dataclass(kw_only=True)

@@ -169,7 +169,6 @@ CONTRACT = "class Environment:\n    def reset(self, **_):\n        pass\n    def
 
 
 @pytest.mark.parametrize("text, says", [
-    ("class Environment:\n    def reset(self):\n        pass\n", "Environment has no get_reward()"),
     (CONTRACT + "    reset = 3\n", "Environment has no reset()"),
     (CONTRACT + "    _tasks = staticmethod(lambda *_: [])\n", "made no tasks")])
 def test_an_environment_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
