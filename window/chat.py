@@ -5,6 +5,7 @@
 """
 import os
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 
@@ -46,6 +47,10 @@ class Config(PlayFlags):
                         above=0, high=1)
     dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=tuple(DTYPES))
     seed: int = flag(0, "of tasks and sampling", low=0)
+    serve: bool = flag(False, "answer requests over HTTP instead of chatting (window/server.py)")
+    host: str = flag("127.0.0.1", "with --serve: the address to listen at")
+    port: int = flag(8000, "with --serve: the port", low=1, high=65535)
+    token: str | None = flag(None, "with --serve: what clients must send as their API key")
 
 
 # ----------------------------------------------------------------------------- where to play
@@ -177,6 +182,14 @@ def how_it_ended(episode: Episode) -> str:
     return f"{t.stop_reason}; success {t.info['success']}; reward {t.reward:.2f}"
 
 
+def load_server():
+    """Return window/server.py, or raise UserError without the packages that it alone needs."""
+    try:
+        return import_module("window.server")
+    except ImportError as error:
+        raise UserError(f'--serve needs "pip install fastapi uvicorn" ({error})') from None
+
+
 def command(config: Config):
     """Chat with the agent, or with --num_tasks watch it work."""
     config = settle(config)
@@ -185,7 +198,9 @@ def command(config: Config):
     tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
                        config.dataset, config.eval_dataset, config.env_options)
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
-    if config.num_tasks:
+    if config.serve:
+        load_server().serve(config, model, tokenizer, rollout_options(config)["limits"])
+    elif config.num_tasks:
         write_traces(config, model, tokenizer, tasks)
     else:
         chat_with(config, model, tokenizer, tasks)

@@ -15,6 +15,7 @@ import queue
 import threading
 from dataclasses import dataclass, field
 from functools import partial
+from os.path import commonprefix
 
 import torch
 
@@ -25,6 +26,7 @@ from llm.sampling import sample
 from lora import adapter_tensors, add_lora, merged, settings
 
 BASE = "base"  # the name of the model without an adapter
+SHARED = 16  # tokens that a prompt must share with a parked row to take it over
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class SharedEngine(Engine):
     def __init__(self, model, slots, seats):
         super().__init__(model, slots=slots)
         self.seats = seats
+        self.parked = []  # rows that have left, the longest gone first: their slots are kept
+
+    @property
+    def busy(self) -> bool:
+        return bool(super().busy or self.waiting and self.parked)
 
     def sample(self, rows, logits):
         kinds = {}
@@ -74,13 +81,44 @@ class SharedEngine(Engine):
         self.stop_ids = self.seats[row].sampling.stop_ids
         super().take(row, token, logprob)
 
+    def enter(self, row):
+        """Add a row. It takes over the parked one that begins most like it.
+
+        A conversation comes back with one more message: only this is new.
+        """
+        row.ids = row.group
+        shared = {old: len(commonprefix([old.ids[:old.length], row.ids[:-1]]))
+                  for old in self.parked}
+        best = max(shared, key=shared.get, default=None)
+        if not best or shared[best] < SHARED:
+            self.add([row])
+            return
+        self.parked.remove(best)
+        row.slot, row.length = best.slot, shared[best]
+        row.pending = list(row.ids[row.length:])
+        row.state = "prefill"
+        self.owner[row.slot] = row
+
+    def extend(self, row, ids, limit):
+        row.ids = (*row.ids, *row.turn, *ids)
+        super().extend(row, ids, limit)
+
     def leave(self, row):
-        """Forget a row in whatever state it is."""
+        """Park a row: its slot is kept as long as no other needs it."""
         if row.slot is None:
             self.waiting.remove(row)
-        else:
-            row.state = "ended"
+            return
+        row.state = "ended"
+        row.ids = (*row.ids, *row.turn)
+        self.parked.append(row)
+
+    def admit(self):
+        """Give free slots to waiting rows, if need be those that have been parked the longest."""
+        missing = min(len(self.waiting) - self.owner.count(None), len(self.parked))
+        for row in self.parked[:max(missing, 0)]:
             self.release(row)
+        del self.parked[:max(missing, 0)]
+        super().admit()
 
 
 class Player(threading.Thread):
@@ -169,7 +207,8 @@ class Player(threading.Thread):
         entering = [seat for seat in self.coming if seat.adapter == self.current]
         self.coming = [seat for seat in self.coming if seat.adapter != self.current]
         self.seats.update({seat.row: seat for seat in entering})
-        self.engine.add([seat.row for seat in entering])
+        for seat in entering:
+            self.engine.enter(seat.row)
 
     def _report(self):
         """Tell those who stream, or look for a stop text, what their rows have sampled."""

@@ -125,14 +125,13 @@ class Server:
         stops = stops_of(body)
         ended = (lambda ids: any(stop in self.plain.text(ids) for stop in stops)) if stops else None
         loop, adapter = asyncio.get_running_loop(), self.adapter_of(body)
-        group = object()
-        return [Seat(Row(prompt, group=group, seed=seed, limit=limit), sampling, adapter,
+        return [Seat(Row(prompt, group=tuple(prompt), seed=seed, limit=limit), sampling, adapter,
                      asyncio.Queue(), loop, stream, ended) for seed in seeds_of(body, n)]
 
     async def play(self, request, seats):
         """Let the rows of some seats play a turn each. They leave, whatever happens."""
         try:
-            await self.with_client(request, together(map(self.player.turn, seats)))
+            await self.with_client(request, asyncio.gather(*map(self.player.turn, seats)))
         finally:
             for seat in seats:
                 self.player.leave(seat)
@@ -271,7 +270,7 @@ class Server:
             await chunks.put(chunk(index, {}, reason))
 
         async def follow_all():
-            await together(follow(i, seat) for i, seat in enumerate(seats))
+            await asyncio.gather(*(follow(i, seat) for i, seat in enumerate(seats)))
             if (body.get("stream_options") or {}).get("include_usage"):
                 last = {**head, "object": "chat.completion.chunk", "choices": []}
                 await chunks.put(line({**last, "usage": usage(asked, seats)}))
@@ -311,8 +310,11 @@ class Server:
             load_environments, self.tokenizer, self.config.env, self.model.generation_config)
         [(name, chat)] = chats.items()
         read = getattr(classes[name], "_from_text", None)
+        if not read:
+            raise Refusal(400, f"the environment {name} has no _from_text, which would make a task "
+                               "of the problem")
         try:
-            task = read(problem) if read else {"prompt": problem}
+            task = read(problem)
         except ValueError as error:
             raise Refusal(400, f"problem: {first_line(error)}") from None
         session = Session(Watch(self.limits.tool_timeout), name, classes[name], task)
@@ -370,13 +372,6 @@ class Server:
         except KeyError:
             raise Refusal(404, f"the adapter {name!r} is not loaded") from None
         return {"status": "ok"}
-
-
-async def together(works):
-    """Wait for all; what one raises is raised, and the others are given up."""
-    async with asyncio.TaskGroup() as group:
-        for work in works:
-            group.create_task(work)
 
 
 def take_turn(episode, row) -> bool:
