@@ -255,7 +255,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            run=None, engine=None) -> list[Trajectory]:
+            run=None, engine=None, on_end=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -269,6 +269,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             a share of the tasks and gets all episodes.
         engine: what samples: an engine (llm/engine.py states the protocol), or a function that
             makes one from the arguments that `make_engine` takes, the default.
+        on_end: a function that is called with each trajectory as its episode ends.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the
@@ -305,7 +306,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature, top_k=top_k, top_p=top_p)
-            play_all(engine, started, run)
+            play_all(engine, started, run, on_end)
         watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
@@ -315,11 +316,11 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
-def play_all(engine, episodes, run):
+def play_all(engine, episodes, run, on_end=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
     with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
         try:
-            for episode in play_turns(engine, episodes, run):
+            for episode in play_turns(engine, episodes, run, on_end):
                 bar.update(bool(episode.trajectory.stop_reason))
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
@@ -328,7 +329,7 @@ def play_all(engine, episodes, run):
                     episode.spoil(why)
 
 
-def play_turns(engine, episodes: dict, run=None):
+def play_turns(engine, episodes: dict, run=None, on_end=None):
     """Play the episodes (row -> Episode). Yield each of them after every one of its turns."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
@@ -341,7 +342,7 @@ def play_turns(engine, episodes: dict, run=None):
             if episode.calling:
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
-                next_turn(engine, row, episode)
+                next_turn(engine, row, episode, on_end)
                 yield episode
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
@@ -350,15 +351,17 @@ def play_turns(engine, episodes: dict, run=None):
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
             episodes[row].take_results()
-            next_turn(engine, row, episodes[row])
+            next_turn(engine, row, episodes[row], on_end)
             yield episodes[row]
 
 
-def next_turn(engine, row, episode):
+def next_turn(engine, row, episode, on_end=None):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
     episode.session.watch.check_abandoned()
     if episode.trajectory.stop_reason:
         engine.release(row)
+        if on_end:
+            on_end(episode.trajectory)
     else:
         engine.extend(row, episode.next_ids, episode.turn_budget)
 

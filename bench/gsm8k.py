@@ -149,13 +149,14 @@ def play(model_path, problems, n, episodes, *words):
         return
     # As --eval_dataset all rows of the file are held out; as --dataset a tenth would be left out.
     words = ["agent.py", "--model_path", model_path, "--env", "gsm8k", "--eval_dataset", problems, "--split", "test",
-             "--num_tasks", n, *LENGTHS, *DTYPE, "--output", episodes, *words]
+             "--num_tasks", n, *LENGTHS, *DTYPE, "--output", f"{episodes}.part", *words]
     subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    os.rename(f"{episodes}.part", episodes)
 
 
 def is_played(episodes):
-    """True if a file of episodes is there. agent.py makes it at the start and fills it at the end."""
-    return episodes.exists() and episodes.stat().st_size > 0
+    """True if a file of episodes is there. What agent.py keeps when it is stopped has another name."""
+    return episodes.exists()
 
 
 def read(episodes):

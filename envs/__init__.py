@@ -15,9 +15,8 @@ the total of the episode. They may be async. Each call comes from another thread
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
-    limits                      attribute of the class: recommended lengths, such as
-                                {"max_new_tokens": 512, "max_tokens": 2048}, or others of
-                                LIMITS
+    limits                      attribute of the class: recommended LIMITS, such as
+                                {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError
     _conversation(row)          static: the messages in a row of a data file of its own form, for
@@ -28,6 +27,8 @@ the total of the episode. They may be async. Each call comes from another thread
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
+    _from_text(text)            static: the task row in what a person typed into a chat, or
+                                ValueError; None in it stands for an answer that nobody knows
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
 """

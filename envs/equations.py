@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from envs.terms import parse_number, parse_side, parse_term, show
+from envs.terms import equation_in, parse_number, parse_side, parse_term, show
 
 # An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12
@@ -208,6 +208,19 @@ class Equations:
         """Return a row of a task file, or raise ValueError if no episode can begin with it."""
         cls().reset(**row)
         return row
+
+    @classmethod
+    def _from_text(cls, text: str) -> dict:
+        """Return the task that a person typed, or raise ValueError if it cannot be solved."""
+        env, task = cls(), {"equation": equation_in(text)}
+        env.reset(**task)
+        for _ in range(env._distance() + 1):
+            [call] = env._expert()
+            getattr(env, call["name"])(**call["arguments"])
+        if not env.solved:
+            raise ValueError(f"{task['equation']}: to solve it takes numbers above {MAX_NUMERATOR} "
+                             f"or fractions finer than 1/{MAX_DENOMINATOR}")
+        return task
 
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:

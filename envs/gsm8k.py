@@ -125,15 +125,18 @@ class GSM8K:
     max_turns = 12  # the longest solution has 9 calculations
     limits = {"max_new_tokens": 512, "max_tokens": 2048}
 
-    def reset(self, question: str, answer: str, num_turns: int | None = None, **_) -> str:
+    def reset(self, question: str, answer: str | None, num_turns: int | None = None, **_) -> str:
         """Begin with a question and its answer: a solution ending in "#### 72", or the number.
 
-        `num_turns` answers are allowed, 1 by default (AReaL: 5). Each call of `answer` counts.
+        `num_turns` answers are allowed, 1 by default (AReaL: 5). Each call of `answer` counts. The
+        answer None is unknown: then one is allowed, and no reward is paid.
         """
-        solution = self._row({"question": question, "answer": answer})["answer"]
+        solution = ""
+        if answer is not None:
+            solution = self._row({"question": question, "answer": answer})["answer"]
         self._gold = _number(solution.rpartition("####")[2])
         self._plan = true_calculations(solution)[:self.max_turns - 1]
-        self._attempts_left = int(num_turns or 1)
+        self._attempts_left = 1 if self._gold is None else int(num_turns or 1)
         self._computed = 0
         self.reward = 0.0
         self.done = False
@@ -156,7 +159,10 @@ class GSM8K:
         """
         if self.done:
             return "error: the episode is over"
-        return self._grade({_number(str(value))}) or ("Correct." if self._check() else "Wrong.")
+        again = self._grade({_number(str(value))})
+        if self._gold is None:
+            return "The right answer is not known."
+        return again or ("Correct." if self._check() else "Wrong.")
 
     def _reply(self, text: str) -> str | None:
         return None if self.done else self._grade(_marked(text))
@@ -164,7 +170,8 @@ class GSM8K:
     def _grade(self, values: set) -> str | None:
         """Count one answer. Return the words that ask for another one, or None at the end."""
         self._attempts_left -= 1
-        self.reward = float(values == {self._gold})
+        # Among the values, too, None stands for what is no number.
+        self.reward = float(values == {self._gold} and self._gold is not None)
         self.done = self._check() or self._attempts_left <= 0
         # The words are AReaL's.
         return None if self.done else "Unfortunately your answer is wrong. Let's try again."
@@ -183,6 +190,12 @@ class GSM8K:
             expression = self._plan[self._computed]
             return [{"name": "calculator", "arguments": {"expression": expression}}]
         return [{"name": "answer", "arguments": {"value": f"{self._gold:f}"}}]
+
+    @staticmethod
+    def _from_text(text: str) -> dict:
+        """Return the task that a person typed: a question, and behind #### perhaps its answer."""
+        question, _, answer = text.partition("####")
+        return {"question": question.strip(), "answer": answer.strip() or None}
 
     @staticmethod
     def _row(row: dict) -> dict:

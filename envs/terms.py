@@ -29,6 +29,14 @@ def parse_side(text: str) -> tuple[Fraction, Fraction]:
     return sum(coefficients), sum(constants)
 
 
+def equation_in(text: str) -> str:
+    """Return the equation in what a person typed, such as "Solve 2*X + 3 = 7, please"."""
+    text = re.sub(r"\s*\*\s*(?=[x(])", "", text.lower().replace("\u2212", "-"))
+    # Between punctuation and words; x^2, 2y and 1.5x stay whole, for the parser to refuse.
+    clauses = re.split(r"[:;,?!]|\.(?!\d)|\b[a-z]{2,}\b", text)
+    return next((clause.strip() for clause in clauses if "=" in clause), text)
+
+
 def show(a, b) -> str:
     """Return the side ax + b as text: "3x + 7", "x/4", "-x", "0"."""
     if not a:

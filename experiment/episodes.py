@@ -1,9 +1,8 @@
 """Episodes: what is wrong with one, one as text to read, and many of them in numbers."""
+import json
 import math
 
 from experiment.errors import UserError, printable
-
-UNREADABLE = {"name": "unreadable call", "arguments": {}}
 
 
 def members(ids) -> list[list[int]]:
@@ -15,19 +14,14 @@ def members(ids) -> list[list[int]]:
 
 
 def message_lines(messages: list[dict]) -> list[str]:
-    """Return the lines of some messages of an episode. A call and its result make one line.
-
-    The results of a turn must stand in the list behind the turn that called.
-    """
+    """Return messages of an episode as lines. The results of a turn must follow the turn."""
     lines = []
     calls = []
     for message in messages:
         content = message["content"]
         if message["role"] == "tool":
-            call = calls.pop(0) if calls and message["name"] else UNREADABLE
-            arguments = ", ".join(f"{name}={value}" for name, value in call["arguments"].items())
-            reward = f"Reward: {message['reward']:.1f}"
-            lines.append(f'Action: {call["name"]} -> {reward} -> "{content}"  ({arguments})')
+            call = call_text(calls.pop(0)) if calls and message["name"] else "unreadable call"
+            lines.append(f"{call} -> {content}   {round(message['reward'], 3):+}")
             continue
         calls = list(message.get("tool_calls", []))
         if content:
@@ -35,19 +29,24 @@ def message_lines(messages: list[dict]) -> list[str]:
     return [printable(line) for line in lines]
 
 
+def call_text(call: dict) -> str:
+    """Return a tool call as Python would write it, add_terms(terms="1")."""
+    arguments = [f"{name}={json.dumps(value, ensure_ascii=False)}"
+                 for name, value in call["arguments"].items()]
+    return f"{call['name']}({', '.join(arguments)})"
+
+
 def transcript(episode: dict) -> str:
     """Return the lines of an episode (a row of trajectories.jsonl), and how it ended."""
-    info = episode["info"]
-    stop_reason, success = episode.get("stop_reason"), info.get("success")
-    end = printable(f"[{stop_reason}; success {success}; reward {episode['reward']:.2f}]")
+    end = f"{episode.get('stop_reason')}; success {episode['info'].get('success')}"
+    end = printable(f"[{end}; reward {episode['reward']:.2f}]")
     return "\n".join([*message_lines(episode["messages"]), end])
 
 
 def problem(episode: dict) -> str | None:
-    """Return why no algorithm may learn from this episode, or None.
+    """Return why no algorithm may learn from an episode (agent.Trajectory as a dict), or None.
 
-    The fields are those of agent.Trajectory. Raises TypeError or AttributeError for a field of
-    another type.
+    Raises TypeError or AttributeError for a field of another type.
     """
     token_ids, loss_mask = episode["token_ids"], episode["loss_mask"]
     lengths = len(token_ids), len(loss_mask), len(episode["logprobs"])
@@ -150,10 +149,7 @@ def without_faults(trajectories: list) -> list:
 
 
 def shift_and_scale(trajectories: list, scaling: float, bias: float):
-    """Set reward = (reward - bias) x scaling; the turns share the bias equally.
-
-    The logs of training hold these rewards, evaluations hold the environment's.
-    """
+    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias."""
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
         t.reward = (t.reward - bias) * scaling

@@ -62,8 +62,8 @@ def _explain(error, signals):
     if isinstance(error, EnvironmentFault):
         return reason + notes, 6
     if is_disk_full(error):
-        then = f"; make room, then: {run.command}" if run else ""
-        return f"the disk is full ({reason}); earlier checkpoints are whole{then}", 4
+        then = f"; earlier checkpoints are whole; make room, then: {run.command}" if run else ""
+        return f"the disk is full ({reason}){then}", 4
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     # On a CPU torch says it in a RuntimeError.
     if memory or "can't allocate memory" in reason:

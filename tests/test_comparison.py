@@ -80,7 +80,7 @@ def test_report_by_hand(tmp_path):
     assert found["slot_fit"] == ["0.75", "1"] and found["follow_up"] == ["0", "1"]
     assert found["0.8 to 0.9"] == ["1: 0.80 -> 0.00", "-"] and found["0.9 to 1.0"] == ["1: 0.90 -> 1.00", "3: 0.90 -> 1.00"]
     assert text.index(first) < text.index(second) < text.index(run)
-    assert 'Action: slot_fit -> Reward: 0.0 -> "fits"  (day=1)' in text and "Bad: none." in text
+    assert 'slot_fit(day=1) -> fits   +0.0' in text and "Bad: none." in text
 
 
 def test_a_difference_beyond_chance_is_said_to_be_one(tmp_path):

@@ -173,7 +173,7 @@ def test_tokens_are_coloured_by_mask_and_probability_and_each_turn_shows_its_rew
 
 def test_without_a_tokenizer_the_text_is_shown(tmp_path):
     found = page(write(tmp_path / "t.jsonl", [episode(user=EVIL)]))
-    assert not found.tokens and 'Action: slot_fit -> Reward: 0.0 -> "fits"  (day=1)' in found.text
+    assert not found.tokens and 'slot_fit(day=1) -> fits   +0.0' in found.text
     assert (tmp_path / "t.html").exists() and "<script" not in (tmp_path / "t.html").read_text()
 
 

@@ -1,6 +1,6 @@
 """Windows: what people look at and talk to.
 
-    chat.py     `python agent.py`: a chat with the agent, or a look at how it works
+    chat.py     `python agent.py`: a chat, or with --num_tasks episodes in a file (traces.py)
     report.py   report.html of a run: result, curves (curves.py), episodes token by token
     merge.py    `python lora.py merge`: an adapter becomes a plain model folder
 

@@ -1,39 +1,47 @@
-"""What `python agent.py` does: chat with the agent, or let it play tasks and write the episodes.
+"""What `python agent.py` does: chat with the agent or the plain model, or let it play tasks.
 
-    python agent.py --model_path runs/grpo
+    python agent.py --model_path runs/grpo                 each line is a task for the agent
+    python agent.py --model_path path/to/model             a plain chat: no run, no environment
+    python agent.py --model_path runs/grpo --env none      the same, whatever the run played
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
+    python agent.py --model_path runs/grpo --serve         OpenAI's API (window/server.py)
 """
-import os
+import sys
+import textwrap
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 
 import envs
-from agent import Episode, play_turns, rollout, rollout_options
-from episodes.tasks import load_tasks
+from agent import Episode, play_turns, rollout_options
+from episodes.tasks import load_tasks, parse_env_options
 from envs.session import Session, Watch, load_environments
-from experiment.files import replace_file, set_aside, to_json
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import PlayFlags, fill, flag
 from experiment.data import read_yaml
-from experiment.episodes import message_lines, summarise, transcript
-from experiment.errors import UserError, printable
+from experiment.episodes import message_lines
+from experiment.errors import Stop, UserError, printable
 from experiment.output_folder import algorithm_of
+from llm.chat import Chat
 from llm.engine import Row
 from llm.loading import DTYPES, load_model
 from llm.static_engine import make_engine
 from lora import merged
+from window.traces import Traces, play_tasks
 
-SHOWN = 8  # episodes that are printed with --num_tasks
+WIDTH = 79  # of the lines that introduce an environment
 
 
 @dataclass(kw_only=True)
 class Config(PlayFlags):
     heading = "agent"
     model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
-    env: str | None = flag(None, "environment; default: that of the run that wrote the model")
+    env: str | None = flag(None, "environment, or none for a plain chat; default: that of the run "
+                                 "that wrote the model")
+    system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
     dataset: str | None = flag(None, "task file; default: the run's, or the environment's own")
     eval_dataset: str | None = flag(None, "task file for --split test; default: the run's")
     num_tasks: int = flag(0, "play this many tasks and print them, instead of chatting", low=0)
@@ -47,42 +55,70 @@ class Config(PlayFlags):
                         above=0, high=1)
     dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=tuple(DTYPES))
     seed: int = flag(0, "of tasks and sampling", low=0)
-    serve: bool = flag(False, "answer requests over HTTP instead of chatting (window/server.py)")
+    serve: bool = flag(False, "answer requests over HTTP instead (window/server.py)")
     host: str = flag("127.0.0.1", "with --serve: the address to listen at")
-    port: int = flag(8000, "with --serve: the port", low=1, high=65535)
+    port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
     token: str | None = flag(None, "with --serve: what clients must send as their API key")
 
 
-# ----------------------------------------------------------------------------- where to play
+def command(config: Config):
+    """Chat with the agent or the plain model, or with --num_tasks watch the agent work."""
+    config = settle(config)
+    names = envs.names_of(config.env)
+    check(config, names)
+    tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
+                       config.dataset, config.eval_dataset, config.env_options)
+    if config.num_tasks:
+        with Traces(config.output, len(tasks) * config.group_size) as traces:
+            play_tasks(config, *load(config), tasks, traces)
+        return
+    if config.serve:
+        load_server().serve(config, *load(config), rollout_options(config)["limits"])
+        return
+    model, tokenizer = load(config)
+    try:
+        if names:
+            chat_with_agent(config, model, tokenizer, tasks)
+        else:
+            chat_with_model(config, model, tokenizer)
+    except Stop:
+        # Ctrl-C leaves the cursor in the middle of a line.
+        print()
+        raise
+
+
+# ------------------------------------------------------------------------- what is played
 def settle(config: Config) -> Config:
-    """Fill in what the command line left open, from the run and from the environment."""
-    if config.env is None:
-        config = as_the_run(config)
+    """Fill in what the command line left open. Without an environment `env` is None."""
+    config = as_the_run(config)
+    if config.env == "none":
+        config = replace(config, env=None)
     return fill(config, envs.lengths(config.env))
 
 
 def as_the_run(config: Config) -> Config:
-    """Take environment, tasks, options and dtype of the run that wrote the model, or of none."""
+    """Take dtype, environment, tasks and options of the run that wrote the model, if one did."""
     written = run_config(config.model_path)
     run = {name: value for _, name, value in read_yaml(written)} if written else {}
-    if not run.get("env"):
-        return replace(config, env="equations")
-    if not set(envs.names_of(run["env"])) <= envs.ENVS.keys():
-        # Data never chooses which code runs, and the folder may come from a stranger.
-        raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to run; "
-                        "give --env yourself")
-    if "tasks" in run:
-        # sft.py and dpo.py: beside other data, all tasks are held out.
-        if run.get("dataset") or run.get("trajectories"):
-            run["eval_dataset"] = run["tasks"]
-        run["dataset"] = run["tasks"]
-    taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options")
-             if run.get(name) and not getattr(config, name)}
-    # The policy that is played is the one that was trained, rounded alike.
+    taken = {}
+    if config.env is None and run.get("env"):
+        if not set(envs.names_of(run["env"])) <= envs.ENVS.keys():
+            # Data never chooses which code runs, and the folder may come from a stranger.
+            raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to "
+                            "run; give --env yourself, or --env none for a plain chat")
+        if "tasks" in run:
+            # sft.py and dpo.py: beside other data, all tasks are held out.
+            if run.get("dataset") or run.get("trajectories"):
+                run["eval_dataset"] = run["tasks"]
+            run["dataset"] = run["tasks"]
+        taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options")
+                 if run.get(name) and not getattr(config, name)}
+    # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
-    words = " ".join(f"--{name} {value}" for name, value in taken.items())
-    print(f"as in {written}: {printable(words)}")
+    if taken:
+        words = " ".join(f"--{name} {value}" for name, value in taken.items())
+        print(f"as in {written}: {printable(words)}")
     return replace(config, **taken)
 
 
@@ -96,52 +132,61 @@ def run_config(model_path: str) -> Path | None:
     return None
 
 
-# ------------------------------------------------------------------------------------- traces
-def write_traces(config: Config, model, tokenizer, tasks: list[dict]):
-    """Play the tasks, print the first episodes and the summary, and write all to --output."""
-    if config.output:
-        check_output(config.output)
-    episodes = rollout(model, tokenizer, config.env, tasks, config.group_size,
-                       top_k=config.top_k, top_p=config.top_p, **rollout_options(config))
-    if config.output:
-        path, lines = Path(config.output), [to_json(t.to_json()) for t in episodes]
-        if path.stat().st_size:
-            print(f"{path}: the file that was there is now {set_aside(path)}")
-        replace_file(path, "".join(lines))
-    for t in episodes[:SHOWN]:
-        print(transcript(t.to_json()), end="\n\n")
-    print(to_json(summarise(episodes)), end="")
+def check(config: Config, names: list[str]):
+    """Raise UserError for flags that would do nothing, as without the environments `names`."""
+    if len(names) > 1 and not config.num_tasks:
+        raise UserError(f"--env {config.env}: chat with one environment at a time")
+    for name in ("num_tasks", "dataset", "eval_dataset", "env_options"):
+        if not names and getattr(config, name):
+            raise UserError(f"--{name} {getattr(config, name)}: of which environment? --env names "
+                            f"one of {', '.join(envs.ENVS)}, or path/to/file.py:ClassName")
+    if names and config.system_prompt:
+        raise UserError(f"--system_prompt: environment {config.env} has its own; --env none is a "
+                        "plain chat")
+    if config.output and not config.num_tasks:
+        raise UserError(f"--output {config.output}: say with --num_tasks how many tasks to play")
 
 
-def check_output(path: str):
-    """Raise UserError if the file cannot be written. An old one stays until there is better."""
-    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"--output {path}: is no regular file")
+def load(config: Config):
+    """Load the model and print what it is. Return it and its tokenizer."""
+    print(f"loading {config.model_path}", flush=True)
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{size / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on {model.device.type}")
+    return model, tokenizer
+
+
+def load_server():
+    """Return window/server.py, or raise UserError without the packages that it alone needs."""
     try:
-        open(path, "a").close()
-    except OSError as error:
-        raise UserError(f"--output {path}: {error.strerror}") from None
+        return import_module("window.server")
+    except ImportError as error:
+        raise UserError(f'--serve needs "pip install fastapi uvicorn" ({error})') from None
 
 
-# --------------------------------------------------------------------------------------- chat
-def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
+# ---------------------------------------------------------------------------- with the agent
+def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
     classes, chats = load_environments(tokenizer, config.env, model.generation_config)
     [(name, chat)] = chats.items()
     limits = rollout_options(config)["limits"]
-    print(f"Environment {name}: {', '.join(chat.tool_names)}.\n"
-          "Every question is an episode of its own: the environment starts anew, and the agent "
-          "remembers nothing.\nAn empty line asks the task that is shown. Other text is asked in "
-          "its place, and the tools still work on the task. Ctrl-D ends.")
+    options = parse_env_options(config.env_options, [name])
+    introduce(name, classes[name], chat)
     watch = Watch(limits.tool_timeout)
     with merged(model):
-        engine = make_engine(model, slots=1, stop_ids=chat.stop_ids | chat.start_ids,
-                        temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+        engine = engine_for(config, model, chat)
         for number in count():
             session = Session(watch, name, classes[name], tasks[number % len(tasks)])
             episode = Episode(session, chat, limits, str(number))
-            if not ask(episode):
+            text = ask(f"Task: {printable(episode.trajectory.messages[-1]['content'])}\n")
+            if text is None:
                 return
+            try:
+                if text:
+                    episode = asked_instead(episode, text, options)
+            except ValueError as error:
+                print(f"[{printable(str(error))}]")
+                continue
             if episode.can_take_turn:
                 row = Row(episode.trajectory.token_ids, seed=mix(config.seed, number),
                           limit=episode.turn_budget)
@@ -149,25 +194,43 @@ def chat_with(config: Config, model, tokenizer, tasks: list[dict]):
             print(f"[{how_it_ended(episode)}]")
 
 
-def ask(episode: Episode) -> bool:
-    """Show the task and put the user's question in its place. Return False at the end of input."""
-    messages = episode.trajectory.messages
-    print(f"\nTask: {printable(messages[-1]['content'])}")
-    try:
-        question = input("You: ").strip()
-    except EOFError:
-        print()
-        return False
-    if question and not episode.trajectory.stop_reason:
-        episode.set_prompt([*messages[:-1], {"role": "user", "content": question}])
-    return True
+def introduce(name: str, cls: type, chat: Chat):
+    """Print what the user of a chat should know of the environment."""
+    reads = "Press Enter for the task that is shown, or type one of your own."
+    if not hasattr(cls, "_from_text"):
+        reads = ("Press Enter for the task that is shown. Other text is asked in its place, and "
+                 "the tools still work on the task.")
+    for text in (f"Environment {name}: {', '.join(chat.tool_names)}.", reads,
+                 "Every task is an episode of its own: nothing is remembered. Ctrl-D ends."):
+        print(textwrap.fill(text, WIDTH))
+
+
+def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
+    """Return the episode of what the user typed in place of the task that is shown.
+
+    Raises ValueError if the environment cannot read it.
+    """
+    session = episode.session
+    if hasattr(session.cls, "_from_text"):
+        task = {**session.cls._from_text(text), **options}
+        session = Session(session.watch, session.name, session.cls, task)
+        episode = Episode(session, episode.chat, episode.limits, episode.trajectory.group_id)
+        question = episode.trajectory.messages[-1]["content"]
+        if question != text:
+            print(f"Task: {printable(question)}")
+        return episode
+    if not episode.trajectory.stop_reason:
+        messages = episode.trajectory.messages[:-1]
+        episode.set_prompt([*messages, {"role": "user", "content": text}])
+    return episode
 
 
 def show(turns, episode: Episode):
-    """Print the messages of the episode turn by turn."""
+    """Print the messages of the episode as they come."""
     shown = len(episode.trajectory.messages)
     for _ in turns:
-        print(*message_lines(episode.trajectory.messages[shown:]), sep="\n", flush=True)
+        for line in message_lines(episode.trajectory.messages[shown:]):
+            print(line, flush=True)
         shown = len(episode.trajectory.messages)
 
 
@@ -179,31 +242,126 @@ def how_it_ended(episode: Episode) -> str:
     if not t.stop_reason:
         limit = episode.limits.max_tokens
         return f"the prompt has {len(t.token_ids)} tokens, --max_tokens is {limit}"
+    if None in episode.session.task.values():
+        # A question whose right answer nobody gave is neither solved nor failed.
+        return t.stop_reason
     return f"{t.stop_reason}; success {t.info['success']}; reward {t.reward:.2f}"
 
 
-def load_server():
-    """Return window/server.py, or raise UserError without the packages that it alone needs."""
+# ---------------------------------------------------------------------------- with the model
+def chat_with_model(config: Config, model, tokenizer):
+    """Hold conversations with the model alone, and print its answers as they are sampled."""
     try:
-        return import_module("window.server")
-    except ImportError as error:
-        raise UserError(f'--serve needs "pip install fastapi uvicorn" ({error})') from None
+        chat = Chat(tokenizer, [], model.generation_config)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    print("A plain chat without an environment. The conversation is remembered, and an\n"
+          "empty line begins a new one. Ctrl-D ends.")
+    with merged(model):
+        conversation = Conversation(config, chat, engine_for(config, model, chat))
+        while (text := ask()) is not None:
+            if not text:
+                conversation.begin_again()
+                continue
+            try:
+                conversation.add(text)
+            except ValueError as error:
+                print(f"[{error}]")
+                continue
+            print("Assistant: ", end="", flush=True)
+            for piece in conversation.answer():
+                print(printable(piece), end="", flush=True)
+            print(conversation.how_it_ended())
 
 
-def command(config: Config):
-    """Chat with the agent, or with --num_tasks watch it work."""
-    config = settle(config)
-    if not config.num_tasks and len(envs.names_of(config.env)) > 1:
-        raise UserError(f"--env {config.env}: chat with one environment at a time")
-    tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, config.env_options)
-    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
-    if config.serve:
-        load_server().serve(config, model, tokenizer, rollout_options(config)["limits"])
-    elif config.num_tasks:
-        write_traces(config, model, tokenizer, tasks)
-    else:
-        chat_with(config, model, tokenizer, tasks)
+class Conversation:
+    """A conversation with a model, which stays in the cache of an engine.
+
+    Attributes:
+        row: the engine's row; None before the first message.
+        length: the tokens of the conversation.
+    """
+
+    def __init__(self, config: Config, chat: Chat, engine):
+        self.config = config
+        self.chat = chat
+        self.engine = engine
+        self.number = 0  # of the conversation
+        self.row = None
+        self.length = 0
+
+    def begin_again(self):
+        """Forget what was said."""
+        if self.row:
+            self.engine.release(self.row)
+        self.number += 1
+        self.row = None
+        self.length = 0
+
+    def add(self, text: str):
+        """Append a message of the user, or raise ValueError if it leaves no room for an answer."""
+        if self.row:
+            ids = self.chat.reply(text, self.row.turn[-1])
+        else:
+            messages = [{"role": "user", "content": text}]
+            if self.config.system_prompt:
+                messages.insert(0, {"role": "system", "content": self.config.system_prompt})
+            ids = self.chat.prompt(messages)
+        length, limit = self.length + len(ids), self.config.max_tokens
+        if length >= limit:
+            raise ValueError(f"that makes {length} tokens, --max_tokens is {limit}; an empty line "
+                             "begins a new conversation")
+        budget = min(self.config.max_new_tokens, limit - length)
+        if self.row:
+            self.engine.extend(self.row, ids, budget)
+        else:
+            self.row = Row(ids, seed=mix(self.config.seed, self.number), limit=budget)
+            self.engine.add([self.row])
+        self.length = length
+
+    def answer(self):
+        """Yield the answer piece by piece, as it is sampled."""
+        shown = text = ""
+        while self.engine.busy:
+            self.engine.step()
+            text = self.chat.text(self.row.turn)
+            # The last character may still lack some of its bytes.
+            whole = text.rstrip("\ufffd")
+            yield whole[len(shown):]
+            shown = whole
+        yield text[len(shown):]
+        self.length += len(self.row.turn)
+
+    def how_it_ended(self) -> str:
+        """Return what to print behind the answer: a word if a limit has cut it."""
+        if self.row.turn[-1] in self.chat.stop_ids:
+            return ""
+        return f"\n[cut after {len(self.row.turn)} tokens; --max_new_tokens, --max_tokens]"
+
+
+# ------------------------------------------------------------------------------ what both use
+def ask(shown: str = "") -> str | None:
+    """Print some lines and return what the user types then, or None at the end of input."""
+    print(f"\n{shown}", end="")
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  with it, input() edits a line
+    try:
+        text = input("You: ").strip()
+    except EOFError:
+        print()
+        return None
+    if not sys.stdin.isatty():
+        # Nobody has seen it on a terminal.
+        print(text)
+    return text
+
+
+def engine_for(config: Config, model, chat: Chat):
+    """Return an engine for one conversation at a time."""
+    return make_engine(model, slots=1, tokens=config.max_tokens,
+                       stop_ids=chat.stop_ids | chat.start_ids, temperature=config.temperature,
+                       top_k=config.top_k, top_p=config.top_p)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,269 @@
+"""window/chat.py and window/traces.py: the agent and the plain model in a chat, tasks as people type them, episodes that are kept."""
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from programs import ROOT, Program, run
+from test_agent import MODEL, TOKENIZER, answers, chat_in, environments, run_folder  # noqa: F401  (a fixture)
+
+from agent import Trajectory
+from envs.equations import Equations
+from envs.gsm8k import GSM8K
+from episodes.demonstrations import read_trajectories
+from experiment.episodes import message_lines
+from experiment.errors import UserError
+from experiment.program import main
+from llm.chat import Chat
+from llm.engine import Engine
+from window import chat as talk
+from window.traces import Traces
+
+
+# ------------------------------------------------------------------------------------------------------ what people type
+@pytest.mark.parametrize("typed, asked", [
+    ("x/5 + 27 = 32", "x/5 + 27 = 32"), ("3x+7=16", "3x + 7 = 16"), ("Solve for x: 3x + 7 = 16.", "3x + 7 = 16"), ("7 = 3x \u2212 2", "7 = 3x - 2"),
+    ("what is x if 3X+7 = 16?", "3x + 7 = 16"), ("solve 2*(X+3) = 10, please", "2(x + 3) = 10"), ("5x + 3 = 2x + 9", "5x + 3 = 2x + 9"), ("x = 4", "x = 4")])
+def test_a_typed_equation_is_a_task(typed, asked):
+    assert Equations().reset(**Equations._from_text(typed)) == f"Solve for x: {asked}"
+
+
+@pytest.mark.parametrize("typed, says", [
+    ("hello", "'hello' is not an equation like 3x"), ("2y + 3x = 7", "'2y' is not a term"), ("3x = 7 + 2y", "2y' is not a term"), ("x^2 = 4x", "'x^2' is not"),
+    ("1.5x = 3", "'1.5x' is not"), ("2*3x = 6", "is not a term"), ("x = 1 = 2", "is not an equation"), ("0x = 4", "no single solution"), ("3x =", "is not a term"),
+    ("3x + 7 = 250", "numbers above 99"), ("x/13 = 2/17", "finer than 1/12")])
+def test_what_cannot_be_asked_is_refused_and_never_read_as_another_equation(typed, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Equations._from_text(typed)
+
+
+@pytest.mark.parametrize("typed, said, verdict, success", [
+    ("What is 3 + 4? #### 7", "7", "Correct.", True), ("What is 3 + 4? #### 7", "8", "Wrong.", False),
+    ("What is 3 + 4?", "7", "The right answer is not known.", False), ("What is 3 + 4?", "many", "The right answer is not known.", False)])
+def test_a_typed_word_problem_is_judged_only_by_an_answer_that_was_typed(typed, said, verdict, success):
+    env = GSM8K()
+    assert env.reset(**GSM8K._from_text(typed)) == "What is 3 + 4?"
+    assert (env.answer(said), env.done, env._check(), env.get_reward()) == (verdict, True, success, float(success))
+    if "####" not in typed:
+        env.reset(**GSM8K._from_text(typed), num_turns=3)
+        assert env._reply("It is #### many") is None and env.done and not env._check()
+
+
+def test_a_line_of_a_transcript():
+    def line(reward, content="x/5 + 27 = 31", **arguments):
+        turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "add_terms", "arguments": arguments}]}
+        return message_lines([turn, {"role": "tool", "name": "add_terms", "content": content, "reward": reward}])
+    assert line(2.0, terms="1") == ['add_terms(terms="1") -> x/5 + 27 = 31   +2.0']
+    assert line(-0.05, n=3, deep={"a": [True, None]}) == ['add_terms(n=3, deep={"a": [true, null]}) -> x/5 + 27 = 31   -0.05']
+    assert line(0.0, "\x1b]52;c;eA==\x07") == [r"add_terms() -> \x1b]52;c;eA==\x07   +0.0"]
+    assert message_lines([{"role": "tool", "name": "", "content": "error: not JSON", "reward": 0.0}]) == ["unreadable call -> error: not JSON   +0.0"]
+
+
+# ------------------------------------------------------------------------------------------------- with the agent
+def test_a_typed_equation_is_solved_in_its_own_environment(monkeypatch, capsys):
+    said = chat_in(monkeypatch, capsys, ["please solve x/5+27 = 32"], answers({"equation": "x/5 + 27 = 32"}))
+    assert "Task: Solve for x: x/5 + 27 = 32\n" in said and 'subtract_terms(terms="27") -> x/5 = 5   +2.0\n' in said
+    assert 'state_answer(value="25") -> right   +5.0\n[done; success True; reward 9.00]\n' in said
+
+
+def test_a_line_that_is_no_task_is_told_and_nothing_is_played(monkeypatch, capsys):
+    said = chat_in(monkeypatch, capsys, ["hello", "x^2 = 4"], "fine", "fine")
+    assert "['hello' is not an equation like 3x + 7 = 16]" in said and "['x^2' is not a term like 7 or 3x]" in said and "success" not in said
+
+
+def test_the_reward_of_a_question_that_nobody_answered_is_not_shown(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "1 + {n}?", "answer": "{n + 1}"}}\n' for n in range(9)))
+    turns = [[{"name": "answer", "arguments": {"value": "7"}}]]
+    said = chat_in(monkeypatch, capsys, ["3 + 4?", "3 + 4? #### 7"], turns, turns, env_name="gsm8k", dataset=str(tmp_path / "tasks.jsonl"))
+    assert 'answer(value="7") -> The right answer is not known.   +0.0\n[done]\n' in said
+    assert 'answer(value="7") -> Correct.   +1.0\n[done; success True; reward 1.00]\n' in said
+
+
+def test_without_from_text_other_words_are_asked_of_the_task_that_is_shown(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"word": "w{n}"}}\n' for n in range(9)))
+    said = chat_in(monkeypatch, capsys, ["pay me"], [[{"name": "pay", "arguments": {"amount": 1}}], "fine"], env_name="box", dataset=str(tmp_path / "tasks.jsonl"))
+    assert "the tools still work on the task" in said.replace("\n", " ") and 'pay(amount=1) -> paid 1.0   +1.0\nAssistant: fine\n[done; success True; reward 1.00]' in said
+
+
+# ----------------------------------------------------------------------------------------------------- with the model
+def plain(monkeypatch, capsys, *words, **options):
+    """What the screen shows of a plain chat with the untaught model."""
+    words = iter(words)
+
+    def typed(_):
+        try:
+            return next(words)
+        except StopIteration:
+            raise EOFError from None
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    talk.command(talk.Config(**options))
+    return capsys.readouterr().out
+
+
+def replies(said):
+    """The answers on the screen, and how many tokens each has."""
+    return re.findall(r"Assistant: (.*?)\n\[cut after (\d+) tokens; --max_new_tokens, --max_tokens\]\n", said, re.S)
+
+
+def test_a_plain_chat_is_what_generate_says_to_the_whole_conversation(monkeypatch, capsys):
+    said = replies(plain(monkeypatch, capsys, "hello", "and then", "", "hello", temperature=0, max_new_tokens=9, system_prompt="be brief"))
+    chat, answers = Chat(TOKENIZER, []), []
+    ids = chat.prompt([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}])
+    for _ in range(2):
+        sampled = MODEL.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=9)[0, len(ids):].tolist()
+        answers.append((chat.text(sampled), "9"))
+        ids += sampled + chat.reply("and then", sampled[-1])
+    assert said == [*answers, answers[0]] and answers[0] != answers[1]  # an empty line begins again, with the system prompt
+
+
+def test_a_conversation_that_is_full_says_so_and_begins_again(monkeypatch, capsys):
+    said = plain(monkeypatch, capsys, "hello", "word " * 20, "", "hello", temperature=0, max_tokens=40, max_new_tokens=30)
+    assert re.search(r"\[that makes \d+ tokens, --max_tokens is 40; an empty line begins a new conversation\]", said)
+    first, last = replies(said)
+    assert first == last and int(first[1]) < 30
+
+
+def test_an_answer_is_printed_as_it_is_sampled_and_no_character_by_halves(monkeypatch):
+    chat = Chat(TOKENIZER, [])
+    ids = TOKENIZER.encode("naïve 漢字 👩 ok", add_special_tokens=False)
+    assert any(TOKENIZER.decode(ids[:n]).endswith("\ufffd") for n in range(len(ids)))
+    config = talk.Config(max_new_tokens=50, max_tokens=500)
+    conversation = talk.Conversation(config, chat, Engine(MODEL, slots=1, stop_ids=chat.stop_ids))
+    conversation.add("hello")
+    conversation.row.forced = [*ids, chat.answer_stop_id]
+    pieces = list(conversation.answer())
+    assert "".join(pieces) == "naïve 漢字 👩 ok" and len([piece for piece in pieces if piece]) > 6 and not any("\ufffd" in piece for piece in pieces)
+    assert conversation.how_it_ended() == ""
+    conversation.add("and then")
+    conversation.row.forced = TOKENIZER.encode("\ufffd", add_special_tokens=False) + [chat.answer_stop_id]
+    assert "".join(conversation.answer()) == "\ufffd"
+
+
+def test_a_plain_chat_prints_terminal_escapes_as_text(monkeypatch, capsys):
+    monkeypatch.setattr(talk.Conversation, "answer", lambda self: iter(["\x1b]52;c;", "ZXZpbA==\x07"]))
+    monkeypatch.setattr(talk.Conversation, "how_it_ended", lambda self: "")
+    assert r"Assistant: \x1b]52;c;ZXZpbA==\x07" in plain(monkeypatch, capsys, "hello", env="none")
+
+
+# ----------------------------------------------------------------------------------------------- what is played where
+def test_a_model_that_learned_no_environment_is_chatted_with(tmp_path, capsys):
+    chats = run_folder(tmp_path / "chats", env="null", dataset="chats.jsonl", tasks="null", dtype="bfloat16")
+    played = run_folder(tmp_path / "played", env="equations", tasks="t.jsonl", dtype="bfloat16")
+    stranger = run_folder(tmp_path / "stranger", env="evil.py:Evil")
+    for options, env in [({}, None), ({"model_path": str(chats / "base")}, None), ({"model_path": str(played)}, "equations"),
+                         ({"model_path": str(played), "env": "none"}, None), ({"model_path": str(stranger), "env": "none"}, None)]:
+        config = talk.settle(talk.Config(**options))
+        assert (config.env, config.dataset) == (env, "t.jsonl" if env else None)
+        assert config.dtype == ("bfloat16" if options.get("model_path", "").startswith((str(chats), str(played))) else "auto")
+        assert (config.max_new_tokens, config.max_tokens) == ((64, 1024) if env else (256, 2048))
+    assert "--env none" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="--env none for a plain chat"):
+        talk.settle(talk.Config(model_path=str(stranger)))
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--num_tasks", 3], "--num_tasks 3: of which environment? --env names one of equations, "), (["--dataset", "t.jsonl", "--env", "none"], "--dataset t.jsonl: of which"),
+    (["--output", "t.jsonl", "--env", "equations"], "say with --num_tasks how many"), (["--system_prompt", "hi", "--env", "equations"], "--env none is a plain chat")])
+def test_a_flag_that_would_do_nothing_is_refused(words, says):
+    done = run(ROOT / "agent.py", *words)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_plain_chat_in_a_pipe():
+    done = run(ROOT / "agent.py", "--max_new_tokens", 4, stdin="hello\n\nagain")
+    assert done.returncode == 0 and done.stdout.count("\n\nYou: ") == 4 and "\nYou: hello\nAssistant: " in done.stdout, done
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()) and done.stdout.startswith("loading tiny\n")
+
+
+# --------------------------------------------------------------------------------------- finished episodes are kept
+def kept(out, said):
+    """The episodes in a file, of which there must be as many as the message on stderr says."""
+    (number, total), = re.findall(rf"(?:^|\r)(\d+) of (\d+) episodes were finished and are kept in {re.escape(str(out))}$", said, re.M)
+    episodes = read_trajectories(str(out))
+    assert len(episodes) == int(number) < int(total) and all(t.stop_reason for t in episodes)
+    return episodes
+
+
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_the_finished_episodes(tmp_path, signum, status):
+    out = tmp_path / "traces.jsonl"
+    out.write_text("hours of work\n")
+    program = Program(ROOT / "agent.py", "--env", "equations", "--num_tasks", 3000, "--max_new_tokens", 8, "--output", out)
+    until = time.monotonic() + 200
+    while not (tmp_path / "traces.jsonl.1").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    program.send_signal(signum)
+    _, said = program.communicate()
+    assert program.returncode == status and said.endswith(f"agent.py: stopped by {signal.Signals(signum).name}\n"), said
+    assert kept(out, said) and (tmp_path / "traces.jsonl.1").read_text() == "hours of work\n"
+    assert sorted(os.listdir(tmp_path)) == ["traces.jsonl", "traces.jsonl.1"]
+
+
+def status_of(monkeypatch, *words):
+    """The exit status of agent.py, played in this process by the untaught model."""
+    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(sys, "argv", ["agent.py", *map(str, words)])
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
+    with pytest.raises(SystemExit) as status:
+        main(talk.Config, talk.command, talk.__doc__)
+    return status.value.code
+
+
+def test_a_full_disk_keeps_the_finished_episodes(tmp_path, monkeypatch, capsys):
+    out, limits = tmp_path / "traces.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # of a file; the error is one of those of a full disk
+    try:
+        status = status_of(monkeypatch, "--env", "equations", "--num_tasks", 40, "--max_new_tokens", 8, "--output", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert status == 4 and re.search("^agent.py: the disk is full .*File too large", said, re.M) and "checkpoint" not in said, said
+    assert kept(out, said) and out.stat().st_size <= 20_000
+
+
+def test_a_broken_environment_keeps_the_finished_episodes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "breaks.py").write_text(
+        "from envs.equations import Equations\nclass Breaks(Equations):\n    played = 0\n    def get_reward(self):\n        Breaks.played += 1\n"
+        "        if Breaks.played > 70:\n            raise RuntimeError('the database is gone')\n        return self.reward\n")
+    out = tmp_path / "traces.jsonl"
+    assert status_of(monkeypatch, "--env", f"{tmp_path / 'breaks.py'}:Breaks", "--num_tasks", 200, "--max_new_tokens", 4, "--output", out) == 6
+    said = capsys.readouterr().err
+    assert "the database is gone" in said
+    assert len(kept(out, said)) == 70
+
+
+def test_traces_end_in_the_order_of_the_tasks_with_those_that_are_broken(tmp_path):
+    played = [Trajectory([5, 6], [0, 1], [0.0, -1.0], [0.0], group_id=str(i), stop_reason=reason) for i, reason in enumerate(("done", "error", "max_turns"))]
+    out = tmp_path / "traces.jsonl"
+
+    def written():
+        return [json.loads(line)["group_id"] for line in out.read_text().splitlines()]
+    with Traces(str(out), 3) as traces:
+        for trajectory in played[::-1]:
+            traces.add(trajectory)
+        assert written() == ["2", "0"]
+        traces.replace(played)
+    assert written() == ["0", "1", "2"]
+
+
+def test_a_file_that_no_episode_came_for_is_not_left_behind(tmp_path):
+    with pytest.raises(KeyError), Traces(str(tmp_path / "traces.jsonl"), 3):
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_played_is_said_and_summed_up_within_80_columns(tmp_path):
+    done = run(ROOT / "agent.py", "--env", "equations", "--num_tasks", 2, "--group_size", 2, "--max_new_tokens", 4)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[2] == "playing 4 episodes of equations: at most 1024 tokens each, 4 a turn", done
+    assert lines[1] == "0.9 million weights, float32, on cpu" and max(map(len, lines)) <= 80
+    summary = dict(line.split() for line in lines[-lines[::-1].index(""):])
+    assert summary["episodes"] == "4" and summary["turns"] == "1" and float(summary["sampled_tokens"]) <= 4
