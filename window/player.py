@@ -1,19 +1,16 @@
-"""One thread that decodes for everybody who asks the server: their rows share one engine.
+"""One thread decodes for everybody who asks the server: their rows share one engine.
 
     player = Player(model, slots=64)
-    player.start()
-    turn = await player.turn(request, row)       # add a row, and wait for its turn to end
-    turn = await player.turn(request, row, tool_result_ids, limit)      # its next turn
-    player.leave(row)                            # at any time: its slot is free at once
+    threading.Thread(target=player.run, daemon=True).start()
+    async for row, count, ended in player.play(rows): ...       # in the thread of the server
 
-Others put work into the thread's inbox; only the thread touches the model and the engine. Rows of
-one adapter are decoded together. Where another one is asked for, no new rows of the present one
-start; when the last has ended, the other's weights are merged and its rows play.
+Only `run` touches the engine and the weights. The server's thread puts functions into its inbox,
+and they are called between two decode steps.
 """
 import asyncio
+import math
 import queue
-import threading
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
 from os.path import commonprefix
 
@@ -23,257 +20,261 @@ from experiment.errors import UserError, first_line
 from llm.adapter_files import load_weights, read_settings
 from llm.engine import Engine, Row
 from llm.sampling import sample
-from lora import adapter_tensors, add_lora, merged, settings
+from lora import adapter_tensors, add_lora, merged, settings, target_names
 
-BASE = "base"  # the name of the model without an adapter
-SHARED = 16  # tokens that a prompt must share with a parked row to take it over
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of a row are drawn, and what ends its turn."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    stop_ids: frozenset = frozenset()
+BASE = "base"  # the name of the model that was started
 
 
-@dataclass(eq=False)
-class Seat:
-    """What the player knows of a row: who waits for it, and how it is sampled."""
+class Asked(Row):
+    """A row that a client waits for.
 
-    row: Row
-    sampling: Sampling
-    adapter: str
-    told: asyncio.Queue  # a number of tokens whenever there are more, None at the end of the turn
-    loop: asyncio.AbstractEventLoop
-    streams: bool = False
-    stops: object = None  # function of the turn's ids: True where a stop text has come
-    heard: int = field(default=0)
+    Attributes:
+        ids: all of its ids that the cache may hold.
+        weights: the adapter that plays it, one of the values of `Player.adapters`.
+        sampling: temperature, top_k and top_p.
+        stop_ids: the ids that end its turn.
+        streams: True if its client wants to know of every token.
+        news: where the server's thread hears of it.
+        error: why it ended early, or None.
+    """
 
-    def tell(self, what):
-        self.loop.call_soon_threadsafe(self.told.put_nowait, what)
+    def __init__(self, prompt, *, weights, sampling=(1.0, 0, 1.0), stop_ids=(), streams=False,
+                 **options):
+        super().__init__(prompt, group=tuple(prompt), **options)
+        self.ids = list(prompt)
+        self.weights = weights
+        self.sampling = sampling
+        self.stop_ids = frozenset(stop_ids)
+        self.streams = streams
+        self.news = None
+        self.error = None
 
 
 class SharedEngine(Engine):
-    """The engine with the `Sampling` of each row, in `seats`."""
+    """The engine for rows of several clients: each is sampled, and ends, in its own way.
 
-    def __init__(self, model, slots, seats):
+    A row whose turn has ended is parked: it keeps its slot until another row needs it. When its
+    conversation comes back, one message longer, only this message runs.
+    """
+
+    def __init__(self, model, slots: int):
         super().__init__(model, slots=slots)
-        self.seats = seats
-        self.parked = []  # rows that have left, the longest gone first: their slots are kept
+        self.parked = []  # the longest parked first
 
     @property
     def busy(self) -> bool:
-        return bool(super().busy or self.waiting and self.parked)
+        return bool(super().busy or self.waiting)
 
     def sample(self, rows, logits):
         kinds = {}
         for i, row in enumerate(rows):
-            s = self.seats[row].sampling
-            kinds.setdefault((s.temperature, s.top_k, s.top_p), []).append(i)
+            kinds.setdefault(row.sampling, []).append(i)
         for (temperature, top_k, top_p), chosen in kinds.items():
             self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
             super().sample([rows[i] for i in chosen], logits[chosen])
 
     def take(self, row, token, logprob):
-        self.stop_ids = self.seats[row].sampling.stop_ids
+        if math.isnan(logprob):
+            # An adapter may do this. Other rows continue, and the next in this slot sees no NaN.
+            for tensor in self.cache.prefix(row.slot, self.cache.capacity):
+                tensor.zero_()
+            row.error = "the model's logits are not finite"
+            row.state = "ended"
+            self.ended.append(row)
+            return
+        self.stop_ids = row.stop_ids
         super().take(row, token, logprob)
 
-    def enter(self, row):
-        """Add a row. It takes over the parked one that begins most like it.
+    def step(self):
+        ended = super().step()
+        for row in ended:
+            self.park(row)
+        return ended
 
-        A conversation comes back with one more message: only this is new.
-        """
-        row.ids = row.group
-        shared = {old: len(commonprefix([old.ids[:old.length], row.ids[:-1]]))
-                  for old in self.parked}
-        best = max(shared, key=shared.get, default=None)
-        if not best or shared[best] < SHARED:
+    def park(self, row):
+        """Let go of a row in a slot."""
+        row.state = "ended"
+        row.ids += row.turn
+        self.parked.append(row)
+
+    def enter(self, row):
+        """Add a row. It takes over the parked one whose conversation it continues."""
+        shared, best = 0, None
+        for old in self.parked:
+            length = len(commonprefix([old.ids[:old.length], row.ids[:-1]]))
+            # Otherwise more is lost than gained, when the other conversation comes back.
+            if length > max(shared, old.length // 2) and not old.error:
+                shared, best = length, old
+        if best is None:
             self.add([row])
             return
         self.parked.remove(best)
-        row.slot, row.length = best.slot, shared[best]
-        row.pending = list(row.ids[row.length:])
+        row.slot, row.length = best.slot, shared
+        row.pending = row.ids[shared:]
         row.state = "prefill"
         self.owner[row.slot] = row
 
-    def extend(self, row, ids, limit):
-        row.ids = (*row.ids, *row.turn, *ids)
-        super().extend(row, ids, limit)
-
     def leave(self, row):
-        """Park a row: its slot is kept as long as no other needs it."""
-        if row.slot is None:
+        """Let go of a row whose client does not wait any more."""
+        if row in self.waiting:
             self.waiting.remove(row)
-            return
-        row.state = "ended"
-        row.ids = (*row.ids, *row.turn)
-        self.parked.append(row)
+        elif row.state != "ended":
+            self.park(row)
 
     def admit(self):
-        """Give free slots to waiting rows, if need be those that have been parked the longest."""
-        missing = min(len(self.waiting) - self.owner.count(None), len(self.parked))
-        for row in self.parked[:max(missing, 0)]:
-            self.release(row)
-        del self.parked[:max(missing, 0)]
+        while self.parked and len(self.waiting) > self.owner.count(None):
+            self.release(self.parked.pop(0))
         super().admit()
 
 
-class Player(threading.Thread):
-    """The thread. Attributes: `adapters`, {name: its tensors}; `broken`, the error that ended it."""
+class Player:
+    """What the thread does.
+
+    Rows of one adapter are decoded together. When another adapter is asked for, no more rows of the
+    present one start; when the last has ended, the other one is merged and its rows play.
+
+    Attributes:
+        adapters: name -> its tensors. Those of BASE are of the adapter that was started, if any.
+        playing: the one of them that is merged.
+        broken: the error that has ended decoding, in words, or None.
+    """
 
     def __init__(self, model, slots: int):
-        super().__init__(daemon=True)
-        self.model, self.slots = model, slots
-        self.inbox = queue.SimpleQueue()  # functions to call between two decode steps
-        self.seats = {}  # row -> Seat, of the rows that play
-        self.coming = []  # seats whose adapter is not the one that plays
-        self.adapters = {}
-        self.current = BASE
+        self.model = model
+        self.slots = slots
+        self.inbox = queue.SimpleQueue()
+        self.loop = None  # the server's
+        self.coming = []  # rows that no engine has yet
+        self.adapters = {BASE: self.copy_weights()}
+        self.playing = self.adapters[BASE]
+        self.engine = None
         self.broken = None
 
-    # ------------------------------------------------------------------------ called by the server
-    async def turns(self, seat: Seat, ids=(), limit=None):
-        """Start a row, or its next turn with these ids before it. Yield as tokens come; end with it.
+    # ----------------------------------------------------------------------- in the server's thread
+    async def play(self, rows):
+        """Let rows sample a turn each. Yield (row, its tokens so far, True if it has ended).
 
-        Raises RuntimeError if the engine has failed.
+        However this generator is left, the rows leave the engine.
         """
-        begin = partial(self._extend, seat, ids, limit) if limit else partial(self._enter, seat)
-        self.inbox.put(begin)
-        while True:
-            what = await seat.told.get()
-            if isinstance(what, BaseException):
-                raise RuntimeError(f"the engine failed: {first_line(what)}")
-            if what is None:
-                return
-            yield what
-
-    async def turn(self, seat: Seat, ids=(), limit=None):
-        """Wait for the end of a row's turn."""
-        async for _ in self.turns(seat, ids, limit):
-            pass
-
-    def leave(self, seat: Seat):
-        """Free the row's slot, whether its turn has ended or its client has gone."""
-        self.inbox.put(partial(self._leave, seat))
-
-    async def adapter(self, change, *args):
-        """Call a method that changes the adapters, in the thread. Raises what it raises."""
-        answer, loop = asyncio.Future(), asyncio.get_running_loop()
-
-        def act():
-            try:
-                result = change(*args)
-                loop.call_soon_threadsafe(answer.set_result, result)
-            except Exception as error:
-                loop.call_soon_threadsafe(answer.set_exception, error)
-        self.inbox.put(act)
-        return await answer
-
-    # ----------------------------------------------------------------------- called in the thread
-    def run(self):
+        self.loop, news = asyncio.get_running_loop(), asyncio.Queue()
+        for row in rows:
+            row.news = news
+        self.inbox.put(partial(self.coming.extend, rows))
         try:
             while True:
-                while not self.coming:
-                    self.inbox.get()()
-                self._put_on(self.coming[0].adapter)
+                yield await news.get()
+        finally:
+            self.inbox.put(partial(self.leave, rows))
+
+    # --------------------------------------------------------------------------- in its own thread
+    def run(self):
+        """Decode until the process ends. After an error of the engine, every row ends with it."""
+        try:
+            while True:
+                self.put_on(self.coming[0].weights if self.coming else self.playing)
                 with merged(self.model):
-                    self._play()
-        except BaseException as error:
-            self.broken = error
-            for seat in [*self.seats.values(), *self.coming]:
-                seat.tell(error)
+                    self.decode()
+        except Exception as error:
+            self.broken = f"{type(error).__name__}: {first_line(error)}"
+        rows = [row for row in self.engine.owner + self.engine.waiting if row] if self.engine else []
+        self.coming += [row for row in rows if row.state != "ended"]
+        while True:
+            for row in self.coming:
+                row.error = self.broken
+            self.tell(self.coming, self.coming)
+            self.coming.clear()
+            self.inbox.get()()
 
-    def _play(self):
-        """Decode the rows of the current adapter, until all have left and others wait."""
-        self.engine = SharedEngine(self.model, self.slots, self.seats)
-        self._admit()
-        while self.seats or not self.coming:
-            if not self.engine.busy:
+    def decode(self):
+        """Decode the rows of the adapter that plays, until others wait and these have ended."""
+        engine = self.engine = SharedEngine(self.model, self.slots)
+        self.enter()
+        while engine.busy or not self.coming:
+            while not (engine.busy or self.coming) or not self.inbox.empty():
                 self.inbox.get()()
-            while not self.inbox.empty():
-                self.inbox.get()()
-            if all(seat.adapter == self.current for seat in self.coming):
-                self._admit()
-            if self.engine.busy:
-                for row in self.engine.step():
-                    self._end(self.seats[row])
-                self._report()
+            if all(row.weights is self.playing for row in self.coming):
+                self.enter()
+            if engine.busy:
+                ended = engine.step()
+                running = engine.in_state("decode")
+                self.tell([*ended, *(row for row in running if row.streams)], ended)
 
-    def _admit(self):
-        """Let the rows that wait for the current adapter enter the engine."""
-        entering = [seat for seat in self.coming if seat.adapter == self.current]
-        self.coming = [seat for seat in self.coming if seat.adapter != self.current]
-        self.seats.update({seat.row: seat for seat in entering})
-        for seat in entering:
-            self.engine.enter(seat.row)
+    def enter(self):
+        """Give the engine the rows that wait for the adapter that plays."""
+        for row in list(self.coming):
+            if row.weights is self.playing:
+                self.coming.remove(row)
+                self.engine.enter(row)
 
-    def _report(self):
-        """Tell those who stream, or look for a stop text, what their rows have sampled."""
-        for seat in list(self.seats.values()):
-            row = seat.row
-            if row.state == "decode" and len(row.turn) > seat.heard:
-                seat.heard = len(row.turn)
-                if seat.stops and seat.stops(row.turn):
-                    row.state = "ended"
-                    self._end(seat)
-                elif seat.streams:
-                    seat.tell(seat.heard)
+    def tell(self, rows, ended):
+        """Let the server's thread know what some rows have sampled."""
+        news = [(row, len(row.turn), row in ended) for row in rows]
+        if news:
+            self.loop.call_soon_threadsafe(deliver, news)
 
-    def _end(self, seat):
-        seat.heard = 0
-        seat.tell(None)
+    def leave(self, rows):
+        for row in rows:
+            if row in self.coming:
+                self.coming.remove(row)
+            elif self.engine:
+                self.engine.leave(row)
 
-    def _enter(self, seat):
-        self.coming.append(seat)
-
-    def _extend(self, seat, ids, limit):
-        self.engine.extend(seat.row, ids, limit)
-
-    def _leave(self, seat):
-        if seat in self.coming:
-            self.coming.remove(seat)
-        elif self.seats.pop(seat.row, None):
-            self.engine.leave(seat.row)
-
-    # ---------------------------------------------------------------------------------- adapters
+    # ------------------------------------------------------------------------------------ adapters
     def load(self, name: str, folder: str):
         """Read an adapter in PEFT's format. Raises UserError if it does not fit."""
-        given = _what_counts(read_settings(folder))
+        config = read_settings(folder)
         if not settings(self.model):
-            add_lora(self.model, given["r"], given["lora_alpha"], targets=given["target_modules"],
-                     use_rslora=given["use_rslora"])
-        own = _what_counts(settings(self.model).peft)
-        if given != own:
-            raise UserError(f"{folder}: the adapter is {given}, and the first one that this server "
-                            f"loaded is {own}")
-        # The rows that play need the present weights: read beside them.
-        present = {n: p.detach().clone() for n, p in adapter_tensors(self.model).items()}
-        load_weights(self.model, folder)
-        self.adapters[name] = {n: p.detach().clone()
-                               for n, p in adapter_tensors(self.model).items()}
-        self._set(present)
+            add_lora(self.model, config["r"], config["lora_alpha"],
+                     targets=config["target_modules"], use_rslora=bool(config.get("use_rslora")))
+            # The model as it was started is now one whose B is zero.
+            self.adapters[BASE].update(self.copy_weights())
+        ours, theirs = fit(settings(self.model).peft), fit(config)
+        if ours != theirs:
+            raise UserError(f"{folder}: the adapter has {theirs}; this server, since it loaded its "
+                            f"first one, plays {ours}")
+        try:
+            load_weights(self.model, folder)
+            self.adapters[name] = self.copy_weights()
+        finally:
+            # Rows may be playing.
+            self.set_weights(self.playing)
 
-    def unload(self, name: str):
-        """Forget an adapter. Raises KeyError if there is none of this name."""
-        del self.adapters[name]
+    def put_on(self, weights):
+        """Let the model play an adapter."""
+        if weights is not self.playing:
+            self.set_weights(weights)
+            self.playing = weights
 
-    def _put_on(self, name):
-        """Make the adapter of this name, or none, what the model plays."""
-        if self.current != name:
-            self.current = name
-            self._set(self.adapters.get(name))
+    def copy_weights(self) -> dict:
+        return {name: p.detach().clone() for name, p in adapter_tensors(self.model).items()}
 
-    def _set(self, tensors):
-        """Give the adapter these weights, or zeros."""
+    def set_weights(self, weights):
         for name, p in adapter_tensors(self.model).items():
-            p.data.copy_(tensors[name] if tensors else torch.zeros_like(p))
+            p.data.copy_(weights[name])
 
 
-def _what_counts(config) -> dict:
+def deliver(news):
+    for row, count, ended in news:
+        row.news.put_nowait((row, count, ended))
+
+
+def fit(config) -> dict:
     """Return what of an adapter_config.json decides how the adapter's weights are applied."""
     return {"r": config["r"], "lora_alpha": config["lora_alpha"],
-            "target_modules": sorted(config["target_modules"]),
+            "target_modules": sorted(target_names(config["target_modules"])),
             "use_rslora": bool(config.get("use_rslora"))}
+
+
+async def elsewhere(start, function, *arguments):
+    """Let `start` run a function in another thread. Return what it returns, raise what it raises."""
+    outcome = Future()
+
+    def run():
+        # Otherwise nobody waits any more.
+        if outcome.set_running_or_notify_cancel():
+            try:
+                outcome.set_result(function(*arguments))
+            except Exception as error:
+                outcome.set_exception(error)
+    start(run)
+    return await asyncio.wrap_future(outcome)

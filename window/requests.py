@@ -1,18 +1,27 @@
-"""What the server's clients may ask, read from JSON and checked: OpenAI's parameters."""
-import json
-import math
+"""What the server's clients may ask: OpenAI's parameters, those of vLLM that a sampler needs, and
+no others. A parameter that would silently have no effect is refused."""
+import re
 import secrets
+from itertools import takewhile
+from typing import Annotated, Any, Literal
 
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, Json, model_validator
+
+from experiment.errors import first_line
 from experiment.seeds import mix
 from llm.chat import Chat
-from window.player import Sampling
+from window.player import BASE
 
-# Parameters of OpenAI's or vLLM's that are not here, with the values that ask for nothing.
-NOT_HERE = {
-    "frequency_penalty": (0, None), "presence_penalty": (0, None), "repetition_penalty": (1, None),
-    "min_p": (0, None), "logit_bias": ({}, None), "top_logprobs": (0, None),
-    "response_format": ({"type": "text"}, None), "echo": (False, None), "suffix": ("", None),
-    "best_of": (1, None), "tool_choice": ("auto", "none", None), "functions": ([], None)}
+# Values that ask for nothing, of parameters that are not here.
+NEUTRAL = {
+    "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0,
+    "logit_bias": {}, "top_logprobs": 0, "response_format": {"type": "text"}, "echo": False,
+    "suffix": "", "best_of": 1, "parallel_tool_calls": True, "store": False}
+# The order of messages in an episode.
+ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
+MANY = 128  # choices of a request
+
+Id = Annotated[int, Field(ge=0)]
 
 
 class Refusal(Exception):
@@ -20,135 +29,176 @@ class Refusal(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None):
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
     def body(self) -> dict:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
-def field(body: dict, name: str, kinds, default=None, low=None, high=None):
-    """Return a checked value of the body; null and a missing one are the default."""
-    value = body.get(name)
-    if value is None:
-        return default
-    wrong = not isinstance(value, kinds) or isinstance(value, bool) != (kinds is bool)
-    if isinstance(value, float):
-        wrong = wrong or not math.isfinite(value)
-    if wrong or (low is not None and value < low) or (high is not None and value > high):
-        bounds = "" if low is None else f" from {low}" + (f" to {high}" if high else "")
-        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise Refusal(400, f"{name}: must be {wanted}{bounds}, got {str(value)[:80]}")
-    return value
+class Body(BaseModel):
+    """The body of a request. Nulls count as not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_neutral(cls, given):
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items()
+                if value is not None and not (name in NEUTRAL and NEUTRAL[name] == value)}
 
 
-def check_known(body: dict):
-    """Refuse what would silently have no effect."""
-    for name, neutral in NOT_HERE.items():
-        if body.get(name) not in neutral:
-            raise Refusal(400, f"{name}: not supported by this server", "unsupported_parameter")
+class Sampled(Body):
+    """What both kinds of completion ask."""
+
+    model: str = BASE
+    n: int = Field(1, ge=1, le=MANY)
+    seed: int | None = None
+    temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
+    top_k: int = Field(0, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int | None = Field(
+        None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=4)] = []
+    stop_token_ids: list[Id] = []
+    user: str = ""
+
+    @property
+    def sampling(self) -> tuple:
+        return self.temperature, max(self.top_k, 0), self.top_p
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end a turn."""
+        return [self.stop] if isinstance(self.stop, str) else list(filter(None, self.stop))
+
+    def seeds(self) -> list[int]:
+        """Return a seed for every choice."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return [mix(seed, i) for i in range(self.n)]
+
+    def limit(self, prompt: list[int], context: int, default: int) -> int:
+        """Return how many tokens may be sampled after a prompt, or raise Refusal."""
+        room = context - len(prompt)
+        if room < (self.max_tokens or 1):
+            raise Refusal(400, f"the prompt has {len(prompt)} tokens and max_tokens is "
+                               f"{self.max_tokens or 1}: this server's context has {context} "
+                               "(--max_tokens)", "context_length_exceeded")
+        return self.max_tokens or min(default, room)
 
 
-def sampling_of(body: dict, stop_ids) -> Sampling:
-    """Return how the body wants its tokens drawn."""
-    top_k = field(body, "top_k", int, 0, low=-1)
-    return Sampling(float(field(body, "temperature", (int, float), 1.0, low=0, high=100)),
-                    max(top_k, 0), float(field(body, "top_p", (int, float), 1.0, 1e-6, 1)),
-                    frozenset(stop_ids) | frozenset(ids_in(body, "stop_token_ids")))
+class Completion(Sampled):
+    """POST /v1/completions"""
+
+    prompt: str | list[Id] | Annotated[list[str | list[Id]], Field(min_length=1, max_length=MANY)]
+    logprobs: int | None = Field(None, ge=0, le=1)
+    return_token_ids: bool = False
+    ignore_eos: bool = False
+    stream: Literal[False] = False
 
 
-def ids_in(body: dict, name: str) -> list[int]:
-    ids = field(body, name, list, [])
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise Refusal(400, f"{name}: must be a list of token ids")
-    return ids
+class Function(BaseModel):
+    name: str
+    arguments: Json[dict[str, Any]]
 
 
-def stops_of(body: dict) -> list[str]:
-    """Return the texts that end a turn, at most four."""
-    stops = field(body, "stop", (str, list), [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if len(stops) > 4 or not all(isinstance(stop, str) and stop for stop in stops):
-        raise Refusal(400, "stop: must be a text or up to 4 texts")
-    return stops
+class ToolCall(BaseModel):
+    id: str
+    function: Function
 
 
-def seeds_of(body: dict, n: int) -> list[int]:
-    """Return a seed for each of n choices."""
-    seed = field(body, "seed", int)
-    if seed is None:
-        return [secrets.randbits(63) for _ in range(n)]
-    return [mix(seed, i) for i in range(n)]
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
 
 
-def limit_of(body: dict, prompt: list[int], context: int, default: int) -> int:
-    """Return how many tokens may be sampled after the prompt."""
-    limit = field(body, "max_completion_tokens", int, field(body, "max_tokens", int, default), 1)
-    if field(body, "max_tokens", int, 1) < 1:
-        raise Refusal(400, "max_tokens: must be at least 1")
-    room = context - len(prompt)
-    if room < 1 or limit > room and body.get("max_tokens", body.get("max_completion_tokens")):
-        raise Refusal(400, f"the prompt has {len(prompt)} tokens and max_tokens is {limit}; this "
-                           f"server's context has {context}", "context_length_exceeded")
-    return min(limit, room)
+class Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
-def text_of(message: dict) -> str:
-    """Return a message's content as text; parts of type text are put together."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise Refusal(400, "messages: only parts of type text are understood here")
-        return "".join(parts)
-    if not isinstance(content, str | None):
-        raise Refusal(400, "messages: content must be text")
-    return content or ""
+class Signature(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
 
 
-def conversation_ids(chat: Chat, messages) -> list[int]:
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Signature
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class ChatCompletion(Sampled):
+    """POST /v1/chat/completions"""
+
+    messages: list[Message]
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+
+class Problem(Body):
+    """POST /solve"""
+
+    problem: str = Field(min_length=1, max_length=2**14)
+    seed: int | None = None
+
+
+class Adapter(Body):
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter"""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = ""
+
+
+def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """Return the ids of a conversation up to the agent's next turn, as an episode would hold them.
 
-    Raises Refusal for an order of messages that no episode has.
+    Raises Refusal for messages that no episode has.
     """
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise Refusal(400, "messages: must be a list of objects")
-    messages = list(messages)
-    opening = []
-    while messages and messages[0].get("role") in ("system", "developer"):
-        opening.append(text_of(messages.pop(0)))
-    if not messages or messages[0].get("role") != "user":
-        raise Refusal(400, "messages: the first one after the system's must be the user's")
-    first = [{"role": "system", "content": "\n\n".join(opening)}] if opening else []
-    ids = chat.prompt([*first, {"role": "user", "content": text_of(messages.pop(0))}])
-    while messages:
-        message = messages.pop(0)
-        if message.get("role") != "assistant":
-            raise Refusal(400, f"messages: expected the assistant's, got {message.get('role')!r}; "
-                               "put several in a row together")
-        calls = [call_in(call) for call in message.get("tool_calls") or []]
-        ids += chat.turn(text_of(message), calls)
-        stop = ids[-1]
-        results = []
-        while messages and messages[0].get("role") == "tool":
-            results.append(text_of(messages.pop(0)))
-        if len(results) != len(calls):
-            raise Refusal(400, f"messages: {len(calls)} tool calls and {len(results)} results")
-        if calls:
-            ids += chat.results(calls, results, stop)
-        elif messages and messages[0].get("role") == "user":
-            ids += chat.reply(text_of(messages.pop(0)), stop)
-        else:
-            raise Refusal(400, "messages: the last one must be the user's or a tool's")
-    return ids
-
-
-def call_in(call) -> dict:
-    """Return a tool call of OpenAI's form as {"name", "arguments"}."""
+    roles = "".join(f"{message.role} " for message in messages)
+    if not ORDER.fullmatch(roles):
+        raise Refusal(400, "messages: expected system, user, assistant, user or the tools' results, "
+                           f"assistant, ... and at the end not the assistant; got {roles}")
     try:
-        arguments = call["function"]["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {"name": str(call["function"]["name"]), "arguments": dict(arguments)}
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refusal(400, f"messages: a tool call cannot be read ({error})") from None
+        return _episode_ids(chat, messages)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"messages: {first_line(error)}") from None
+
+
+def _episode_ids(chat, messages):
+    system = [m.text for m in takewhile(lambda m: m.role != "user", messages)]
+    opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    ids = chat.prompt([*opening, {"role": "user", "content": messages[len(system)].text}])
+    for i, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        calls = message.tool_calls or []
+        after = list(takewhile(lambda m: m.role != "assistant", messages[i + 1:]))
+        results = {m.tool_call_id: m.text for m in after if m.role == "tool"}
+        if set(results) != {call.id for call in calls}:
+            raise ValueError("after an assistant's tool calls comes one result for each "
+                             "tool_call_id")
+        called = [call.function.model_dump() for call in calls]
+        ids += chat.turn(message.text, called)
+        if calls:
+            ids += chat.results(called, [results[call.id] for call in calls], ids[-1])
+        else:
+            ids += chat.reply(after[0].text, ids[-1])
+    return ids
