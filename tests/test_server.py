@@ -45,15 +45,13 @@ class Served:
         config = SimpleNamespace(token=token, model_path="tiny", env=env, env_options=None)
         self.server = Server(config, model, tokenizer, Limits(max_tokens=max_tokens))
         self.script = []
-        choices = self.server.choices
+        make_row = self.server.row
 
-        def scripted(*arguments):
-            rows = choices(*arguments)
-            for row in rows if self.script else []:
-                row.forced = list(self.script[0])
-            del self.script[:1]
-            return rows
-        self.server.choices = scripted
+        def scripted(*arguments, **options):
+            row = make_row(*arguments, **options)
+            row.forced = list(self.script.pop(0)) if self.script else []
+            return row
+        self.server.row = scripted
         self.app = self.server.application()
         self.http = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="critical", lifespan="off"))
         for run in (self.http.run, self.server.player.run):
@@ -398,7 +396,7 @@ def test_broken_clients_disturb_nobody(served, client, monkeypatch):
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.5)
     half, answer = raw(served, request_bytes(CHAT, length=5000))
     assert b" 408 " in answer.splitlines()[0]
-    for text in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n"):
+    for text in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"):
         assert b" 400 " in raw(served, text)[1].splitlines()[0]
     gone, _ = raw(served, request_bytes(CHAT, length=5000), read=False)
     gone.close()
@@ -528,11 +526,11 @@ def test_solve_plays_an_episode_with_the_problem(served):
         turns.append(chat.turn("", turn))
         if env.done:
             break
-    served.script[:] = [*turns, chat.turn("x = 3", [])]
+    served.script[:] = turns
     solution = served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
     assert solution["success"] is True and solution["reward"] > 0
     assert [tool["result"] for tool in solution["tools"]] == told
-    assert [m["role"] for m in solution["transcript"]][:3] == ["system", "user", "assistant"][-3 + ("system" in str(solution["transcript"][0])):] or True
+    assert [m["role"] for m in solution["transcript"]].count("assistant") == len(turns)
     with pytest.raises(openai.BadRequestError, match="problem"):
         served.client.post(f"{served.url}/solve", body={"problem": "what is love"}, cast_to=object)
 

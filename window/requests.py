@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, Json, model_validator
 
 from experiment.errors import first_line
-from experiment.seeds import mix
 from llm.chat import Chat
 from window.player import BASE
 
@@ -52,14 +51,23 @@ class Body(BaseModel):
 
 
 class Sampled(Body):
-    """What both kinds of completion ask."""
+    """Who samples, and how."""
 
     model: str = BASE
-    n: int = Field(1, ge=1, le=MANY)
-    seed: int | None = None
+    seed: int = Field(default_factory=lambda: secrets.randbits(63))
     temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
     top_k: int = Field(0, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
+
+    @property
+    def sampling(self) -> tuple:
+        return self.temperature, max(self.top_k, 0), self.top_p
+
+
+class Turns(Sampled):
+    """What both kinds of completion ask: n turns after one prompt."""
+
+    n: int = Field(1, ge=1, le=MANY)
     max_tokens: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=4)] = []
@@ -67,18 +75,9 @@ class Sampled(Body):
     user: str = ""
 
     @property
-    def sampling(self) -> tuple:
-        return self.temperature, max(self.top_k, 0), self.top_p
-
-    @property
     def stops(self) -> list[str]:
         """The texts that end a turn."""
         return [self.stop] if isinstance(self.stop, str) else list(filter(None, self.stop))
-
-    def seeds(self) -> list[int]:
-        """Return a seed for every choice."""
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        return [mix(seed, i) for i in range(self.n)]
 
     def limit(self, prompt: list[int], context: int, default: int) -> int:
         """Return how many tokens may be sampled after a prompt, or raise Refusal."""
@@ -90,10 +89,10 @@ class Sampled(Body):
         return self.max_tokens or min(default, room)
 
 
-class Completion(Sampled):
+class Completion(Turns):
     """POST /v1/completions"""
 
-    prompt: str | list[Id] | Annotated[list[str | list[Id]], Field(min_length=1, max_length=MANY)]
+    prompt: str | list[Id]
     logprobs: int | None = Field(None, ge=0, le=1)
     return_token_ids: bool = False
     ignore_eos: bool = False
@@ -142,7 +141,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ChatCompletion(Sampled):
+class ChatCompletion(Turns):
     """POST /v1/chat/completions"""
 
     messages: list[Message]
@@ -153,11 +152,10 @@ class ChatCompletion(Sampled):
     stream_options: StreamOptions = StreamOptions()
 
 
-class Problem(Body):
+class Problem(Sampled):
     """POST /solve"""
 
     problem: str = Field(min_length=1, max_length=2**14)
-    seed: int | None = None
 
 
 class Adapter(Body):

@@ -31,8 +31,8 @@ from llm.memory import techniques_of
 from llm.tool_calls import parse_tool_calls
 from window.gate import Gate
 from window.player import BASE, Asked, Player, elsewhere
-from window.requests import (MANY, Adapter, ChatCompletion, Completion, Problem, Refusal,
-                             conversation_ids)
+from window.requests import (Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
+                             Turns, conversation_ids)
 
 OBJECTS = {"cmpl": "text_completion", "chatcmpl": "chat.completion",
            "chunk": "chat.completion.chunk"}
@@ -101,8 +101,14 @@ class Server:
         return Chat(self.tokenizer, json.loads(tools), self.generation_config)
 
     # ----------------------------------------------------------------------------------- sampling
-    def choices(self, body, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
-        """Return the rows of n choices after one prompt."""
+    def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
+        """Return the rows of n turns after one prompt."""
+        limit = body.limit(prompt, self.context, default)
+        return [self.row(body, prompt, mix(body.seed, i), stop_ids={*stop_ids, *body.stop_token_ids},
+                         limit=limit, streams=streams or bool(body.stops)) for i in range(body.n)]
+
+    def row(self, body: Sampled, prompt, seed: int, **options) -> Choice:
+        """Return the row of a turn, or raise Refusal."""
         if self.player.broken:
             raise Refusal(503, f"the engine has failed: {self.player.broken}")
         name = BASE if body.model == self.config.model_path else body.model
@@ -110,10 +116,7 @@ class Server:
         if weights is None:
             raise Refusal(404, f"the model {name!r} does not exist here; GET /v1/models",
                           "model_not_found")
-        limit = body.limit(prompt, self.context, default)
-        return [Choice(prompt, weights=weights, sampling=body.sampling, seed=seed, limit=limit,
-                       stop_ids={*stop_ids, *body.stop_token_ids},
-                       streams=streams or bool(body.stops)) for seed in body.seeds()]
+        return Choice(prompt, weights=weights, sampling=body.sampling, seed=seed, **options)
 
     async def follow(self, choices, stops=()):
         """Let choices be sampled. Yield one whenever it has grown or ended, until all have."""
@@ -135,21 +138,12 @@ class Server:
 
     # -------------------------------------------------------------------------------- completions
     async def completions(self, body: Completion):
-        prompts = body.prompt
-        if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
-            prompts = [prompts]
-        if body.n * len(prompts) > MANY:
-            raise Refusal(400, f"n: {body.n} for each of {len(prompts)} prompts are over {MANY}")
-        stop_ids = () if body.ignore_eos else self.plain.stop_ids
-        choices, asked = [], 0
-        for prompt in prompts:
-            ids = self.plain.encode(prompt) if isinstance(prompt, str) else prompt
-            if not ids or max(ids) >= self.vocabulary:
-                raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
-            asked += len(ids)
-            choices += self.choices(body, ids, stop_ids, 16)
+        ids = self.plain.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        if not ids or max(ids) >= self.vocabulary:
+            raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
+        choices = self.turns(body, ids, () if body.ignore_eos else self.plain.stop_ids, 16)
         await self.finish(choices, body.stops)
-        return self.answer("cmpl", body, asked, choices, [
+        return self.answer("cmpl", body, len(ids), choices, [
             self.completion(body, i, choice) for i, choice in enumerate(choices)])
 
     def completion(self, body, index, choice) -> dict:
@@ -168,7 +162,7 @@ class Server:
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"tools: {first_line(error)}") from None
         prompt = conversation_ids(chat, body.messages)
-        choices = self.choices(body, prompt, chat.stop_ids | chat.start_ids,
+        choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
                                self.limits.max_new_tokens, body.stream)
         if body.stream:
             events = self.events(body, choices, tools)
@@ -239,7 +233,8 @@ class Server:
         t = episode.trajectory
         while episode.can_take_turn:
             stop_ids = episode.chat.stop_ids | episode.chat.start_ids
-            [row] = self.choices(body, t.token_ids, stop_ids, episode.turn_budget)
+            row = self.row(body, t.token_ids, mix(body.seed, len(t.rewards)), stop_ids=stop_ids,
+                           limit=episode.turn_budget)
             await self.finish([row])
             await elsewhere(in_thread, take_turn, episode, row)
         if "error" in t.info:
