@@ -20,9 +20,9 @@ from experiment.errors import UserError, first_line
 from llm.adapter_files import load_weights, read_settings
 from llm.engine import Engine, Row
 from llm.sampling import sample
-from lora import adapter_tensors, add_lora, merged, settings, target_names
+from lora import adapter_tensors, add_lora, merged, settings
+from window.requests import BASE, Refusal
 
-BASE = "base"  # the name of the model that was started
 
 
 class Asked(Row):
@@ -144,6 +144,7 @@ class Player:
         self.slots = slots
         self.inbox = queue.SimpleQueue()
         self.loop = None  # the server's
+        self.listeners = set()  # queues of those who wait
         self.coming = []  # rows that no engine has yet
         self.adapters = {BASE: self.copy_weights()}
         self.playing = self.adapters[BASE]
@@ -154,36 +155,48 @@ class Player:
     async def play(self, rows):
         """Let rows sample a turn each. Yield (row, its tokens so far, True if it has ended).
 
-        However this generator is left, the rows leave the engine.
+        However this generator is left, the rows leave the engine. Raises Refusal if they cannot be
+        sampled.
         """
-        self.loop, news = asyncio.get_running_loop(), asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        news = asyncio.Queue()
+        self.listeners.add(news)
         for row in rows:
             row.news = news
         self.inbox.put(partial(self.coming.extend, rows))
         try:
             while True:
-                yield await news.get()
+                row, *progress = await news.get()
+                error = self.broken or row.error
+                if error:
+                    raise Refusal(500, f"the engine failed: {error}")
+                yield row, *progress
         finally:
+            self.listeners.remove(news)
             self.inbox.put(partial(self.leave, rows))
+
+    def deliver(self, news):
+        for row, count, has_ended in news:
+            row.news.put_nowait((row, count, has_ended))
+
+    def wake(self):
+        """Let everybody see that the engine has failed."""
+        for news in self.listeners:
+            news.put_nowait((None,))
 
     # --------------------------------------------------------------------------- in its own thread
     def run(self):
-        """Decode until the process ends. After an error of the engine, every row ends with it."""
+        """Decode until the process ends, or until the engine fails."""
         try:
             while True:
-                self.put_on(self.coming[0].weights if self.coming else self.playing)
+                if self.coming:
+                    self.playing = self.coming[0].weights
+                    self.set_weights(self.playing)
                 with merged(self.model):
                     self.decode()
         except Exception as error:
             self.broken = f"{type(error).__name__}: {first_line(error)}"
-        rows = [row for row in self.engine.owner + self.engine.waiting if row] if self.engine else []
-        self.coming += [row for row in rows if row.state != "ended"]
-        while True:
-            for row in self.coming:
-                row.error = self.broken
-            self.tell(self.coming, self.coming)
-            self.coming.clear()
-            self.inbox.get()()
+            self.loop.call_soon_threadsafe(self.wake)
 
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""
@@ -201,16 +214,15 @@ class Player:
 
     def enter(self):
         """Give the engine the rows that wait for the adapter that plays."""
-        for row in list(self.coming):
-            if row.weights is self.playing:
-                self.coming.remove(row)
-                self.engine.enter(row)
+        for row in [row for row in self.coming if row.weights is self.playing]:
+            self.coming.remove(row)
+            self.engine.enter(row)
 
     def tell(self, rows, ended):
         """Let the server's thread know what some rows have sampled."""
         news = [(row, len(row.turn), row in ended) for row in rows]
         if news:
-            self.loop.call_soon_threadsafe(deliver, news)
+            self.loop.call_soon_threadsafe(self.deliver, news)
 
     def leave(self, rows):
         for row in rows:
@@ -228,10 +240,12 @@ class Player:
                      targets=config["target_modules"], use_rslora=bool(config.get("use_rslora")))
             # The model as it was started is now one whose B is zero.
             self.adapters[BASE].update(self.copy_weights())
-        ours, theirs = fit(settings(self.model).peft), fit(config)
-        if ours != theirs:
-            raise UserError(f"{folder}: the adapter has {theirs}; this server, since it loaded its "
-                            f"first one, plays {ours}")
+        # The shapes are compared by load_weights.
+        for key in ("lora_alpha", "use_rslora", "r"):
+            ours, theirs = settings(self.model).peft[key], config.get(key) or 0
+            if theirs != ours:
+                raise UserError(f"{folder}: {key} is {theirs}; this server plays adapters like the "
+                                f"first one that it loaded, of {key} {ours}")
         try:
             load_weights(self.model, folder)
             self.adapters[name] = self.copy_weights()
@@ -239,30 +253,12 @@ class Player:
             # Rows may be playing.
             self.set_weights(self.playing)
 
-    def put_on(self, weights):
-        """Let the model play an adapter."""
-        if weights is not self.playing:
-            self.set_weights(weights)
-            self.playing = weights
-
     def copy_weights(self) -> dict:
         return {name: p.detach().clone() for name, p in adapter_tensors(self.model).items()}
 
     def set_weights(self, weights):
         for name, p in adapter_tensors(self.model).items():
             p.data.copy_(weights[name])
-
-
-def deliver(news):
-    for row, count, ended in news:
-        row.news.put_nowait((row, count, ended))
-
-
-def fit(config) -> dict:
-    """Return what of an adapter_config.json decides how the adapter's weights are applied."""
-    return {"r": config["r"], "lora_alpha": config["lora_alpha"],
-            "target_modules": sorted(target_names(config["target_modules"])),
-            "use_rslora": bool(config.get("use_rslora"))}
 
 
 async def elsewhere(start, function, *arguments):

@@ -5,20 +5,15 @@ import secrets
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, Json, model_validator
+from pydantic import (AliasChoices, BaseModel, ConfigDict, Field, Json, field_validator,
+                      model_validator)
 
 from experiment.errors import first_line
 from llm.chat import Chat
-from window.player import BASE
 
-# Values that ask for nothing, of parameters that are not here.
-NEUTRAL = {
-    "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0,
-    "logit_bias": {}, "top_logprobs": 0, "response_format": {"type": "text"}, "echo": False,
-    "suffix": "", "best_of": 1, "parallel_tool_calls": True, "store": False}
+BASE = "base"  # the name of the model that was started
 # The order of messages in an episode.
 ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
-MANY = 128  # choices of a request
 
 Id = Annotated[int, Field(ge=0)]
 
@@ -37,17 +32,16 @@ class Refusal(Exception):
 
 
 class Body(BaseModel):
-    """The body of a request. Nulls count as not given."""
+    """The body of a request. A null counts as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def without_neutral(cls, given):
+    def without_nulls(cls, given):
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items()
-                if value is not None and not (name in NEUTRAL and NEUTRAL[name] == value)}
+        return {name: given[name] for name in given if given[name] is not None}
 
 
 class Sampled(Body):
@@ -58,6 +52,11 @@ class Sampled(Body):
     temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
     top_k: int = Field(0, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
+    # These four are not here. Clients send the values that ask for nothing.
+    min_p: Literal[0] = 0
+    repetition_penalty: Literal[1] = 1
+    frequency_penalty: Literal[0] = 0
+    presence_penalty: Literal[0] = 0
 
     @property
     def sampling(self) -> tuple:
@@ -67,17 +66,16 @@ class Sampled(Body):
 class Turns(Sampled):
     """What both kinds of completion ask: n turns after one prompt."""
 
-    n: int = Field(1, ge=1, le=MANY)
+    n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=4)] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=4)
     stop_token_ids: list[Id] = []
-    user: str = ""
 
-    @property
-    def stops(self) -> list[str]:
-        """The texts that end a turn."""
-        return [self.stop] if isinstance(self.stop, str) else list(filter(None, self.stop))
+    @field_validator("stop", mode="before")
+    @classmethod
+    def as_list(cls, stop):
+        return [stop] if isinstance(stop, str) else stop
 
     def limit(self, prompt: list[int], context: int, default: int) -> int:
         """Return how many tokens may be sampled after a prompt, or raise Refusal."""
@@ -96,7 +94,6 @@ class Completion(Turns):
     logprobs: int | None = Field(None, ge=0, le=1)
     return_token_ids: bool = False
     ignore_eos: bool = False
-    stream: Literal[False] = False
 
 
 class Function(BaseModel):
@@ -127,16 +124,6 @@ class Message(BaseModel):
         return self.content or ""
 
 
-class Signature(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
-
-
-class Tool(BaseModel):
-    type: Literal["function"]
-    function: Signature
-
-
 class StreamOptions(Body):
     include_usage: bool = False
 
@@ -145,7 +132,7 @@ class ChatCompletion(Turns):
     """POST /v1/chat/completions"""
 
     messages: list[Message]
-    tools: list[Tool] = []
+    tools: list[dict] = []
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     stream: bool = False

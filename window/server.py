@@ -10,6 +10,7 @@ Another machine's run can have its episodes sampled here: `grpo.py --sampler htt
 """
 import json
 import secrets
+import signal
 import threading
 import time
 from contextlib import aclosing
@@ -19,7 +20,6 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
 
 from agent import Episode
 from envs.session import Session, Watch, load_environments
@@ -30,8 +30,8 @@ from llm.chat import Chat
 from llm.memory import techniques_of
 from llm.tool_calls import parse_tool_calls
 from window.gate import Gate
-from window.player import BASE, Asked, Player, elsewhere
-from window.requests import (Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
+from window.player import Asked, Player, elsewhere
+from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
                              Turns, conversation_ids)
 
 OBJECTS = {"cmpl": "text_completion", "chatcmpl": "chat.completion",
@@ -40,47 +40,46 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class Choice(Asked):
-    """One answer to a request, as far as the client may see it.
+    """A row that answers a request, as far as its client may see it.
 
     Attributes:
-        shown: the ids that count: none come after a stop text.
+        shown: the tokens that count: none come after a stop text.
         text: what they say, without the stop token or the stop text.
-        reason: why the turn ended ("stop", "length"), None while it goes on.
-        sent: how many characters and ids have been streamed.
+        reason: why the turn ended, "stop" or "length"; None before.
     """
-    shown, text, reason, sent = (), "", None, (0, 0)
+    shown, text, reason = (), "", None
 
     def hear(self, count: int, has_ended: bool, chat: Chat, stops: list[str]):
-        """Take notice of the first `count` tokens of the turn."""
+        """Show the first `count` tokens of the turn."""
         self.shown = self.turn[:count]
-        by_id = self.shown[-1] in self.stop_ids
-        self.text = chat.text(self.shown[:count - by_id])
+        is_stop = self.shown[-1] in self.stop_ids
+        self.text = chat.text(self.shown[:count - is_stop])
         cuts = [self.text.index(stop) for stop in stops if stop in self.text]
         if cuts:
             self.text = self.text[:min(cuts)]
         if cuts or has_ended:
-            self.reason = "stop" if cuts or by_id else "length"
+            self.reason = "stop" if cuts or is_stop else "length"
 
 
 class Server:
-    """The application, and what it answers from."""
+    """What answers requests."""
 
     def __init__(self, config, model, tokenizer, limits):
         self.config, self.tokenizer, self.limits = config, tokenizer, limits
-        self.generation_config = model.generation_config
         text_config = model.config.get_text_config()
         self.vocabulary = text_config.vocab_size
         self.context = min(limits.max_tokens,
                            getattr(text_config, "max_position_embeddings", limits.max_tokens))
-        self.chat_of = lru_cache(64)(self.make_chat)
+        # By the tools as JSON.
+        self.chat_of = lru_cache(64)(
+            lambda tools: Chat(tokenizer, json.loads(tools), model.generation_config))
         self.plain = self.chat_of("[]")
-        self.environment = None, None, self.plain  # name, class and Chat
+        self.environment = None  # its name, class and Chat
         if config.env:
-            classes, chats = load_environments(tokenizer, config.env, self.generation_config)
+            classes, chats = load_environments(tokenizer, config.env, model.generation_config)
             [(name, cls)] = classes.items()
             self.environment = name, cls, chats[name]
         self.player = Player(model, techniques_of(model).decode_rows)
-        self.started = int(time.time())
 
     def application(self):
         """Return the ASGI application."""
@@ -91,45 +90,38 @@ class Server:
                              ("/v1/unload_lora_adapter", self.unload)):
             app.post(path)(answer)
         app.get("/v1/models")(self.models)
-        for path in ("/healthz", "/health"):
-            app.get(path)(self.healthz)
-        for error in (Refusal, RequestValidationError, HTTPException, Exception):
+        app.get("/healthz")(self.healthz)
+        for error in (Refusal, RequestValidationError):
             app.exception_handler(error)(refuse)
         return Gate(app, self.config.token)
-
-    def make_chat(self, tools: str) -> Chat:
-        return Chat(self.tokenizer, json.loads(tools), self.generation_config)
 
     # ----------------------------------------------------------------------------------- sampling
     def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
         """Return the rows of n turns after one prompt."""
         limit = body.limit(prompt, self.context, default)
-        return [self.row(body, prompt, mix(body.seed, i), stop_ids={*stop_ids, *body.stop_token_ids},
-                         limit=limit, streams=streams or bool(body.stops)) for i in range(body.n)]
+        return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
+                         streams=streams or bool(body.stop)) for i in range(body.n)]
 
-    def row(self, body: Sampled, prompt, seed: int, **options) -> Choice:
+    def row(self, body: Sampled, prompt, number: int, **options) -> Choice:
         """Return the row of a turn, or raise Refusal."""
-        if self.player.broken:
-            raise Refusal(503, f"the engine has failed: {self.player.broken}")
+        self.check()
         name = BASE if body.model == self.config.model_path else body.model
         weights = self.player.adapters.get(name)
         if weights is None:
             raise Refusal(404, f"the model {name!r} does not exist here; GET /v1/models",
                           "model_not_found")
-        return Choice(prompt, weights=weights, sampling=body.sampling, seed=seed, **options)
+        return Choice(prompt, weights=weights, sampling=body.sampling,
+                      seed=mix(body.seed, number), **options)
 
-    async def follow(self, choices, stops=()):
+    async def follow(self, choices, stops):
         """Let choices be sampled. Yield one whenever it has grown or ended, until all have."""
-        left = len(choices)
         async with aclosing(self.player.play(choices)) as news:
-            while left:
-                choice, count, has_ended = await anext(news)
-                if choice.error:
-                    raise Refusal(500, f"the engine failed: {choice.error}")
+            async for choice, count, has_ended in news:
                 if not choice.reason:
                     choice.hear(count, has_ended, self.plain, stops)
-                    left -= bool(choice.reason)
                     yield choice
+                if all(choice.reason for choice in choices):
+                    return
 
     async def finish(self, choices, stops=()):
         """Wait for the ends of choices."""
@@ -138,50 +130,71 @@ class Server:
 
     # -------------------------------------------------------------------------------- completions
     async def completions(self, body: Completion):
-        ids = self.plain.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        if not ids or max(ids) >= self.vocabulary:
+        prompt = self.plain.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        if not prompt or max(prompt) >= self.vocabulary:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
-        choices = self.turns(body, ids, () if body.ignore_eos else self.plain.stop_ids, 16)
-        await self.finish(choices, body.stops)
-        return self.answer("cmpl", body, len(ids), choices, [
-            self.completion(body, i, choice) for i, choice in enumerate(choices)])
-
-    def completion(self, body, index, choice) -> dict:
-        shown = {"index": index, "text": choice.text, "finish_reason": choice.reason}
-        if body.logprobs is not None:
-            shown["logprobs"] = {"token_logprobs": choice.logprobs[:len(choice.shown)],
-                                 "tokens": [self.plain.text([i]) for i in choice.shown]}
-        if body.return_token_ids:
-            shown |= {"token_ids": choice.shown, "prompt_token_ids": list(choice.group)}
-        return shown
+        stop_ids = () if body.ignore_eos else self.plain.stop_ids
+        choices = self.turns(body, prompt, stop_ids, 16)
+        await self.finish(choices, body.stop)
+        shown = []
+        for i, choice in enumerate(choices):
+            shown.append({"index": i, "text": choice.text, "finish_reason": choice.reason})
+            if body.logprobs is not None:
+                shown[i]["logprobs"] = {"token_logprobs": choice.logprobs[:len(choice.shown)]}
+            if body.return_token_ids:
+                shown[i] |= {"token_ids": choice.shown, "prompt_token_ids": prompt}
+        return {**head("text_completion", body), "choices": shown, "usage": usage(choices)}
 
     async def chat_completions(self, body: ChatCompletion):
+        tools = body.tools if body.tool_choice == "auto" else []
         try:
-            tools = [tool.model_dump() for tool in body.tools if body.tool_choice == "auto"]
             chat = self.chat_of(json.dumps(tools))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Refusal(400, f"tools: {first_line(error)}") from None
         prompt = conversation_ids(chat, body.messages)
-        choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
-                               self.limits.max_new_tokens, body.stream)
+        stop_ids = chat.stop_ids | chat.start_ids
+        choices = self.turns(body, prompt, stop_ids, self.limits.max_new_tokens, body.stream)
         if body.stream:
             events = self.events(body, choices, tools)
             return StreamingResponse(events, media_type="text/event-stream")
-        await self.finish(choices, body.stops)
+        await self.finish(choices, body.stop)
         shown = []
         for i, choice in enumerate(choices):
             message, reason = message_of(choice, tools)
-            shown.append({"index": i, "message": message, "finish_reason": reason,
-                          "logprobs": self.logprobs(body, choice)})
-        return self.answer("chatcmpl", body, len(prompt), choices, shown)
+            shown.append({"index": i, "message": {"role": "assistant", **message},
+                          "finish_reason": reason, "logprobs": self.logprobs(body, choice)})
+        return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
 
-    def answer(self, kind, body, asked, choices, shown) -> dict:
-        """Return the head of an answer around its choices."""
-        sampled = sum(len(choice.shown) for choice in choices)
-        usage = {"prompt_tokens": asked, "completion_tokens": sampled,
-                 "total_tokens": asked + sampled}
-        return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()),
-                "object": OBJECTS[kind], "model": body.model, "choices": shown, "usage": usage}
+    async def events(self, body, choices, tools):
+        """Yield the events of a streamed answer. Calls come whole, when their turn has ended."""
+        chunk = {**head("chat.completion.chunk", body), "choices": []}
+        sent = {}  # choice -> how many characters and tokens of it
+        # A stop text may have come by half.
+        unsure = max(map(len, body.stop), default=1) - 1
+        try:
+            async for choice in self.follow(choices, body.stop):
+                if choice.reason:
+                    delta, reason = message_of(choice, tools)
+                elif tools:
+                    continue
+                else:
+                    # The last character may still lack some of its bytes.
+                    text = choice.text[:len(choice.text) - unsure].rstrip("\ufffd")
+                    delta, reason = {"content": text}, None
+                text = delta["content"] or ""
+                characters, ids = sent.get(choice, (0, 0))
+                if not reason and len(text) <= characters:
+                    continue
+                delta |= {"content": text[characters:]} | ({} if ids else {"role": "assistant"})
+                sent[choice] = len(text), len(choice.shown)
+                yield event({**chunk, "choices": [
+                    {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
+                     "logprobs": self.logprobs(body, choice, ids)}]})
+            if body.stream_options.include_usage:
+                yield event({**chunk, "usage": usage(choices)})
+            yield "data: [DONE]\n\n"
+        except Refusal as refusal:
+            yield event(refusal.body())
 
     def logprobs(self, body, choice, start: int = 0):
         """Return the log-probabilities of a choice's tokens from number `start` on."""
@@ -194,60 +207,33 @@ class Server:
                             "top_logprobs": []})
         return {"content": content}
 
-    async def events(self, body, choices, tools):
-        """Yield the chunks of a streamed answer. Calls come whole, when their turn has ended."""
-        head = self.answer("chunk", body, len(choices[0].group), choices, [])
-        # A stop text, or a character, may have come by half.
-        unsure = max(map(len, body.stops), default=1) - 1
-        try:
-            for i in range(len(choices)):
-                yield chunk(head, i, {"role": "assistant", "content": ""})
-            async for choice in self.follow(choices, body.stops):
-                message, reason = {}, None
-                text = choice.text[:len(choice.text) - unsure].rstrip("\ufffd")
-                if choice.reason:
-                    message, reason = message_of(choice, tools)
-                    text = message.pop("content") or ""
-                characters, ids = choice.sent
-                if not choice.reason and (tools or len(text) <= characters):
-                    continue
-                choice.sent = len(text), len(choice.shown)
-                calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
-                delta = {"content": text[characters:]} | ({"tool_calls": calls} if calls else {})
-                yield chunk(head, choices.index(choice), delta, reason,
-                            self.logprobs(body, choice, ids))
-            if body.stream_options.include_usage:
-                usage = self.answer("chunk", body, len(choices[0].group), choices, [])["usage"]
-                yield event({**head, "usage": usage})
-            yield "data: [DONE]\n\n"
-        except Refusal as refusal:
-            yield event(refusal.body())
-
     # --------------------------------------------------------------------------------------- solve
     async def solve(self, body: Problem):
         """Play an episode of the environment with the task that the problem states."""
-        if not hasattr(self.environment[1], "_from_text"):
-            raise Refusal(400, "this server plays no environment (--env) that makes a task of a "
-                               "text (_from_text)")
         episode = await elsewhere(in_thread, self.begin, body.problem)
         t = episode.trajectory
         while episode.can_take_turn:
             stop_ids = episode.chat.stop_ids | episode.chat.start_ids
-            row = self.row(body, t.token_ids, mix(body.seed, len(t.rewards)), stop_ids=stop_ids,
+            row = self.row(body, t.token_ids, len(t.rewards), stop_ids=stop_ids,
                            limit=episode.turn_budget)
             await self.finish([row])
             await elsewhere(in_thread, take_turn, episode, row)
         if "error" in t.info:
             raise Refusal(500, t.info["error"])
-        answers = [m["content"] for m in t.messages if m["role"] == "assistant"]
-        tools = [{"name": m["name"], "result": m["content"]} for m in t.messages
-                 if m["role"] == "tool"]
-        return {"solution": answers[-1] if answers else "", "success": t.info.get("success"),
-                "reward": t.reward, "stop_reason": t.stop_reason or "max_tokens", "tools": tools,
+        said = {role: [m["content"] for m in t.messages if m["role"] == role]
+                for role in ("assistant", "tool")}
+        # A question whose right answer nobody gave is neither solved nor failed.
+        is_judged = t.stop_reason and None not in episode.session.task.values()
+        return {"solution": said["assistant"][-1] if said["assistant"] else "",
+                "success": t.info["success"] if is_judged else None, "reward": t.reward,
+                "stop_reason": t.stop_reason or "max_tokens", "tools": said["tool"],
                 "transcript": t.messages}
 
     def begin(self, problem: str) -> Episode:
         """Return an episode whose task is the problem."""
+        if not self.environment or not hasattr(self.environment[1], "_from_text"):
+            raise Refusal(400, "this server plays no environment (--env) that makes a task of a "
+                               "text (_from_text)")
         name, cls, chat = self.environment
         try:
             task = {**cls._from_text(problem), **parse_env_options(self.config.env_options, [name])}
@@ -258,18 +244,22 @@ class Server:
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
-        base = {"id": BASE, "object": "model", "created": self.started, "owned_by": "this machine",
-                "root": self.config.model_path, "parent": None, "max_model_len": self.context}
-        names = [name for name in self.player.adapters if name != BASE]
-        return {"object": "list",
-                "data": [base, *({**base, "id": name, "parent": BASE} for name in names)]}
+        return {"object": "list", "data": [
+            {"id": name, "object": "model", "created": 0, "owned_by": "this machine",
+             "root": self.config.model_path, "parent": None if name == BASE else BASE,
+             "max_model_len": self.context} for name in list(self.player.adapters)]}
 
     async def healthz(self):
-        if self.player.broken:
-            raise Refusal(503, f"the engine has failed: {self.player.broken}")
+        self.check()
         return {"status": "ok"}
 
+    def check(self):
+        """Raise Refusal if the engine has failed."""
+        if self.player.broken:
+            raise Refusal(503, f"the engine has failed: {self.player.broken}")
+
     async def load(self, body: Adapter):
+        self.check()
         if body.lora_name in self.player.adapters:
             raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
         try:
@@ -284,17 +274,27 @@ class Server:
         return {"status": "ok"}
 
 
+def head(kind: str, body) -> dict:
+    """Return how an answer of OpenAI's API begins."""
+    return {"id": f"{kind}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()),
+            "model": body.model}
+
+
+def usage(choices) -> dict:
+    """Return the numbers of tokens of choices after one prompt."""
+    asked, sampled = len(choices[0].group), sum(len(choice.shown) for choice in choices)
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
 def message_of(choice, tools) -> tuple[dict, str]:
-    """Return the assistant's message in a choice that has ended, and the reason of its end."""
-    message = {"role": "assistant", "content": choice.text}
+    """Return the message in a choice that has ended, and the reason of its end."""
     content, calls, _ = parse_tool_calls(choice.text) if tools else ("", [], [])
     if not calls:
-        return message, choice.reason
-    message["content"] = content or None
-    message["tool_calls"] = [
-        {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {
-            "name": call["name"], "arguments": json.dumps(call["arguments"])}} for call in calls]
-    return message, "tool_calls"
+        return {"content": choice.text}, choice.reason
+    calls = [{"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {
+        "name": call["name"], "arguments": json.dumps(call["arguments"])}}
+        for i, call in enumerate(calls)]
+    return {"content": content or None, "tool_calls": calls}, "tool_calls"
 
 
 def take_turn(episode, row):
@@ -302,12 +302,6 @@ def take_turn(episode, row):
     episode.take_turn(row.turn, row.logprobs)
     if episode.calling:
         episode.take_results()
-
-
-def chunk(head, index, delta, reason=None, logprobs=None) -> str:
-    """Return a chunk of a streamed answer."""
-    choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-    return event({**head, "choices": [choice], "usage": None})
 
 
 def event(content: dict) -> str:
@@ -318,14 +312,10 @@ async def refuse(request, error):
     """Answer an exception as OpenAI's API does."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"][1:])
-        error = Refusal(400, f"{place}: {first['msg']}")
-        if first["type"] == "extra_forbidden":
-            error = Refusal(400, f"{place}: not supported by this server", "unsupported_parameter")
-    elif isinstance(error, HTTPException):
-        error = Refusal(error.status_code, str(error.detail))
-    elif not isinstance(error, Refusal):
-        error = Refusal(500, f"{type(error).__name__}: {first_line(error)}")
+        place = ".".join(map(str, first["loc"][1:]))
+        is_unknown = first["type"] == "extra_forbidden"
+        reason = "not supported by this server" if is_unknown else first["msg"]
+        error = Refusal(400, f"{place}: {reason}")
     return JSONResponse(error.body(), error.status)
 
 
@@ -347,3 +337,4 @@ def serve(config, model, tokenizer, limits):
     in_thread(lambda: http.run([socket]))
     # In the main thread, which signals interrupt.
     server.player.run()
+    signal.pause()
