@@ -241,7 +241,7 @@ class Player:
             # The model as it was started is now one whose B is zero.
             self.adapters[BASE].update(self.copy_weights())
         # The shapes are compared by load_weights.
-        for key in ("lora_alpha", "use_rslora", "r"):
+        for key in ("r", "lora_alpha", "use_rslora"):
             ours, theirs = settings(self.model).peft[key], config.get(key) or 0
             if theirs != ours:
                 raise UserError(f"{folder}: {key} is {theirs}; this server plays adapters like the "
