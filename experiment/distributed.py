@@ -65,9 +65,7 @@ class Ranks:
 
     def _be_silent(self):
         """Print nothing but errors. What rank 0 prints is enough."""
-        from tqdm import tqdm
         sys.stdout = open(os.devnull, "w")
-        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
 
     def share(self, n: int) -> range:
         """Return this rank's share of n things in a row."""

@@ -42,7 +42,7 @@ class Served:
     """A server of the untaught tiny model in this process. `script` holds turns that rows take in place of sampling."""
 
     def __init__(self, model, tokenizer, token=None, env="equations", max_tokens=1024):
-        config = SimpleNamespace(token=token, model_path="tiny", env=env, env_options=None)
+        config = SimpleNamespace(token=token, model_path="tiny", env=env, env_options=None, unsafe_code=False)
         self.server = Server(config, model, tokenizer, Limits(max_tokens=max_tokens))
         self.script = []
         make_row = self.server.row

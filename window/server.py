@@ -21,9 +21,9 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
+import envs
 from agent import Episode
 from envs.session import Session, Watch, load_environments
-from episodes.tasks import parse_env_options
 from experiment.errors import UserError, first_line, printable
 from experiment.seeds import mix
 from llm.chat import Chat
@@ -76,7 +76,8 @@ class Server:
         self.plain = self.chat_of("[]")
         self.environment = None  # its name, class and Chat
         if config.env:
-            classes, chats = load_environments(tokenizer, config.env, model.generation_config)
+            classes, chats = load_environments(
+                tokenizer, config.env, model.generation_config, envs.options_of(config))
             [(name, cls)] = classes.items()
             self.environment = name, cls, chats[name]
         self.player = Player(model, techniques_of(model).decode_rows)
@@ -236,7 +237,7 @@ class Server:
                                "text (_from_text)")
         name, cls, chat = self.environment
         try:
-            task = {**cls._from_text(problem), **parse_env_options(self.config.env_options, [name])}
+            task = {**cls._from_text(problem), **envs.options_of(self.config)}
         except ValueError as error:
             raise Refusal(400, f"problem: {first_line(error)}") from None
         session = Session(Watch(self.limits.tool_timeout), name, cls, task)
