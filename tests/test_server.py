@@ -449,7 +449,7 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
     assert abs(logprobs["a1"][0] - logprobs["base"][0]) > 0.01
     write_adapter(tmp_path / "rank", 0, r=8)
     write_adapter(tmp_path / "targets", 0, targets="q_proj")
-    for folder, says in (("rank", "r is 8"), ("targets", "q_proj"), ("nowhere", "nowhere")):
+    for folder, says in (("rank", "r is 8"), ("targets", "k_proj"), ("nowhere", "nowhere")):
         with pytest.raises(openai.BadRequestError, match=says):
             served.post("/load_lora_adapter", {"lora_name": "x", "lora_path": str(tmp_path / folder)})
     with pytest.raises(openai.BadRequestError, match="already"):
