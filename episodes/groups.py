@@ -1,10 +1,20 @@
 """Groups: the episodes of one task, which algorithms compare with each other."""
 import math
+from functools import partial
+from importlib import import_module
 
 from episodes.tasks import draw_tasks
 from experiment.episodes import members, shift_and_scale, without_faults
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
+AHEAD = "episodes.ahead"  # what --rollout_ahead loads
+
+
+def collector(play, tasks, config, run):
+    """Return the function that takes a step's number and returns its episodes."""
+    if config.rollout_ahead:
+        return import_module(AHEAD).Ahead(play, tasks, config, run)
+    return partial(collect_groups, play, tasks, config, run=run)
 
 
 def collect_groups(play, tasks, config, step, run):

@@ -217,6 +217,8 @@ class RolloutFlags(PlayFlags):
     """How many tasks are played in training, and how their rewards are changed."""
 
     max_samples: int = flag(10_000, "training tasks", low=1)
+    sampler: str | None = flag(
+        None, "addresses of vLLM servers that sample, separated by commas; default: this process")
     reward_scaling: float = flag(1.0, "reward = (reward - reward_bias) x this")
     reward_bias: float = flag(0.0, "subtracted from the reward of each episode")
 

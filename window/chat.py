@@ -4,11 +4,13 @@
     python agent.py --model_path path/to/model             a plain chat: no run, no environment
     python agent.py --model_path runs/grpo --env none      the same, whatever the run played
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
+    python agent.py --model_path runs/grpo --serve         OpenAI's API (window/server.py)
 """
 import sys
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 
@@ -52,6 +54,10 @@ class Config(PlayFlags):
                         above=0, high=1)
     dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=tuple(DTYPES))
     seed: int = flag(0, "of tasks and sampling", low=0)
+    serve: bool = flag(False, "answer requests over HTTP instead (window/server.py)")
+    host: str = flag("127.0.0.1", "with --serve: the address to listen at")
+    port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
+    token: str | None = flag(None, "with --serve: what clients must send as their API key")
 
 
 def command(config: Config):
@@ -64,6 +70,9 @@ def command(config: Config):
     if config.num_tasks:
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, *load(config), tasks, traces)
+        return
+    if config.serve:
+        load_server().serve(config, *load(config), rollout_options(config)["limits"])
         return
     model, tokenizer = load(config)
     try:
@@ -145,6 +154,14 @@ def load(config: Config):
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on {model.device.type}")
     return model, tokenizer
+
+
+def load_server():
+    """Return window/server.py, or raise UserError without the packages that it alone needs."""
+    try:
+        return import_module("window.server")
+    except ImportError as error:
+        raise UserError(f'--serve needs "pip install fastapi uvicorn" ({error})') from None
 
 
 # ---------------------------------------------------------------------------- with the agent
