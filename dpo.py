@@ -238,7 +238,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                                  "default: none for --dataset, else the recorded episodes', or "
                                  "equations")
     dataset: str | None = flag(None, "pairs: rows {prompt, chosen, rejected} (.jsonl, .csv, "
-                                     ".parquet); default: play", aliases=())
+                                     ".parquet, hub:owner/name); default: play", aliases=())
     tasks: str | None = flag(None, "tasks to play; beside --dataset or --trajectories: to evaluate "
                                    "on; default: the environment's own")
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --tasks")

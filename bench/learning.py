@@ -36,7 +36,8 @@ def taught_base(out) -> str:
     import sft
     from experiment.distributed import join
     config = grpo.Config(output_dir=str(out))
-    return sft.teach_tiny(config, SimpleNamespace(folder=Path(out), ranks=join(), begin=lambda: None))
+    run = SimpleNamespace(folder=Path(out), ranks=join(), begin=lambda: None)
+    return sft.teach_tiny(config, run)
 
 
 def exam(model, tokenizer, tasks=TASKS) -> dict:

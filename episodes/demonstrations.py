@@ -42,7 +42,8 @@ def read_demonstrations(path: str, config) -> list[Conversation]:
     config: names the environment, whose `_conversation` reads rows of its own form.
     """
     cls = single_environment(config)
-    return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place)))
+    return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place),
+                        config.fields, config.seed))
 
 
 def single_environment(config) -> type | None:

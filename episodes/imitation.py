@@ -126,7 +126,7 @@ def evaluation_tasks(config, learned) -> list[dict]:
     learns_from_file = config.dataset or config.trajectories
     files = (None, config.tasks) if learns_from_file else (config.tasks, config.eval_dataset)
     tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files,
-                       envs.options_of(config))
+                       envs.options_of(config), config.fields)
     return drop_seen(tasks, tasks_of(learned))
 
 
@@ -136,9 +136,8 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
 
     No episode is of a task in `seen`.
     """
-    options = envs.options_of(config)
     tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset,
-                       options)
+                       envs.options_of(config), config.fields)
     tasks = drop_seen(tasks, seen)
     if config.tasks:
         print(f"{config.tasks}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")

@@ -28,7 +28,7 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     those of the environment. UserError: `FILE:LINE: what is wrong`.
     """
     encode = Encoder(tokenizer, config)
-    pairs = list(read_as(config.dataset, preference))
+    pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
     return [(encode(chosen), encode(rejected))
             for chosen, rejected in tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)]
 

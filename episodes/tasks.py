@@ -8,7 +8,8 @@ from itertools import chain
 import numpy as np
 
 import envs
-from experiment.data import read_rows, reading
+from experiment.config import MIXTURES, nearest
+from experiment.data import reading
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 
@@ -16,19 +17,19 @@ CELLS = "envs.cells"  # only a .csv file needs it
 
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
-               eval_dataset: str | None = None, env_options: dict | None = None) -> list[dict]:
+               eval_dataset: str | None = None, env_options: dict | None = None,
+               fields: str | None = None) -> list[dict]:
     """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
 
-    There are none without an environment.
-
     Args:
-        name: the environment. Several ("a,b") take turns.
+        name: the environment. Several ("a,b") take turns, and None has no tasks.
         split: "train" or "test". The two never share a row of a file.
-        dataset: a task file, or None: the environment makes the tasks (`_tasks`). Of several
-            environments, a row's "env" says which one it is for.
+        dataset: task files (experiment/mixtures.py), or None: the environment makes the tasks. Of
+            several environments, a row's "env" says which one it is for.
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
         env_options: what `envs.options_of` returns. Every row gets them.
+        fields: "question=problem,...", where the files have other names of columns.
 
     Each row gets "env": the name of its environment.
     """
@@ -41,7 +42,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     for env_name in names:
         cls = envs.with_options(envs.load(env_name), env_options)
         if path:
-            rows = _tasks_of_file(env_name, names, cls, split, seed, path, eval_dataset)
+            rows = _tasks_of_file(env_name, names, cls, split, seed, path, eval_dataset, fields)
         else:
             rows = _tasks_of_environment(env_name, cls, split, share, seed)
         # Data chooses among the environments that the user named, and no other code.
@@ -62,13 +63,13 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(name, names, cls, split, seed, path, is_whole) -> list[dict]:
+def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
     """Return an environment's rows of a task file, or only those of the split, in random order."""
-    def convert(row, _):
+    def convert(row, place):
         if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
             return False, None
         in_split = is_whole or is_held_out(row) == (split == "test")
-        if path.endswith(".csv"):
+        if ".csv:" in place:
             row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
         task = _as_task(cls, row)
@@ -76,7 +77,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole) -> list[dict]:
             task = {**task, f"{envs.COLUMN}env": task["env"]}
         return in_split, task
 
-    rows = [task for in_split, task in read_as(path, convert) if in_split]
+    rows = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
     if dropped := rows.count(None):
         print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
     rows = [task for task in rows if task is not None]
@@ -132,9 +133,7 @@ def recorded_env(trajectories: str) -> str | None:
     def env_of(row, _):
         return str(dict(row.get("info", {})).get("env"))
 
-    named = set()
-    for path in trajectories.split(","):
-        named.update(read_as(path.strip(), env_of))
+    named = set(read_as(trajectories, env_of))
     return ",".join(sorted(named & envs.ENVS.keys())) or None
 
 
@@ -171,7 +170,7 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     files = (config.tasks, config.eval_dataset)
     if not n:
         files = (None, config.eval_dataset or config.tasks)
-    options = (config.seed, *files, envs.options_of(config))
+    options = (config.seed, *files, envs.options_of(config), config.fields)
     train = load_tasks(config.env, "train", n, *options)
     held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
     return train, drop_seen(held_out, train)
@@ -203,13 +202,12 @@ KINDS = {
 }
 
 
-def read_as(path: str, convert):
-    """Yield convert(row, place) for every row of a file.
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
 
     `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
     """
-    for line, row in read_rows(path):
-        place = f"{path}:{line}"
+    for place, row in import_module(MIXTURES).read_data(data, fields, seed):
         with reading(place):
             item = convert(row, place)
         yield item

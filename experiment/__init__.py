@@ -20,7 +20,8 @@ def check_installation():
     if sys.version_info < (3, 11):
         sys.exit(f"this is Python {sys.version.split()[0]}; 3.11 or later is needed")
     from packaging.requirements import Requirement
-    for line in Path(__file__).parents[1].joinpath("requirements.txt").read_text().splitlines():
+    path = Path(__file__).parents[1] / "requirements.txt"
+    for line in path.read_text().splitlines() if path.exists() else ():
         needed = Requirement(line)
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(needed.name)

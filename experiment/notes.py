@@ -12,7 +12,8 @@ HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncate
             "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
 COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count": "pairs"}
 SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
-KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "dtype")  # of the run, for the next
+# Of a run, for the next one.
+KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "dtype")
 STEP_NUMBERS = ("success", "reward", "entropy", "kl")
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
@@ -86,8 +87,8 @@ def next_command(program, config, *words):
     learns_from = [getattr(config, name, None) for name in ("dataset", "trajectories")]
     for name in KEPT_FLAGS:
         value = getattr(config, name, None)
-        # What is held out of other data is no file of tasks.
-        if name == "eval_dataset" and set(learns_from) - {None, config.tasks}:
+        # What is held out of other data is no file of tasks, nor are its columns theirs.
+        if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
             continue
         if value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiment.checkpoint import (check_ingredients, checkpoints, newest_checkpoint, read_state,
                                    whole_logs)
-from experiment.config import ONCE, convert, options
+from experiment.config import MIXTURES, ONCE, convert, options
 from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
 from experiment.files import replace_file, set_aside, sync, to_json
@@ -111,8 +111,7 @@ class OutputFolder:
         for name, value in values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue
-            # --trajectories may be several files.
-            for path in map(str.strip, value.split(",")):
+            for path, _ in importlib.import_module(MIXTURES).data_sources(value):
                 if os.path.exists(path) and Path(path).resolve().is_relative_to(folder):
                     raise UserError(f"--{name} {path} lies in the folder to overwrite; "
                                     "give another --output_dir")

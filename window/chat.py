@@ -60,7 +60,7 @@ def command(config: Config):
     names = envs.names_of(config.env)
     check(config, names)
     tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, envs.options_of(config))
+                       config.dataset, config.eval_dataset, envs.options_of(config), config.fields)
     if config.num_tasks:
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, *load(config), tasks, traces)
@@ -101,7 +101,8 @@ def as_the_run(config: Config) -> Config:
             if run.get("dataset") or run.get("trajectories"):
                 run["eval_dataset"] = run["tasks"]
             run["dataset"] = run["tasks"]
-        taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options")
+        taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options",
+                                           "fields")
                  if run.get(name) and not getattr(config, name)}
     # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
