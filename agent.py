@@ -9,7 +9,6 @@
 import math
 import runpy
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -34,8 +33,7 @@ from lora import merged
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
-# What --sampler loads. Who decodes here does not import it.
-SERVERS = "llm.vllm"
+SERVERS = "llm.vllm"  # which only --sampler imports
 
 
 @dataclass
@@ -280,12 +278,11 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, env_name, model.generation_config)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    elsewhere = getattr(engine, "is_remote", False)
-    if not elsewhere:
-        model.eval()
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    with nullcontext() if elsewhere else merged(model):
+    # Servers load the adapter (llm/vllm.py). Here it is merged into the weights.
+    policy = getattr(engine, "policy", lambda model: merged(model.eval()))
+    with policy(model):
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:
@@ -368,10 +365,11 @@ def next_turn(engine, row, episode, on_end=None):
 
 def rollout_options(config, run=None) -> dict:
     """Return the arguments of `rollout` that a Config names, and the run."""
-    sampler = getattr(config, "sampler", None)
-    return {"limits": limits_of(config, config.env), "temperature": config.temperature,
-            "seed": config.seed, "run": run,
-            "engine": import_module(SERVERS).Servers(sampler, run) if sampler else None}
+    options = {"limits": limits_of(config, config.env), "temperature": config.temperature,
+               "seed": config.seed, "run": run}
+    if getattr(config, "sampler", None):
+        options["engine"] = import_module(SERVERS).servers_of(config.sampler, run)
+    return options
 
 
 # --------------------------------------------------------------------- episodes in numbers

@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 
 from experiment.errors import RankLost, Stop, UserError, first_line
@@ -35,6 +36,7 @@ class Ranks:
 
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
+        self.group = None
         if world == 1:
             return
         import torch
@@ -48,6 +50,14 @@ class Ranks:
         atexit.register(dist.destroy_process_group)
         if rank:
             self._be_silent()
+
+    def apart(self):
+        """Return the same ranks for another thread: `gather` does not meet that of this one."""
+        ranks = copy(self)
+        if self.world > 1:
+            import torch.distributed as dist
+            ranks.group = dist.new_group(timeout=TIMEOUT)
+        return ranks
 
     def launcher(self):
         """Return the words of a command line that start as many processes on this machine."""
@@ -90,7 +100,7 @@ class Ranks:
             return [item]
         import torch.distributed as dist
         items = [None] * self.world
-        self._together(dist.all_gather_object, items, item)
+        self._together(dist.all_gather_object, items, item, self.group)
         return items
 
     def first(self, act):

@@ -17,7 +17,7 @@ CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
 # What a resumed run may change. The two that make an update may change together.
-FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing")
+FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 
