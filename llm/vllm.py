@@ -139,8 +139,9 @@ class Servers:
         name.
         """
         if not settings(model):
-            raise UserError("--sampler: servers are told a new adapter each step; all weights are a "
-                            "thousand times as many bytes, so train an adapter: --lora_r 16")
+            raise UserError("--sampler: servers are told a new adapter each step; all weights are "
+                            "a thousand times as many bytes, so train an adapter: --lora_r 16")
+        self.vocabulary = model.config.get_text_config().vocab_size
         if not self.is_pinned and self.step != self.run.step:
             self.step = self.run.step
             self.name = f"{self.prefix}-step-{self.step:06d}"
@@ -226,7 +227,8 @@ class Servers:
         try:
             return persist(lambda: self.complete_once(body, number), TRIES)
         except (Lost, Refused) as error:
-            raise UserError(f"--sampler {','.join(self.urls)}: no usable answer ({error})") from None
+            urls = ",".join(self.urls)
+            raise UserError(f"--sampler {urls}: no usable answer ({error})") from None
 
     def complete_once(self, body, number):
         living = self.living
@@ -251,7 +253,7 @@ class Servers:
             choice = answer["choices"][0]
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             is_sound = 0 < len(ids) == len(logprobs) <= body["max_tokens"] and all(
-                type(i) is int and i >= 0 and -9999 < logprob < 1e-3
+                type(i) is int and 0 <= i < self.vocabulary and -9999 < logprob < 1e-3
                 for i, logprob in zip(ids, logprobs))
         except (KeyError, IndexError, TypeError):
             is_sound = False
