@@ -139,9 +139,9 @@ def rounding(args, url):
     from llm.vllm import ask
     from lora import adapter_tensors
     trained = Path(args.out) / f"{args.runs[-1]}_{args.seeds[-1]}"
-    start, _ = load_model(taught(args), dtype="bfloat16")
-    exact, _ = load_model(taught(args), dtype="float32")
-    end, _ = load_model(str(trained), dtype="bfloat16")
+    start, _ = load_model(taught(args), lora_r=16, dtype="bfloat16")
+    exact, _ = load_model(taught(args), lora_r=16, dtype="float32")
+    end, _ = load_model(str(trained), lora_r=16, dtype="bfloat16")
     origin = {name: p.detach().clone() for name, p in adapter_tensors(start).items()}
     change = {name: p.detach() - origin[name] for name, p in adapter_tensors(end).items()}
     rows = [json.loads(line)["token_ids"] for line in (trained / "trajectories.jsonl").open()][:8]

@@ -5,12 +5,16 @@ step's tasks, the episodes of a task together, and then all ranks have all episo
 share of the step's micro-batches, whose losses are divided by counts over the whole step, so that
 one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
 
-A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails.
+A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails. Of
+a machine that is cut off nobody is told. So every rank says in torchrun's store that it lives, and
+waits for the others as long as they do.
 """
 import atexit
 import functools
 import os
 import sys
+import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from copy import copy
@@ -18,7 +22,10 @@ from datetime import timedelta
 
 from experiment.errors import RankLost, Stop, UserError, first_line
 
-TIMEOUT = timedelta(hours=24)  # of a collective: a rank may wait so long for another one's rollout
+WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
+TIMEOUT = timedelta(minutes=10)  # of a collective, once all ranks are there
+BEAT = 5  # seconds between two signs of life
+SILENCE = 60  # seconds without one: the rank's machine or network is gone
 
 
 @functools.cache
@@ -36,7 +43,8 @@ class Ranks:
 
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
-        self.group = None
+        self.group = self.meeting = None
+        self.lost = []  # what is wrong with another rank, if anything
         if world == 1:
             return
         import torch
@@ -46,6 +54,8 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl"
             self._choose_gpu()
         dist.init_process_group(backend, timeout=TIMEOUT)
+        self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+        threading.Thread(target=self._watch, daemon=True).start()
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:
@@ -56,8 +66,29 @@ class Ranks:
         ranks = copy(self)
         if self.world > 1:
             import torch.distributed as dist
-            ranks.group = dist.new_group(timeout=TIMEOUT)
+            ranks.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            ranks.meeting = dist.new_group(backend="gloo", timeout=WAIT)
         return ranks
+
+    def _watch(self):
+        """Say that this rank lives, and listen to the others."""
+        import torch.distributed as dist
+        heard = {}  # rank -> how often it was heard, and when for the last time
+        try:
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                                  timeout=timedelta(seconds=SILENCE))
+            while not self.lost:
+                store.add(f"alive/{self.rank}", 1)
+                now = time.monotonic()
+                for rank in range(self.world):
+                    beats = store.add(f"alive/{rank}", 0)
+                    if heard.setdefault(rank, (beats, now))[0] != beats:
+                        heard[rank] = beats, now
+                    elif now - heard[rank][1] > SILENCE:
+                        self.lost.append(f"nothing was heard of rank {rank} for {SILENCE} s")
+                time.sleep(BEAT)
+        except RuntimeError as error:
+            self.lost.append(first_line(error))
 
     def launcher(self):
         """Return the words of a command line that start as many processes on this machine."""
@@ -162,8 +193,16 @@ class Ranks:
                             "files and versions")
 
     def _together(self, collective, *args):
-        """Call a collective. Raises RankLost if it fails because another rank has ended."""
+        """Call a collective when all are there. Raises RankLost if another rank has ended."""
+        import torch
+        import torch.distributed as dist
         try:
+            arrival = dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True)
+            while not arrival.is_completed():
+                if self.lost:
+                    raise RuntimeError(self.lost[0])
+                time.sleep(0.002)
+            arrival.wait()
             collective(*args)
         except RuntimeError as error:
             raise RankLost(f"another rank is gone ({first_line(error)})") from None
