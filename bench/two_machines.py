@@ -5,7 +5,9 @@
 
 Each namespace has its own loopback and one end of a cable (a veth pair), 10.77.0.1 and 10.77.0.2. On each runs
 
-    torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 10.77.0.1:29400 grpo.py ...
+    torchrun --nnodes 2 --node_rank N --nproc_per_node 1 --master_addr 10.77.0.1 --master_port 29400 grpo.py ...
+
+(with --rdzv_backend c10d the first machine must find its own address under its host's name, which a namespace has not)
 
     finishes        both ends with the same folder
     own_folders     each machine writes and reads its own disk: the second one has no output folder
@@ -58,9 +60,9 @@ def take_away():
         ip(f"netns del {space}", check=False)
 
 
-def start(space, interface, cwd, base, log, steps, *words):
-    command = ["ip", "netns", "exec", space, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", "10.77.0.1:29400", str(ROOT / "grpo.py"), "--model_path", base,
+def start(end, interface, cwd, base, log, steps, *words):
+    command = ["ip", "netns", "exec", end[0], sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
+               "--node_rank", str(ENDS.index(end)), "--master_addr", "10.77.0.1", "--master_port", "29400", str(ROOT / "grpo.py"), "--model_path", base,
                "--output_dir", "r", "--max_samples", "200", "--tasks_per_step", "2", "--group_size", "2", "--max_new_tokens", "6",
                "--max_tokens", "200", "--eval_tasks", "0", "--lora_r", "2", "--dtype", "float32", "--max_steps", str(steps), *words]
     return subprocess.Popen(command, cwd=cwd, stdout=log, stderr=log, start_new_session=True,
@@ -95,9 +97,9 @@ def play(case, base, place):
     steps = {"finishes": 3, "own_folders": 3, "resumed_apart": 5, "wrong_network": 3}.get(case, 100_000)
     words = ["--resume"] if case == "resumed_apart" else []
     agents = []
-    for (space, cable, _), folder, log in zip(ENDS, folders, logs):
-        interface = "lo" if case == "wrong_network" else cable
-        agents.append(start(space, interface, folder, base, log, steps, *words))
+    for end, folder, log in zip(ENDS, folders, logs):
+        interface = "lo" if case == "wrong_network" else end[1]
+        agents.append(start(end, interface, folder, base, log, steps, *words))
     try:
         if steps > 10:
             until = time.monotonic() + PATIENCE
