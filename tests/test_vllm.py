@@ -14,6 +14,7 @@ from test_distributed import torchrun
 from test_resume import config, place  # noqa: F401  (a fixture)
 
 import grpo
+import reward_weighted
 from experiment.errors import UserError
 from llm import load_model, vllm, vllm_proof
 from llm.engine import Engine, Row
@@ -163,6 +164,12 @@ def test_the_key_of_a_server_is_that_of_its_own_variable(place, tmp_path, server
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     played(place, tmp_path / "r", [server], max_steps=1)
     assert server.keys == {"Bearer secret"}
+
+
+def test_other_algorithms_share_one_client_among_rollout_and_evaluation(place, tmp_path, server):  # noqa: F811
+    options = dict(sampler=server.url, dtype="float32", lora_r=2, max_steps=1, tasks_per_step=2, batch_size=2)
+    reward_weighted.train(config(reward_weighted, place, tmp_path / "r", **options))
+    assert [name[-6:] for name in server.loads] == ["000000", "-proof", "000001"]
 
 
 def test_importance_is_corrected_unless_the_user_or_the_loss_says_otherwise():
