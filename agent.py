@@ -16,18 +16,16 @@ from itertools import product
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
-from envs import Limits, limits_of
+from envs import Limits, limits_of, options_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
-from experiment import (EnvironmentFault, UserError, is_finite, members, mix, pass_at_k, problem,
-                        summarise, without_too_long)
+from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
+                        pass_at_k, problem, summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
-from llm.engine import Row
+from llm.engine import Row, make_engine
 from llm.memory import techniques_of
-from llm.static_engine import make_engine
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
@@ -253,7 +251,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            run=None, engine=None, on_end=None) -> list[Trajectory]:
+            env_options=None, run=None, engine=None, on_end=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -263,10 +261,10 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
+        env_options: what `envs.options_of` returns.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
-        engine: what samples: an engine (llm/engine.py states the protocol), or a function that
-            makes one from the arguments that `make_engine` takes, the default.
+        engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
         on_end: a function that is called with each trajectory as its episode ends.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
@@ -275,14 +273,12 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """
     began = time.monotonic()
     is_first = run is None or not (run.watch or run.checkpoint)
-    classes, chats = load_environments(tokenizer, env_name, model.generation_config)
+    classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    # Servers load the adapter (llm/vllm.py). Here it is merged into the weights.
-    policy = getattr(engine, "policy", lambda model: merged(model.eval()))
-    with policy(model):
+    with getattr(engine, "policy", decoded_here)(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:
@@ -313,12 +309,21 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
+def decoded_here(model):
+    """Return the context in which this process plays the model. Servers have one of their own."""
+    return merged(model.eval())
+
+
 def play_all(engine, episodes, run, on_end=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar."""
-    with tqdm(total=len(episodes), desc="episodes", leave=False, delay=2) as bar:
+    if run and not (run.watch or run.checkpoint):
+        limits = next(iter(episodes.values())).limits
+        print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
+              f"{limits.max_new_tokens} a turn")
+    with EpisodeBar(episodes) as bar:
         try:
-            for episode in play_turns(engine, episodes, run, on_end):
-                bar.update(bool(episode.trajectory.stop_reason))
+            for _ in play_turns(engine, episodes, run, on_end):
+                bar.update(0)
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():
@@ -327,7 +332,7 @@ def play_all(engine, episodes, run, on_end=None):
 
 
 def play_turns(engine, episodes: dict, run=None, on_end=None):
-    """Play the episodes (row -> Episode). Yield each of them after every one of its turns."""
+    """Play the episodes (row -> Episode). Yield after every decode step."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(episodes)
     while engine.busy or waiting:
@@ -340,7 +345,6 @@ def play_turns(engine, episodes: dict, run=None, on_end=None):
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
                 next_turn(engine, row, episode, on_end)
-                yield episode
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
             # While nothing decodes the clock stands still: continue with those that are due next.
@@ -349,7 +353,7 @@ def play_turns(engine, episodes: dict, run=None, on_end=None):
             del waiting[row]
             episodes[row].take_results()
             next_turn(engine, row, episodes[row], on_end)
-            yield episodes[row]
+        yield
 
 
 def next_turn(engine, row, episode, on_end=None):
@@ -366,7 +370,7 @@ def next_turn(engine, row, episode, on_end=None):
 def rollout_options(config, run=None) -> dict:
     """Return the arguments of `rollout` that a Config names, and the run."""
     options = {"limits": limits_of(config, config.env), "temperature": config.temperature,
-               "seed": config.seed, "run": run}
+               "seed": config.seed, "env_options": options_of(config), "run": run}
     if getattr(config, "sampler", None):
         options["engine"] = import_module(SERVERS).servers_of(config.sampler, run)
     return options

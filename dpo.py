@@ -41,7 +41,7 @@ from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from episodes.demonstrations import read_trajectories
 from episodes.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from episodes.tasks import drop_seen, tasks_of, train_and_held_out, with_env
-from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
+from experiment import (NO_BAR, MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, main, nearest, preference_learning_rate,
                         without_faults)
 from llm import (TrainingState, adamw, is_tiny, load_model, model_options,
@@ -307,7 +307,7 @@ def settle(config: Config) -> Config:
 def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
     """Return the pairs of the given files, or [] if none are given: they are then played."""
     if config.dataset:
-        return read_pairs(config.dataset, tokenizer, config.env)
+        return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -348,7 +348,7 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, floa
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
     model.eval()
     with merged(model, update=True):
-        for rows in tqdm(batches, "reference", leave=False, delay=2):
+        for rows in tqdm(batches, "reference", disable=NO_BAR, leave=False, delay=2):
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each
             logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (b, T)
             sums[rows] = logprobs.sum(1)
@@ -382,7 +382,8 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
             metrics.append(batch_loss(model, pairs[rows], ref_sums, counts, config)[1])
     totals = run.ranks.total(metrics)
     played = evaluate(model, tokenizer, config.env, tasks, **rollout_options(config, run))
-    return {**{f"pairs/{name}": value for name, value in totals.items()}, **played}
+    pairs_metrics = {f"pairs/{name}": value for name, value in totals.items()}
+    return {**pairs_metrics, "pairs/count": len(pairs), **played}
 
 
 def train(config: Config) -> dict:
@@ -390,7 +391,7 @@ def train(config: Config) -> dict:
     config = settle(config)
     is_given = config.dataset or config.trajectories  # pairs, or episodes to pair
     tasks, test_tasks = train_and_held_out(config, 0 if is_given else config.num_tasks)
-    run = Run(config, "dpo", envs.sources(config.env))  # output folder, resume, signals
+    run = Run(config, "dpo", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))

@@ -358,7 +358,7 @@ def train(config: Config) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, config.max_samples)
-    run = Run(config, "grpo", envs.sources(config.env))  # output folder, resume, signals
+    run = Run(config, "grpo", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))

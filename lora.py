@@ -178,11 +178,9 @@ class Cast(torch.autograd.Function):
 def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear",
              use_rslora: bool = False, seed: int = 0, mergeable: bool = True, device=None,
              kind=Adapter):
-    """Give every targeted Linear an adapter, and freeze everything else.
+    """Give every targeted Linear an adapter of rank r, and freeze everything else.
 
     Args:
-        model: a transformers model, changed in place.
-        r: the rank.
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: on the adapter's input, only while training.
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
@@ -292,8 +290,9 @@ def dithered(total, dtype, by_column: bool = False):
     to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here
     random bits are added below the last bit that 16-bit numbers have, and the rest is cut off, so
     that the mean over the weights is right (but for float16 numbers below 6e-5). A zero update
-    changes nothing. As the random bits are constants, rollout, update, evaluation and `lora.py
-    merge` compute with the same weights.
+    changes nothing, NaN stays NaN, and a number above the largest of the dtype may become infinite.
+    As the random bits are constants, rollout, update, evaluation and `lora.py merge` compute with
+    the same weights.
 
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.
@@ -302,6 +301,8 @@ def dithered(total, dtype, by_column: bool = False):
     """
     if dtype not in LOST_BITS:
         return total.to(dtype)
+    # Of the many NaNs take the one whose bits survive the sum. CUDA's, 0x7fffffff, would become 0.
+    total.nan_to_num_(torch.nan, torch.inf, -torch.inf)
     bits, noise = total.view(torch.int32), _noise(total.device, LOST_BITS[dtype])
     if by_column:
         bits.add_(noise[:total.shape[-1]])

@@ -316,7 +316,7 @@ def train(config: Config) -> dict:
     config = settle(config)
     n = 0 if config.trajectories else config.max_samples
     tasks, held_out = train_and_held_out(config, n)
-    run = Run(config, "reward_weighted", envs.sources(config.env))  # output folder, resume
+    run = Run(config, "reward_weighted", envs)  # output folder, resume
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))

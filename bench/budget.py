@@ -26,7 +26,7 @@ import llm.pointwise as pointwise
 import llm.quantization as quantization
 from llm.engine import Row
 from llm.loading import load_model
-from llm.static_engine import make_engine
+from llm.engine import make_engine
 from llm.adapter_files import adamw
 
 aten = torch.ops.aten

@@ -229,7 +229,7 @@ def decode(args, folder: str, engine: str, bandwidth: float | None) -> dict:
 
     from bench.completions import generate
     from llm.loading import load_model
-    from llm.static_engine import make_engine
+    from llm.engine import make_engine
     torch.backends.cuda.enable_cudnn_sdp(False)  # for all: it compiles at each new shape, every step of model.generate
     engines = []
     if engine == "engine":

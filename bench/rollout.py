@@ -40,7 +40,7 @@ def main():
     from bench.completions import generate
     from llm.fused import fits
     from llm.loading import fast_float32, load_model
-    from llm.static_engine import make_engine
+    from llm.engine import make_engine
     from llm.tiny import make_tiny
     from lora import merged
     fast_float32()

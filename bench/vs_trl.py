@@ -163,7 +163,7 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from bench.completions import generate
     from llm.batches import cheapest_order
     from llm.logprobs import token_logprobs
-    from llm.static_engine import make_engine
+    from llm.engine import make_engine
     from lora import merged
     began = now()
     with merged(model):  # the engine goes when `generate` returns, and its KV cache with it, as in agent.rollout

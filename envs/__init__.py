@@ -2,27 +2,36 @@
 
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
-    gsm8k.py      word problems and a calculator
+    gsm8k.py      word problems and a calculator, or Python
+    code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
+    search.py     questions over documents; beside it writing.py and business.py
+    sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
+    options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them
-    session.py    one environment during an episode: its calls are made in another thread
+    gymnasium.py  the same as step(env, name, arguments)
+    session.py    one environment during an episode: its calls are made in a thread of its own
+    play.py       python -m envs.play NAME: play one yourself
+    check.py      python -m envs.check NAME: the test that each of them passes
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. They may be async. Each call comes from another thread, never the main one
-(a connection of sqlite3 needs check_same_thread=False). All else is optional and invisible to TRL:
+the total of the episode. All calls of an episode, the constructor's too, come from one thread. They
+may be async: those run in one loop that all episodes share. All else is optional and invisible to
+TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
+    options                     attribute of the class: what --env_options may set, and the
+                                defaults, such as {"corpus": ""}; read from self or cls
     limits                      attribute of the class: recommended LIMITS, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
-    _row(row)                   static: checks or converts one row of a task file, or ValueError
-    _conversation(row)          static: the messages in a row of a data file of its own form, for
-                                sft.py --dataset, or ValueError
-    _reply(text)                the model answered without a tool: a user message to continue
-                                with, or None to end
+    _row(row)                   static: checks or converts one row of a task file, or ValueError;
+                                None drops it
+    _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
+    _reply(text)                the user's reply to a turn without a tool call, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
@@ -30,7 +39,8 @@ the total of the episode. They may be async. Each call comes from another thread
     _from_text(text)            static: the task row in what a person typed into a chat, or
                                 ValueError; None in it stands for an answer that nobody knows
 
-`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
+`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own, and
+`--env gymnasium:FrozenLake-v1` one of another package (ADAPTERS).
 """
 import importlib.util
 import inspect
@@ -38,19 +48,30 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from modulefinder import ModuleFinder
 
-from envs.calls import StepResult, call, schemas, step, tools, valid_actions
+from envs.calls import call, schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
-__all__ = ["StepResult", "call", "schemas", "step", "tools", "valid_actions"]  # of envs/calls.py
+__all__ = ["call", "schemas", "tools"]  # of envs/calls.py
+GYMNASIUM = dict.fromkeys(("StepResult", "step", "valid_actions"), "envs.gymnasium")
 
 ENVS = {
     "equations": "envs.equations:Equations",
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
+    "code": "envs.code:Code",
+    "search": "envs.search:Search",
+    "writing": "envs.writing:Writing",
+    "business": "envs.business:Business",
     "meetings": "bench.meetings:Meetings",
 }
+# Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
+ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
+
+
+LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
 
 @dataclass(frozen=True)
@@ -70,7 +91,15 @@ class Limits:
     tool_timeout: float = 10.0  # seconds of one call into the environment
 
 
+OPTIONS = "envs.options"  # only --env_options needs it
 LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
+
+
+def __getattr__(name):
+    """Load the Gymnasium reading of an environment when it is first asked for."""
+    if name not in GYMNASIUM:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(GYMNASIUM[name]), name)
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -83,8 +112,9 @@ def load(name: str) -> type:
     """Return the class of an environment.
 
     Args:
-        name: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. It comes from the
-            person who runs the program, never from data: the code behind it is run.
+        name: a name of ENVS, `package.module:Class`, `path/to/file.py:Class`, or `package:name`
+            of one of ADAPTERS. It comes from the person who runs the program, never from data: the
+            code behind it is run.
     """
     target = ENVS.get(name, name)
     if ":" not in target:
@@ -94,13 +124,17 @@ def load(name: str) -> type:
     try:
         if place.endswith(".py"):
             module = _import_file(os.path.abspath(place))
+        elif place in ADAPTERS:
+            return importlib.import_module(f"envs.{place}_text").make(class_name)
         else:
             module = importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
-        raise UserError(f"environment {name!r}: {error}") from None
+        hint = f"; pip install {place}" if place in ADAPTERS else ""
+        raise UserError(f"environment {name!r}: {error}{hint}") from None
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
-        raise UserError(f"environment {name!r}: {place} has no class {class_name}")
+        raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
+                        "notebook or function is found in a file: --env path/to/file.py:ClassName")
     for method in ("reset", "get_reward"):
         if not callable(getattr(cls, method, None)):
             raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
@@ -108,19 +142,45 @@ def load(name: str) -> type:
     return cls
 
 
+def with_options(cls, options: dict | None) -> type:
+    """Return the class with those of the options that it declares, as a subclass if it has any."""
+    declared = getattr(cls, "options", {})
+    given = {name: value for name, value in (options or {}).items() if name in declared}
+    if not given:
+        return cls
+    return type(cls.__name__, (cls,), {"options": declared | given, "__module__": cls.__module__})
+
+
+def options_of(config) -> dict:
+    """Return what --env_options says by name, and "unsafe_code": True where the flag is given."""
+    options = {"unsafe_code": True} if config.unsafe_code else {}
+    if config.env_options:
+        options.update(importlib.import_module(OPTIONS).parse(config.env_options, config.env))
+    return options
+
+
 def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments."""
-    return [inspect.getsourcefile(load(name)) for name in names_of(env_names)]
+    """Return the files that define these environments, and what they import from their folders.
+
+    A class of a notebook has no file.
+    """
+    paths = []
+    for name in names_of(env_names):
+        path = getattr(sys.modules[load(name).__module__], "__file__", None)
+        if path:
+            finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
+            finder.run_script(path)
+            paths += [module.__file__ for module in finder.modules.values() if module.__file__]
+    return paths
 
 
 @cache
 def _import_file(path: str):
     """Import a file once per process. It may import its neighbours."""
-    name = f"environment:{path}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up there.
-    sys.modules[name] = module
+    sys.modules[path] = module
     folder = os.path.dirname(path)
     sys.path.insert(0, folder)
     try:
@@ -158,13 +218,18 @@ def lengths(env_names: str | None) -> dict:
             if name in ("max_new_tokens", "max_tokens")}
 
 
+def has_expert(env_names: str | None) -> bool:
+    """True if all of these environments have a scripted demonstrator."""
+    return all(hasattr(load(name), "_expert") for name in names_of(env_names))
+
+
 def need_expert(env_names: str):
     """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
     for name in names_of(env_names):
         if not hasattr(load(name), "_expert"):
             raise UserError(
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
-                "one (envs/template.py has an example), give recorded episodes with "
+                "one (envs/template.py has an example), imitate recorded episodes with sft.py "
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
 
 

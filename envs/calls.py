@@ -7,7 +7,6 @@ import threading
 import types
 import typing
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 
 from experiment.data import whole
@@ -45,7 +44,7 @@ def schemas(env) -> list[dict]:
 LOSSLESS = {(int, float), (int, str), (float, str), (list, tuple)}
 
 
-def _fit(value, hint):
+def fit(value, hint):
     """Return `value` as the type `hint`, or raise TypeError or ValueError.
 
     Only conversions that lose nothing are made: those of LOSSLESS, 7.0 to 7, and the value of an
@@ -59,7 +58,7 @@ def _fit(value, hint):
         # An exact match comes first.
         for choice in sorted(choices, key=lambda choice: choice is not type(value)):
             with suppress(TypeError, ValueError):
-                return _fit(value, choice)
+                return fit(value, choice)
     elif kind is typing.Literal:
         if value in choices:
             return value
@@ -73,32 +72,6 @@ def _fit(value, hint):
         # True is an int for Python, and no number for us.
         return value
     raise TypeError
-
-
-def read_cells(method, row: dict) -> dict:
-    """Return a row of a CSV file, whose cells are text, as the type hints of a method want it.
-
-    A cell that its hint takes as text stays text. Others are read as JSON; an empty cell is None.
-    Raises ValueError.
-    """
-    hints = typing.get_type_hints(method)
-    out = dict(row)
-    for name, text in row.items():
-        hint = hints.get(name, str)
-        try:
-            out[name] = _read_cell(text, hint)
-        except (TypeError, ValueError):
-            kind = _hint_name(hint)
-            raise ValueError(f"{name}: {text[:40]!r} cannot be read as {kind}") from None
-    return out
-
-
-def _read_cell(text: str, hint):
-    with suppress(TypeError):
-        return _fit(text, hint)
-    # Spreadsheets and pandas write True, not true.
-    is_bool = text.lower() in ("true", "false")
-    return _fit(json.loads(text.lower() if is_bool else text or "null"), hint)
 
 
 class WrongCall(ValueError):
@@ -120,14 +93,15 @@ def _fit_arguments(name: str, method, arguments: dict) -> dict:
     for key, value in arguments.items():
         hint = hints.get(key, typing.Any)
         try:
-            fitted[key] = _fit(value, hint)
+            fitted[key] = fit(value, hint)
         except (TypeError, ValueError):
             shown = json.dumps(value)[:60]
-            raise WrongCall(f"{name}: {key} must be {_hint_name(hint)}, not {shown}") from None
+            raise WrongCall(f"{name}: {key} must be {hint_name(hint)}, not {shown}") from None
     return fitted
 
 
-def _hint_name(hint) -> str:
+def hint_name(hint) -> str:
+    """Return a type hint as the model reads it."""
     return hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
 
 
@@ -192,33 +166,6 @@ def _event_loop():
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
-
-
-# ------------------------------------------------------------------------------------- Gymnasium
-@dataclass
-class StepResult:
-    """One step as Gymnasium reads it. `info` holds the error flag, and success if it is known."""
-
-    observation: str
-    reward: float
-    done: bool
-    info: dict
-
-
-def step(env, name: str, arguments: dict) -> StepResult:
-    """Call a tool. The reward is the change of the running total `env.reward`."""
-    before = getattr(env, "reward", 0.0)
-    observation, error = call(env, name, arguments)
-    info = {"error": error}
-    if hasattr(env, "_check"):
-        info["success"] = bool(env._check())
-    reward = getattr(env, "reward", 0.0) - before
-    return StepResult(observation, reward, bool(getattr(env, "done", False)), info)
-
-
-def valid_actions(env) -> list[str]:
-    """Return the names of the tools that may be called now: none once the episode is done."""
-    return [] if getattr(env, "done", False) else list(tools(env))
 
 
 def shorten(text: str, limit: int) -> str:

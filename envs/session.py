@@ -1,10 +1,13 @@
-"""Environments as episodes use them: each call is made in a thread, with a time-out.
+"""Environments as episodes use them: each has a thread for all its calls, which have a time-out.
 
 The code of an environment is not ours. It may raise, exit, or never return. Whatever it does ends
 at most its own episode, until it happens so often that the environment must be broken.
 """
+import faulthandler
+import queue
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent import futures
 
@@ -16,10 +19,16 @@ from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
+HANG_SECONDS = 30  # beyond the time-out, in which no thread could run: a call holds the lock
 
 
 class Watch:
-    """What the environments of a rollout share: the time-out and the count of faults.
+    """What the environments of a rollout share: the time-out, the count of faults, and a timer.
+
+    A call that never gives back the interpreter's lock, as a catastrophic regular expression does
+    not, stops all threads: neither the time-out nor a signal is handled. The timer of faulthandler
+    needs no lock. It prints where each thread is, which names the tool, and ends the process. While
+    other threads run, one of them starts it anew each second.
 
     Args:
         earlier: the Watch of the run's previous rollout, whose count continues.
@@ -27,9 +36,53 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
+        self.is_entered = self.is_closed = False
+        self.running = set()  # the sessions that are in a call now
+        self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # the fault that came too often, in words
+
+    def __enter__(self):
+        self.is_entered = True
+        threading.Thread(target=self._keep_alive, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        """Stop the timer. What still runs, where a rollout was stopped, begins no more calls."""
+        with self.lock:
+            self.is_closed = True
+            faulthandler.cancel_dump_traceback_later()
+
+    def _keep_alive(self):
+        while not self.is_closed:
+            with self.lock:
+                self._set_timer()
+            time.sleep(1)
+
+    def _set_timer(self):
+        """Start the timer anew if calls run, else stop it."""
+        if not self.is_entered or self.is_closed:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        if self.running:
+            faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
+
+    def call_began(self, session):
+        """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
+        with self.lock:
+            if self.is_closed or session.stuck:
+                # This thread was left behind. It must not change anything any more.
+                raise SystemExit
+            self.running.add(session)
+            if len(self.running) == 1:
+                self._set_timer()
+
+    def call_ended(self, session):
+        with self.lock:
+            self.running.discard(session)
+            if not self.running:
+                self._set_timer()
 
     def count(self, kind, fault: str | None):
         """Count the faults in a row. A call of this kind met one, or none."""
@@ -54,12 +107,15 @@ class Watch:
                 f"ValueError; the last: {self.broken}")
 
 
-def load_environments(tokenizer, env_names: str, generation_config=None) -> tuple[dict, dict]:
+def load_environments(tokenizer, env_names: str, generation_config=None,
+                      env_options=None) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
-    They are those that the caller names: data never chooses which code runs.
+    They are those that the caller names: data never chooses which code runs. `env_options` are
+    what `envs.options_of` returns.
     """
-    classes = {name: envs.load(name) for name in envs.names_of(env_names)}
+    classes = {name: envs.with_options(envs.load(name), env_options)
+               for name in envs.names_of(env_names)}
     try:
         chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
                  for name, cls in classes.items()}
@@ -91,6 +147,10 @@ class Session:
         self.done = False
         self.stuck = False
         self.member = "__init__()"
+        self.jobs = queue.SimpleQueue()
+        threading.Thread(target=work, args=(self.jobs,), daemon=True).start()
+        # The thread ends with the session.
+        weakref.finalize(self, self.jobs.put, None)
 
     @property
     def paid(self) -> float:
@@ -101,7 +161,7 @@ class Session:
         return self._ask(self._start)
 
     def submit(self, calls: list[dict]):
-        """Start the tool calls of a turn in a thread. They run one after another."""
+        """Start the tool calls of a turn in the thread. They run one after another."""
         self.calls = calls
         self.answers = []
         if not self.stuck:
@@ -112,8 +172,9 @@ class Session:
         if self.stuck:
             return [("error: the tool is still busy", True, 0.0)] * len(self.calls)
         self._wait()
-        results = []
-        for call, (text, error, gain) in zip(self.calls, list(self.answers)):
+        # Errors have tracebacks, whose frames hold the session: it must not hold them.
+        results, answers, self.answers = [], list(self.answers), []
+        for call, (text, error, gain) in zip(self.calls, answers):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
             if not isinstance(error, BY_ARGUMENTS):
@@ -143,9 +204,7 @@ class Session:
     # --------------------------------------------------------------------- what runs in the thread
     def _enter(self, member: str):
         """Begin the call of a member: its time-out starts now."""
-        if self.stuck:
-            # This thread was left behind. It must not change anything any more.
-            raise SystemExit
+        self.watch.call_began(self)
         self.member = member
         self.began = time.monotonic()
 
@@ -172,8 +231,8 @@ class Session:
             # Read apart from the tool, which reads it too: a fault of `done` is not the tool's.
             self._read_done()
             self._enter(call["name"])
-            text, error = call_tool(self.env, call["name"], call["arguments"])
-            self.answers.append((text, error, self._gain()))
+            name, arguments = call["name"], call["arguments"]
+            self.answers.append((*call_tool(self.env, name, arguments), self._gain()))
         self._read_done()
 
     def _reply(self, text):
@@ -209,7 +268,7 @@ class Session:
 
     # --------------------------------------------------------------------------- and around it
     def _begin(self, function, *arguments):
-        """Start the function in a thread of its own. It ends with the process, if not before."""
+        """Start the function in the thread."""
         self.phase = function.__name__
         self.began = time.monotonic()
         outcome = self.outcome = futures.Future()
@@ -219,8 +278,10 @@ class Session:
                 outcome.set_result(function(*arguments))
             # KeyboardInterrupt too: signals come to the main thread, the environment raised it.
             except BaseException as error:
-                outcome.set_exception(error)
-        threading.Thread(target=run, daemon=True).start()
+                # Its traceback would hold the session.
+                outcome.set_exception(error.with_traceback(None))
+            self.watch.call_ended(self)
+        self.jobs.put(run)
 
     def _wait(self):
         """Wait for the thread. If one of its calls takes too long, it is left behind."""
@@ -249,6 +310,14 @@ class Session:
         self._wait()
         self._check()
         return self.outcome.result()
+
+
+def work(jobs: queue.SimpleQueue):
+    """Do the jobs of a session one after another, until one is None. This is its thread."""
+    while job := jobs.get():
+        job()
+        # Waiting for the next job must not keep the session alive.
+        del job
 
 
 def text_or_none(value) -> str | None:

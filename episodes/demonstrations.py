@@ -18,6 +18,11 @@ from llm.chat import Chat
 from llm.recorded import recorded_ids
 
 
+TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
+                  "observation": "tool"}
+
+
 class Conversation(NamedTuple):
     """The conversation in a row of a file. Messages with "loss": 0 are not learned.
 
@@ -31,54 +36,83 @@ class Conversation(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------- rows
-def read_demonstrations(path: str, env: str | None) -> list[Conversation]:
+def read_demonstrations(path: str, config) -> list[Conversation]:
     """Return the conversations in the rows of a file. UserError: `FILE:LINE: what is wrong`.
 
-    env: the environment, whose `_conversation` reads rows of its own form.
+    config: names the environment, whose `_conversation` reads rows of its own form.
     """
-    cls = single_environment(env)
+    cls = single_environment(config)
     return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place)))
 
 
-def single_environment(env: str | None) -> type | None:
-    """Return the class of an environment. Of several (a,b) none is taken."""
-    names = envs.names_of(env)
-    return envs.load(names[0]) if len(names) == 1 else None
+def single_environment(config) -> type | None:
+    """Return the class of the environment of a config. Of several (a,b) none is taken."""
+    names = envs.names_of(config.env)
+    if len(names) != 1:
+        return None
+    return envs.with_options(envs.load(names[0]), envs.options_of(config))
 
 
 def messages_in(row: dict, env: type | None) -> list[dict]:
-    """Return the messages in a row, or raise ValueError.
+    """Return the messages in a row, or raise ValueError. Its columns say of which form it is.
 
-    {"messages"} is a chat: its assistant messages are learned, but those of "loss" or "weight" 0.
-    Of {"prompt", "completion"}, each text or messages, the completion is learned. Other rows are
-    read by the environment's `_conversation`.
+        messages                    a chat: its assistant messages are learned, but those of
+                                    "loss" or "weight" 0
+        conversations               ShareGPT: the same as {"from", "value"}
+        prompt, completion          each text or messages; the completion is learned
+        instruction, input, output  Alpaca; the output is learned, and the input may be missing
+        text                        learned from its first to its last token, without a template
+
+    Other rows are read by the environment's `_conversation`.
     """
-    if "messages" in row:
-        return as_messages(row["messages"], "messages")
+    for name in ("messages", "conversations"):
+        if name in row:
+            return as_messages(row[name], name)
     if "completion" in row:
-        return completion(row)
+        need(row, "prompt")
+    prompt = prompt_in(row)
+    for name in ("completion", "output"):
+        if name in row and prompt:
+            return without_loss(prompt) + as_messages(row[name], name, "assistant")
     if hasattr(env, "_conversation"):
         return env._conversation(row)
-    need(row, "messages", otherwise='need it, or "prompt" and "completion"; rows of an '
-                                    "environment's own form need its --env, tasks --tasks")
+    if isinstance(row.get("text"), str):
+        return [{"role": TEXT, "content": row["text"]}]
+    need(row, "messages", otherwise="nor another form: {conversations}, {prompt, completion}, "
+                                    "{instruction, output}, {text}; rows of an environment's own "
+                                    "form need its --env, tasks --tasks")
 
 
-def completion(row: dict) -> list[dict]:
-    """Return the messages of {"prompt", "completion"}."""
-    need(row, "prompt")
-    prompt = as_messages(row["prompt"], "prompt", "user")
-    return without_loss(prompt) + as_messages(row["completion"], "completion", "assistant")
+def prompt_in(row: dict) -> list[dict] | None:
+    """Return the messages of "prompt", "conversations" or "instruction", or None without them."""
+    for name in ("prompt", "conversations"):
+        if row.get(name) is not None:
+            return as_messages(row[name], name, "user")
+    if row.get("instruction") is None:
+        return None
+    parts = [row["instruction"], row.get("input")]
+    return as_messages("\n\n".join(filter(None, parts)), "instruction", "user")
 
 
 # --------------------------------------------------------------------------------------- messages
 def as_messages(value, name: str, role: str | None = None) -> list[dict]:
-    """Return a field that holds messages, or with a role text, which becomes one message of it."""
+    """Return a field that holds messages, or with a role one message or its text, as a list."""
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
+    if role and isinstance(value, dict):
+        value = [value]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return value
+        return [from_sharegpt(message) for message in value]
     kind = "text or a list" if role else "a list"
     raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
+
+
+def from_sharegpt(message: dict) -> dict:
+    """Return a message {"from", "value"} with our names, and any other as it is."""
+    if "from" not in message:
+        return message
+    sender = message["from"]
+    return {**message, "role": SHAREGPT_ROLES.get(sender, sender), "content": message.get("value")}
 
 
 def without_loss(messages):
@@ -90,13 +124,13 @@ def without_loss(messages):
 class Encoder:
     """Turns conversations into token ids and a loss mask: the same ids as in a rollout.
 
-    env: the environment whose tools and system message a conversation gets that brings none, or
-    None.
+    config: names the environment whose tools and system message a conversation gets that brings
+    none.
     """
 
-    def __init__(self, tokenizer, env: str | None = None):
-        self.env = env
-        cls = single_environment(env)
+    def __init__(self, tokenizer, config):
+        self.env, self.tokenizer = config.env, tokenizer
+        cls = single_environment(config)
         self.system_prompt = getattr(cls, "system_prompt", None)
         self.schemas = envs.schemas(cls) if cls else []
         # Preparing a chat costs many renderings of the template; most files have one list of tools.
@@ -107,19 +141,37 @@ class Encoder:
         messages, row, place = conversation
         with reading(place):
             system = row.get("system") or self.system_prompt
-            if system and messages[0].get("role") != "system":
-                messages = [{"role": "system", "content": system, "loss": 0}, *messages]
-            tools = self.schemas if row.get("tools") is None else read_tools(row["tools"])
-            token_ids, loss_mask = recorded_ids(self.chat(json.dumps(tools)), messages)
+            if messages[0].get("role") == TEXT:
+                token_ids, loss_mask = self.plain_text(messages[0]["content"])
+            else:
+                if system and messages[0].get("role") != "system":
+                    messages = [{"role": "system", "content": system, "loss": 0}, *messages]
+                tools = self.schemas if row.get("tools") is None else read_tools(row["tools"])
+                token_ids, loss_mask = recorded_ids(self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
                           messages=messages, group_id=place, info={"env": self.env, "task": row})
+
+    def plain_text(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids and the loss mask of a text: all that has a token before it is learned.
+
+        Here what spells a control token is one, since people render chats into such texts. The
+        text ends with the end-of-text token.
+        """
+        ids = self.tokenizer(text)["input_ids"]
+        if ids[-1:] != [self.tokenizer.eos_token_id]:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        if len(ids) == 1:
+            raise ValueError('"text" is empty: nothing to train on')
+        return ids, [0, *[1] * (len(ids) - 1)]
 
 
 def read_tools(tools) -> list[dict]:
     """Return function schemas, which may be given as JSON text, or raise ValueError."""
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        if isinstance(tools, list) and all(type(t["function"]["name"]) is str for t in tools):
+        # ShareGPT's tools are the functions alone.
+        tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+        if all(type(t["function"]["name"]) is str for t in tools):
             return tools
     except (ValueError, TypeError, KeyError):
         pass
@@ -128,7 +180,8 @@ def read_tools(tools) -> list[dict]:
 
 def count_control_tokens(conversations: list[Conversation], tokenizer):
     """Print how many conversations spell a control token as text. Spelled so, it ends no turn."""
-    texts = [json.dumps(c.messages, ensure_ascii=False) for c in conversations]
+    texts = [json.dumps(c.messages, ensure_ascii=False) for c in conversations
+             if c.messages[0].get("role") != TEXT]
     for token in tokenizer.all_special_tokens:
         count = sum(token in text for text in texts)
         if count:

@@ -10,41 +10,43 @@ from itertools import combinations, takewhile
 import numpy as np
 from tqdm import tqdm
 
-from episodes.demonstrations import Conversation, Encoder, as_messages, without_loss
+from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
+                                     without_loss)
 from episodes.tasks import need, read_as
 from experiment.episodes import members, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
+from experiment.bars import NO_BAR
 from llm.batches import prompt_of
 
 
 # ----------------------------------------------------------------------------------------- reading
-def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
-    """Return the pairs (chosen, rejected) of a file as episodes.
+def read_pairs(config, tokenizer) -> list[tuple]:
+    """Return the pairs (chosen, rejected) of --dataset as episodes.
 
     The loss falls on what follows the prompt. Conversations without tools or system message get
     those of the environment. UserError: `FILE:LINE: what is wrong`.
     """
-    encode = Encoder(tokenizer, env)
-    pairs = list(read_as(path, preference))
+    encode = Encoder(tokenizer, config)
+    pairs = list(read_as(config.dataset, preference))
     return [(encode(chosen), encode(rejected))
-            for chosen, rejected in tqdm(pairs, "pairs", leave=False, delay=2)]
+            for chosen, rejected in tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)]
 
 
 def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     """Return the chosen and the rejected conversation of a row {"prompt", "chosen", "rejected"}.
 
-    Each field is text or a list of messages. Without a prompt, the messages with which both sides
-    begin are the prompt. Only what follows the prompt is learned. Raises ValueError in one line.
+    Each field is text, a message or a list of messages. The prompt may also be ShareGPT's
+    "conversations" or Alpaca's "instruction". Without one, the messages with which both sides begin
+    are the prompt. Only what follows the prompt is learned. Raises ValueError in one line.
     """
     need(row, "chosen", "rejected", otherwise="tasks are given with --tasks")
     chosen = as_messages(row["chosen"], "chosen", "assistant")
     rejected = as_messages(row["rejected"], "rejected", "assistant")
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same: nothing to prefer")
-    if row.get("prompt") is not None:
-        prompt = as_messages(row["prompt"], "prompt", "user")
-    else:
+    prompt = prompt_in(row)
+    if not prompt:
         both = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected))
         prompt = [message for message, _ in both]
         if not prompt:

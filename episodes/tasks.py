@@ -1,22 +1,22 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
-import inspect
 import json
 import zlib
 from dataclasses import replace
+from importlib import import_module
 from itertools import chain
 
 import numpy as np
 
 import envs
-from envs.calls import read_cells
-from experiment.config import nearest
 from experiment.data import read_rows, reading
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 
+CELLS = "envs.cells"  # only a .csv file needs it
+
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
-               eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
+               eval_dataset: str | None = None, env_options: dict | None = None) -> list[dict]:
     """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
 
     There are none without an environment.
@@ -27,7 +27,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         dataset: a task file, or None: the environment makes the tasks (`_tasks`).
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
-        env_options: "name=value,..." which every task passes to `reset` as well.
+        env_options: what `envs.options_of` returns. Every row gets them.
 
     Each row gets "env": the name of its environment.
     """
@@ -37,22 +37,21 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     path = eval_dataset if split == "test" and eval_dataset else dataset
     if path and len(names) > 1:
         raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
-    extra = parse_env_options(env_options, names)
     share = None if n is None else -(-n // len(names))
     columns = []
     for env_name in names:
+        cls = envs.with_options(envs.load(env_name), env_options)
         if path:
-            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
+            rows = _tasks_of_file(cls, split, seed, path, eval_dataset)
         else:
-            rows = _tasks_of_environment(env_name, split, share, seed)
+            rows = _tasks_of_environment(env_name, cls, split, share, seed)
         # Data never chooses which code runs: a row's own "env" is overwritten.
-        columns.append([{**row, "env": env_name, **extra} for row in rows])
+        columns.append([{**row, "env": env_name, **(env_options or {})} for row in rows])
     return list(chain.from_iterable(zip(*columns)))[:n]
 
 
-def _tasks_of_environment(name, split, n, seed) -> list[dict]:
+def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself."""
-    cls = envs.load(name)
     if not hasattr(cls, "_tasks"):
         raise UserError(f"environment {name!r} makes no tasks of its own; "
                         "give --tasks path/to/tasks.jsonl")
@@ -62,18 +61,19 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
+def _tasks_of_file(cls, split, seed, path, is_whole) -> list[dict]:
     """Return the rows of a task file, or only those of the split, in random order."""
-    cls = envs.load(name)
-
     def convert(row, _):
         in_split = is_whole or is_held_out(row) == (split == "test")
         if path.endswith(".csv"):
-            row = read_cells(cls.reset, row)
+            row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
         return in_split, _as_task(cls, row)
 
     rows = [task for in_split, task in read_as(path, convert) if in_split]
+    if dropped := rows.count(None):
+        print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
+    rows = [task for task in rows if task is not None]
     if not rows:
         raise UserError(f"{path}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
@@ -82,13 +82,16 @@ def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
 
 def _as_task(cls, row: dict) -> dict:
     """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
+    required = envs.needed(cls)
+    hint = f"tasks of {cls.__name__} are read; --env names others"
     try:
         task = cls._row(row) if hasattr(cls, "_row") else row
     except (KeyError, TypeError):
         # A missing column says more than the error that it leads to.
-        need(row, *envs.needed(cls))
+        need(row, *required, otherwise=hint)
         raise
-    need(task, *envs.needed(cls))
+    if task is not None:
+        need(task, *required, otherwise=hint)
     return task
 
 
@@ -127,32 +130,6 @@ def recorded_env(trajectories: str) -> str | None:
     return ",".join(sorted(named & envs.ENVS.keys())) or None
 
 
-def parse_env_options(text: str | None, env_names: list[str]) -> dict:
-    """Return what --env_options says: "num_turns=3,hard=true" is {"num_turns": 3, "hard": True}.
-
-    Values are JSON; what is not is text. `reset` of one of the environments must know the names.
-    """
-    known = {}
-    for env_name in env_names:
-        known.update(inspect.signature(envs.load(env_name).reset).parameters)
-    # By convention **_ is thrown away, and **kwargs is read.
-    known.pop("_", None)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    options = {}
-    for item in filter(str.strip, (text or "").split(",")):
-        name, equals, value = (side.strip() for side in item.partition("="))
-        if not equals:
-            raise UserError(f"--env_options {name!r}: write name=value,name=value")
-        if name not in known and not takes_any:
-            raise UserError(f"--env_options {name}: {', '.join(env_names)}: no such argument of "
-                            f"reset; {nearest(name, known, otherwise='see its signature')}")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
-
-
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
@@ -186,7 +163,7 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     files = (config.tasks, config.eval_dataset)
     if not n:
         files = (None, config.eval_dataset or config.tasks)
-    options = (config.seed, *files, config.env_options)
+    options = (config.seed, *files, envs.options_of(config))
     train = load_tasks(config.env, "train", n, *options)
     held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
     return train, drop_seen(held_out, train)
@@ -213,8 +190,8 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
 KINDS = {
     "token_ids": "a recorded episode is given with --trajectories",
     "chosen": "a pair is given to dpo.py with --dataset",
-    "messages": "a conversation is given to sft.py with --dataset",
-    "completion": "a conversation is given to sft.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
 }
 
 
@@ -233,13 +210,16 @@ def read_as(path: str, convert):
 def need(row: dict, *fields: str, otherwise: str = ""):
     """Raise ValueError if the row lacks one of the fields.
 
-    The message says how a row of its kind is given, or else what `otherwise` says.
+    The message says how a row of its kind is given, or else what is missing, and `otherwise`.
     """
+    columns = ", ".join(row)
     for name in fields:
         if row.get(name) is None:
             kinds = [KINDS[column] for column in row if column in KINDS and column not in fields]
-            hint = kinds[0] if kinds else otherwise
-            raise ValueError(f'no "{name}" field; has: {", ".join(row)}' + (hint and f"; {hint}"))
+            if kinds:
+                raise ValueError(f"{kinds[0]}; the row has: {columns}")
+            hint = otherwise and f"; {otherwise}"
+            raise ValueError(f'no "{name}" field; has: {columns}{hint}')
 
 
 def is_held_out(content) -> bool:

@@ -3,9 +3,38 @@
 What the algorithms, agent.py and lora.py use is imported here. The modules of this package import
 each other directly.
 """
-from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                               check_accumulation, fill, flag, imitation_learning_rate, nearest,
-                               preference_learning_rate)
+import os
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+
+def check_installation():
+    """Exit with one line that says so on a system, Python or package that this does not run on.
+
+    A package that is missing says so itself where it is imported.
+    """
+    if os.name == "nt":
+        sys.exit("native Windows is not supported; run this in WSL2")
+    if sys.version_info < (3, 11):
+        sys.exit(f"this is Python {sys.version.split()[0]}; 3.11 or later is needed")
+    from packaging.requirements import Requirement
+    for line in Path(__file__).parents[1].joinpath("requirements.txt").read_text().splitlines():
+        needed = Requirement(line)
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(needed.name)
+            if not needed.specifier.contains(version, prereleases=True):
+                sys.exit(f"{needed.name} {version} is installed, and {needed} is needed; "
+                         "pip install -r requirements.txt")
+
+
+check_installation()
+
+from experiment.bars import NO_BAR, EpisodeBar
+from experiment.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RolloutFlags, RunFlags,
+                               TrainingFlags, auto, check_accumulation, fill, flag,
+                               imitation_learning_rate, nearest, preference_learning_rate)
 from experiment.episodes import (is_finite, members, pass_at_k, problem, shift_and_scale, summarise,
                                  unusable, without_faults, without_too_long)
 from experiment.errors import EnvironmentFault, UserError

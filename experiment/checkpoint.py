@@ -19,6 +19,12 @@ DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, sepa
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+WHOLE = ".whole-trajectories-"  # a log before it was thinned, and the step in which it was
+KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
+# What state.json holds, and of which type.
+STATE = {"step": int, "algorithm": str, "score": float | int | None, "before": dict,
+         "seconds": float | int, "schedule": int | None, "bad": int, "made_of": dict,
+         "lines": dict, "unlogged": dict | None, "files": dict, "checksum": str}
 
 
 def checkpoints(output_dir):
@@ -52,7 +58,7 @@ def write_checkpoint(path, training, moments, state):
         training.save_weights(temporary)
         training.tokenizer.save_pretrained(temporary)
         save_file(moments, temporary / "optimizer.safetensors")
-        _seal(temporary, state, path.parent.parent / "config.yaml")
+        _seal(temporary, state)
         if path.exists():
             set_aside(path)
         temporary.rename(path)
@@ -61,13 +67,13 @@ def write_checkpoint(path, training, moments, state):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _seal(folder, state, file_with_mode):
+def _seal(folder, state):
     """Write state.json into a folder of files and flush everything to the disk."""
-    files = {}
+    files, mode = {}, folder.stat().st_mode & 0o666
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             # safetensors creates files that only their owner may read.
-            shutil.copymode(file_with_mode, file)
+            file.chmod(mode)
             files[file.relative_to(folder).as_posix()] = fingerprint(file)
     state = {**state, "files": files}
     replace_file(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
@@ -79,15 +85,27 @@ def _checksum(state):
     return hashlib.sha256(to_json(state).encode()).hexdigest()
 
 
+def _own_state(checkpoint):
+    """Return the content of state.json, or raise UserError if no run of this version wrote it."""
+    path = Path(checkpoint) / "state.json"
+    state = read_json(path)
+    # Another program's file may have any value under any name.
+    wrong = [name for name, kind in STATE.items()
+             if name not in state or not isinstance(state[name], kind)]
+    if wrong:
+        raise UserError(f"{path}: not written by a run of this version of the project: "
+                        f"{wrong[0]} is missing, or of another type")
+    if state.pop("checksum") != _checksum(state):
+        raise UserError(f"{path}: damaged (its checksum differs)")
+    return state
+
+
 def read_state(checkpoint):
     """Return the content of state.json after verifying it and every file of the checkpoint.
 
     Raises UserError, which names the file that is damaged or missing.
     """
-    path = Path(checkpoint) / "state.json"
-    state = read_json(path)
-    if state.pop("checksum", None) != _checksum(state):
-        raise UserError(f"{path}: damaged (its checksum differs)")
+    state = _own_state(checkpoint)
     for name, expected in state["files"].items():
         file = Path(checkpoint) / name
         with reading(file):
@@ -101,13 +119,35 @@ def prune(output_dir):
     scores = {}
     for path in checkpoints(output_dir):
         # What no run of ours wrote is not removed.
-        with suppress(UserError, KeyError):
-            scores[path] = read_json(path / "state.json")["score"]
+        with suppress(UserError):
+            scores[path] = _own_state(path)["score"]
     evaluated = [path for path in scores if scores[path] is not None]
     best = max(evaluated, key=scores.get, default=None)
-    for path in list(scores)[:-2]:
+    for path in list(scores)[:1 - KEPT]:
         if path != best:
             shutil.rmtree(path)
+    for step, path in whole_logs(output_dir):
+        if step < int(newest_checkpoint(output_dir).name[5:]):
+            path.unlink()
+
+
+def whole_logs(output_dir):
+    """Return [(step, path)] of the logs that were thinned in a step after the last checkpoint."""
+    return [(int(path.name.removeprefix(WHOLE)), path) for path in output_dir.glob(f"{WHOLE}*")]
+
+
+def check_room(output_dir, optimizer):
+    """Raise UserError if the disk has no room for the checkpoints of a run.
+
+    One holds the weights that train, and in float32 the two moments of AdamW.
+    """
+    sizes = [p.numel() * (p.element_size() + 8) for p in trained_parameters(optimizer)]
+    count = KEPT + 1 - min(KEPT, len(checkpoints(output_dir)))
+    needed, free = count * sum(sizes), shutil.disk_usage(output_dir).free
+    if needed > free:
+        raise UserError(f"{output_dir}: {needed / 2**20:,.0f} MiB are needed for {count} "
+                        f"checkpoints, and {free / 2**20:,.0f} MiB are free on this disk; make "
+                        "room, or give another --output_dir")
 
 
 # -------------------------------------------------------------------------- what a run is made of
@@ -130,7 +170,8 @@ def ingredients(config, sources, program, base):
         for path in (getattr(config, name, None) or "").split(","):
             paths[path.strip()] = path.strip()
     for path in sources:
-        paths[f"environment {os.path.basename(path)}"] = path
+        place = os.path.relpath(path, os.path.dirname(sources[0]))
+        paths[f"environment {os.path.basename(path) if place.startswith('..') else place}"] = path
     folder = os.path.dirname(os.path.abspath(program))
     for module in list(sys.modules.values()):
         path = os.path.abspath(getattr(module, "__file__", None) or "")
@@ -169,8 +210,9 @@ def check_base(checkpoint, base):
         checkpoint: the folder of an adapter. Only our checkpoints say what it was trained on.
         base: the folder or hub id of its base model, as it is now.
     """
-    state, paths = Path(checkpoint, "state.json"), _model_files(base)
-    recorded = read_json(state).get("made_of", {}) if state.exists() else {}
+    paths = _model_files(base)
+    is_ours = Path(checkpoint, "state.json").exists()
+    recorded = _own_state(checkpoint)["made_of"] if is_ours else {}
     for label in recorded:
         is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
         # Of a hub model only some files may be on this machine.

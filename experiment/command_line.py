@@ -7,51 +7,17 @@ end in "$@".
 import argparse
 import functools
 import re
+import shlex
+from pathlib import Path
 
-from experiment.config import ONCE, convert, nearest, options
+from experiment.config import ONCE, code_flags, convert, nearest, options
 from experiment.data import read_yaml
 from experiment.errors import UserError
 
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "false"}
-# Names that TRL, transformers, PEFT, verl and OpenRLHF give to our flags.
-SYNONYMS = {
-    "batch_size": "micro_batch_size mini_batch_size per_device_train_batch_size "
-                  "per_device_eval_batch_size",
-    "clip_eps_high": "epsilon_high cliprange_high",
-    "clip_eps_low": "epsilon cliprange clip_range cliprange_low",
-    "dataset": "dataset_name dataset_path train_file train_files",
-    "dtype": "torch_dtype precision",
-    "dtype bfloat16": "bf16",
-    "dtype float16": "fp16",
-    "dtype float32": "fp32",
-    "entropy_coef": "ent_coef entropy_coeff",
-    "env": "environment env_name env_id",
-    "env_options num_turns=3": "num_turns",
-    "eval_dataset": "eval_file validation_file val_files",
-    "eval_every": "eval_steps test_freq",
-    "gradient_accumulation_steps": "grad_accum accumulation_steps",
-    "group_size": "n_samples rollout_n generations",
-    "kl_coef": "kl kl_beta init_kl_coef kl_loss_coef beta",
-    "learning_rate": "lr",
-    "load_in_4bit": "load_in_8bit qlora use_4bit",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "lora_r": "lora_rank rank r use_peft peft",
-    "lora_target_modules": "target_modules",
-    "max_grad_norm": "grad_clip gradient_clip",
-    "max_new_tokens": "max_completion_length max_response_length response_length",
-    "max_samples": "max_train_samples",
-    "max_steps": "total_steps train_steps total_training_steps",
-    "max_tokens": "max_prompt_length max_seq_length max_model_len",
-    "model_path": "model model_name model_id model_name_or_path pretrain",
-    "num_epochs": "num_train_epochs epochs",
-    "output_dir": "output logging_dir save_path",
-    "overwrite": "overwrite_output_dir force",
-    "resume": "resume_anyway resume_from_checkpoint",
-    "save_every": "save_steps save_freq",
-    "updates_per_step": "num_iterations ppo_epochs",
-    "weight_decay": "wd",
-}
+# A flag of ours, and the names that TRL, transformers, PEFT, verl and OpenRLHF give to it.
+with open(Path(__file__).with_name("synonyms.txt"), encoding="utf-8") as file:
+    SYNONYMS = dict(line.strip().split(": ") for line in file)
 
 
 def parse(config_class, argv, description=""):
@@ -71,6 +37,10 @@ def parse(config_class, argv, description=""):
     for path in given.config:
         values.update(_yaml_values(path, flags))
     del given.config
+    code = code_flags({name: value for name, value in values.items() if name not in given})
+    if code:
+        raise UserError(f"{code[0]} {code[1]}: a config file does not choose which code runs; if "
+                        f"you trust it, add {shlex.join(code)} to the command")
     for name, text in vars(given).items():
         is_none = flags[name].optional and text.lower() in ("none", "null")
         values[name] = convert(None if is_none else text, flags[name], f"--{name}")

@@ -17,7 +17,8 @@ from pathlib import Path
 from experiment.errors import UserError
 
 # Permissions for one call: a file neither gives nor repeats them.
-ONCE = ("overwrite", "resume")
+ONCE = ("overwrite", "resume", "unsafe_code")
+CODE = ("env", "rewards")  # they may name files of code, which a config file does not choose
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
@@ -169,16 +170,23 @@ class MemoryFlags:
 
 
 @dataclass(kw_only=True)
-class PlayFlags:
-    """Which environment is played, and how."""
+class EnvironmentFlags:
+    """What the environment is told."""
 
     heading = "environment and rollout"
+    env_options: str | None = flag(
+        None, "name=value,...: options of the environment, or arguments of every reset")
+    unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
+
+
+@dataclass(kw_only=True)
+class PlayFlags(EnvironmentFlags):
+    """Which environment is played, and how."""
+
     env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
     dataset: str | None = flag(
         None, "tasks (.jsonl, .csv, .parquet); default: the environment's own", aliases=("tasks",))
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
-    env_options: str | None = flag(
-        None, "name=value,... that every task passes to the environment's reset")
     group_size: int = flag(8, "episodes of each task", low=1,
                            aliases=("samples_per_prompt", "num_samples", "num_generations"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)
@@ -239,6 +247,14 @@ class RunFlags:
         200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)
 
+    def __post_init__(self):
+        """Let Python code give an environment's class in place of its name.
+
+        The name is one by which envs.load finds the class again. config.yaml holds it.
+        """
+        if inspect.isclass(self.env):
+            self.env = f"{self.env.__module__}:{self.env.__qualname__}"
+
 
 # ----------------------------------------------------------------------------------- reading values
 def convert(value, option, source):
@@ -265,6 +281,12 @@ def convert(value, option, source):
         if bound is not None and not holds(value, bound):
             raise UserError(f"{source}: must be {words} {bound}")
     return value
+
+
+def code_flags(values):
+    """Return the flags that name code outside of this project, which --config does not give."""
+    named = {name: str(values.get(name)) for name in CODE}
+    return [word for name, value in named.items() if ":" in value for word in (f"--{name}", value)]
 
 
 def _parse_text(text, kind):

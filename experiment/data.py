@@ -2,13 +2,16 @@
 
 Every failure becomes one line, `FILE:LINE: what is wrong`.
 """
-import csv
+import importlib
 import json
 import math
 import os
 from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
+
+READERS = {".jsonl": "experiment.data:json_rows", ".csv": "experiment.tables:csv_rows",
+           ".parquet": "experiment.tables:parquet_rows"}
 
 
 @contextmanager
@@ -19,7 +22,7 @@ def reading(path, line=None):
     """
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:
         line = line or getattr(error, "lineno", None)
@@ -37,8 +40,6 @@ def _reason(error):
         return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at column {error.colno}"
-    if isinstance(error, csv.Error):
-        return f"not CSV: {error}"
     if type(error) is ValueError:
         return first_line(error)
     strerror = getattr(error, "strerror", None)  # of an OSError
@@ -126,19 +127,19 @@ def read_rows(path: str):
 
     The cells of a .csv file are text. Reading .parquet needs pyarrow.
     """
-    readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
-    read = readers.get(os.path.splitext(path)[1])
-    if not read:
+    module, _, function = READERS.get(os.path.splitext(path)[1], "").partition(":")
+    if not module:
         raise UserError(f"{path}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
                         "header) or .parquet")
     number = None
-    for number, row in read(path):
+    for number, row in getattr(importlib.import_module(module), function)(path):
         yield number, row
     if number is None:
         raise UserError(f"{path}: no rows")
 
 
-def _json_rows(path):
+def json_rows(path):
+    """Yield (line number, row) of a .jsonl file."""
     for number, text in lines_of(path):
         if not text.strip():
             continue
@@ -147,49 +148,6 @@ def _json_rows(path):
                 raise ValueError("a JSON list; write one object per line")
             row = parse_object(text)
         yield number, row
-
-
-def _csv_rows(path):
-    # A conversation in one cell may be longer than Python's limit of 131,072 characters.
-    csv.field_size_limit(2**24)
-    reader = csv.reader((text for _, text in lines_of(path)), strict=True)
-    header = None
-    while True:
-        # A cell in quotes may hold line breaks, so one row may take several lines.
-        number = reader.line_num + 1
-        with reading(path, number):
-            cells = next(reader, None)
-            if cells and header and len(cells) != len(header):
-                raise ValueError(f"{len(cells)} fields, the header has {len(header)}; "
-                                 "quote a field that holds a comma")
-        if cells is None:
-            return
-        if cells and header:
-            yield number, dict(zip(header, cells))
-        elif cells:
-            header = [name.strip() for name in cells]
-            if len(set(header)) < len(header):
-                raise UserError(f"{path}:{number}: the header names a column twice")
-
-
-def _parquet_rows(path):
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; '
-                        "or convert to .jsonl") from None
-    with reading(path):
-        rows = parquet.read_table(path).to_pylist()
-    for number, row in enumerate(rows, 1):
-        with reading(path, number):
-            # The same rules as for .jsonl: no dates, no bytes, no NaN.
-            row = parse_object(json.dumps(row), _without_nulls)
-        yield number, row
-
-
-def _without_nulls(pairs):
-    # Arrow gives all objects of a column the keys of all others.
-    return {key: value for key, value in pairs if value is not None}
 
 
 # --------------------------------------------------------------------------------------- YAML

@@ -6,26 +6,24 @@ share of the step's micro-batches, whose losses are divided by counts over the w
 one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
 
 A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails. Of
-a machine that is cut off nobody is told. So every rank says in torchrun's store that it lives, and
-waits for the others as long as they do.
+a machine that is cut off nobody is told: a rank waits for others while they live (alive.py).
 """
 import atexit
 import functools
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
+from importlib import import_module
 
 from experiment.errors import RankLost, Stop, UserError, first_line
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
 TIMEOUT = timedelta(minutes=10)  # of a collective, once all ranks are there
-BEAT = 5  # seconds between two signs of life
-SILENCE = 60  # seconds without one: the rank's machine or network is gone
+ALIVE = "experiment.alive"  # which a single process does not import
 
 
 @functools.cache
@@ -44,7 +42,6 @@ class Ranks:
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
         self.group = self.meeting = None
-        self.lost = []  # what is wrong with another rank, if anything
         if world == 1:
             return
         import torch
@@ -55,7 +52,7 @@ class Ranks:
             self._choose_gpu()
         dist.init_process_group(backend, timeout=TIMEOUT)
         self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.others = import_module(ALIVE).Others(rank, world)
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:
@@ -69,26 +66,6 @@ class Ranks:
             ranks.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
             ranks.meeting = dist.new_group(backend="gloo", timeout=WAIT)
         return ranks
-
-    def _watch(self):
-        """Say that this rank lives, and listen to the others."""
-        import torch.distributed as dist
-        heard = {}  # rank -> how often it was heard, and when for the last time
-        try:
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                                  timeout=timedelta(seconds=SILENCE))
-            while not self.lost:
-                store.add(f"alive/{self.rank}", 1)
-                now = time.monotonic()
-                for rank in range(self.world):
-                    beats = store.add(f"alive/{rank}", 0)
-                    if heard.setdefault(rank, (beats, now))[0] != beats:
-                        heard[rank] = beats, now
-                    elif now - heard[rank][1] > SILENCE:
-                        self.lost.append(f"nothing was heard of rank {rank} for {SILENCE} s")
-                time.sleep(BEAT)
-        except RuntimeError as error:
-            self.lost.append(first_line(error))
 
     def launcher(self):
         """Return the words of a command line that start as many processes on this machine."""
@@ -106,9 +83,7 @@ class Ranks:
 
     def _be_silent(self):
         """Print nothing but errors. What rank 0 prints is enough."""
-        from tqdm import tqdm
         sys.stdout = open(os.devnull, "w")
-        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
 
     def share(self, n: int) -> range:
         """Return this rank's share of n things in a row."""
@@ -199,8 +174,7 @@ class Ranks:
         try:
             arrival = dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True)
             while not arrival.is_completed():
-                if self.lost:
-                    raise RuntimeError(self.lost[0])
+                self.others.check()
                 time.sleep(0.002)
             arrival.wait()
             collective(*args)

@@ -1,29 +1,83 @@
-"""What a run prints: notes before its steps, alarms, the held-out table, what to do next."""
+"""What a run prints: plan, a line a step, notes, alarms, the held-out table, what to do next."""
 import math
+import re
 import shlex
 from statistics import fmean
 from types import SimpleNamespace
 
+from experiment.bars import duration
 from experiment.data import objects
 
-COLUMNS = ("success", "reward", "actions", "structure", "completion", "truncated",
-           "tool_errors")
+HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncated", "tool_errors",
+            "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
+COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count": "pairs"}
+SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
 KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "dtype")  # of the run, for the next
+STEP_NUMBERS = ("success", "reward", "entropy", "kl")
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
-NAMES = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
-         "structure", "groups_without_signal")
+WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
+           "structure", "groups_without_signal")
+
+
+def plan(config, steps):
+    """Return a line that says what the steps of a run are."""
+    if hasattr(config, "tasks_per_step") and not getattr(config, "trajectories", None):
+        size = (f"{config.tasks_per_step} tasks x {config.group_size} episodes of at most "
+                f"{config.max_tokens} tokens")
+    else:
+        size = (f"batch_size {config.batch_size} x gradient_accumulation_steps "
+                f"{config.gradient_accumulation_steps}")
+    return f"training: {steps} steps, each of {size}"
+
+
+def step_numbers(line, n, width=0):
+    """Return n numbers of a step's line to look at while it trains, as text."""
+    # The value of a policy's loss says nothing.
+    names = STEP_NUMBERS if "reward" in line else ("loss", "accuracy", "margin")
+    shown = [f"{name} {line[name]:<{width}.3g}" for name in names if name in line]
+    return "  ".join(shown[:n])
+
+
+def step_line(step, total, line, seconds, left):
+    """Return a step's line for a reader without a bar. Both durations are in seconds."""
+    return (f"step {step:{len(str(total))}}/{total}  {step_numbers(line, 4, width=6)}  "
+            f"{seconds:.1f} s, {duration(left)} left")
+
+
+def headline(metrics):
+    """Return the numbers of an evaluation that tell most, as text."""
+    names = [name for name in HELD_OUT if name in metrics]
+    shown = [name for name in names if name in ("success", "reward") or "loss" in name]
+    return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)
+
+
+def wilson(k, n):
+    """Return the 95 % Wilson score interval of a share: k of n independent tasks solved."""
+    if not n:
+        return 0.0, 1.0
+    z = 1.959964
+    middle = (k + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(k * (n - k) / n + z * z / 4)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def print_table(before, after, steps, seconds):
-    """Print the held-out metrics before and after training; what was not evaluated is left out."""
-    rows = [("before", before), (f"after {steps} steps, {seconds:.0f} s", after)]
-    rows = [(label, metrics) for label, metrics in rows if "success" in metrics]
-    if not rows:
+    """Print the held-out metrics before and after training, a row each, shares with an interval."""
+    names = [name for name in HELD_OUT if name in after]
+    if not names:
         return
-    print(f"\n{'held-out tasks: ' + str(rows[0][1]['episodes']):26}"
-          + "".join(f"{name:>12}" for name in COLUMNS))
-    for label, metrics in rows:
-        print(f"{label:26}" + "".join(f"{metrics[name]:12.3f}" for name in COLUMNS))
+    counts = [f"{after[name]} {words}" for name, words in COUNTS.items() if after.get(name)]
+    interval = "   95 % interval" if SHARES.keys() & set(names) else ""
+    print(f"\nheld out: {', '.join(counts)}; trained: {steps} steps, {duration(seconds)}\n"
+          f"{'':16}{'before':>10}{'after':>10}{interval}")
+    for name in names:
+        old = f"{before[name]:.3f}" if name in before else "-"
+        interval = ""
+        if name in SHARES:
+            n = after[SHARES[name]]
+            low, high = wilson(after[name] * n, n)
+            interval = f"   {low:.3f} to {high:.3f}"
+        print(f"{name:16}{old:>10}{after[name]:10.3f}{interval}")
 
 
 def next_command(program, config, *words):
@@ -40,7 +94,7 @@ def next_command(program, config, *words):
     return shlex.join(words)
 
 
-def first_notes(metrics, config, model):
+def first_notes(metrics, config, model, has_expert):
     """Return notes on what the model was not made for: so many tokens, short turns, or tools.
 
     `metrics` are those of the untrained policy's held-out episodes, {} if there are none.
@@ -58,20 +112,30 @@ def first_notes(metrics, config, model):
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
-        if config.tasks:
-            words += ["--tasks", config.tasks]
+        for name in ("tasks", "env_options"):
+            if getattr(config, name, None):
+                words += [f"--{name}", getattr(config, name)]
+        advice = f"SFT first: {shlex.join(words)}" if has_expert else (
+            "a model that knows tools is a better start, or an _expert() for sft.py to imitate "
+            "(envs/template.py has one)")
         notes.append(
             f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
             f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "
-            f"SFT first: {shlex.join(words)}")
+            f"{advice}")
     return notes
 
 
 # ------------------------------------------------------------------------------------------- alarms
 class Alarms:
-    """Watch the lines of metrics.jsonl. Each kind of alarm is raised once."""
+    """Watch the lines of metrics.jsonl. Each kind of alarm is raised once.
 
-    def __init__(self):
+    Args:
+        flags: the names of the program's flags. Advice that names another flag is left out.
+        has_expert: False leaves out the advice to imitate the environment's expert.
+    """
+
+    def __init__(self, flags, has_expert):
+        self.flags, self.has_expert = set(flags), has_expert
         self.lines = []
         self.raised = set()
 
@@ -81,9 +145,15 @@ class Alarms:
         if len(self.lines) < WINDOW:
             return []
         raised = alarms(self.lines[:WINDOW], self.lines[-WINDOW:])
-        new = [raised[kind] for kind in raised if kind not in self.raised]
+        new = [self.sentence(*raised[kind]) for kind in raised if kind not in self.raised]
         self.raised.update(raised)
         return new
+
+    def sentence(self, observed, *advice):
+        """Return what was observed, and what of the advice can be followed here."""
+        kept = [words for words in advice if self.flags.issuperset(re.findall(r"--(\w+)", words))
+                and (self.has_expert or "sft.py" not in words)]
+        return f"{observed}; people {', or '.join(kept)}" if kept else observed
 
     def read(self, path):
         """Take in the lines of metrics.jsonl that a resumed run has written before."""
@@ -93,56 +163,55 @@ class Alarms:
 
 
 def alarms(early, late):
-    """Return {kind of alarm: one sentence} for a run's first and latest lines of metrics.
+    """Return {kind of alarm: (observed, *advice)} for a run's first and latest lines of metrics.
 
     Learning changes these numbers, too. Where success has grown, or is above 0.9, some of them say
     nothing. The mean of a number that is not there is NaN, which compares false: no alarm.
     """
     was, now = means(early), means(late)
     better = now.success > was.success + 0.05
-    tasks = "harder tasks" if now.success > 0.5 else "easier tasks or more SFT"
+    tasks = "take harder tasks" if now.success > 0.5 else "take easier tasks"
     checks = [
         ("entropy", now.entropy < 0.3 * was.entropy and not now.success > 0.9,
          f"entropy fell from {was.entropy:.3g} to {now.entropy:.3g} nats a token, the policy "
-         "hardly explores; people lower --learning_rate, raise --entropy_coef or --kl_coef, or use "
-         "--clip_eps_high 0.28"),
+         "hardly explores", "lower --learning_rate", "raise --entropy_coef", "raise --kl_coef",
+         "use --clip_eps_high 0.28"),
         ("noise", now.entropy > max(3 * was.entropy, 0.5),
          f"entropy rose from {was.entropy:.3g} to {now.entropy:.3g} nats a token, sampling turns "
-         "to noise; people lower --learning_rate or --entropy_coef, or raise --kl_coef"),
+         "to noise", "lower --learning_rate", "lower --entropy_coef", "raise --kl_coef"),
         ("approx_kl", now.approx_kl > 0.1,
-         f"updates move the policy {now.approx_kl:.3g} nats a token away from the sampler; "
-         "people lower --learning_rate or --updates_per_step"),
+         f"updates move the policy {now.approx_kl:.3g} nats a token away from the sampler",
+         "lower --learning_rate", "lower --updates_per_step"),
         ("kl", now.kl > 0.5,
-         f"KL to the policy this run started from is {now.kl:.3g} nats a token; "
-         "people raise --kl_coef or lower --learning_rate"),
+         f"KL to the policy this run started from is {now.kl:.3g} nats a token",
+         "raise --kl_coef", "lower --learning_rate"),
         ("length", now.sampled_tokens > 2 * was.sampled_tokens and not better,
          f"episodes grew from {was.sampled_tokens:.0f} to {now.sampled_tokens:.0f} sampled tokens "
-         "and solve no more; people lower --max_new_tokens, give length a cost, or use "
-         "--loss dr_grpo or dapo"),
+         "and solve no more", "lower --max_new_tokens", "give length a cost",
+         "use --loss dr_grpo or dapo"),
         ("length", now.sampled_tokens < 0.4 * was.sampled_tokens and not better,
          f"episodes shrank from {was.sampled_tokens:.0f} to {now.sampled_tokens:.0f} sampled "
-         "tokens and solve no more; people read them in report.html: something short is rewarded, "
+         "tokens and solve no more", "read them in report.html: something short is rewarded, "
          "or nothing is"),
         ("truncated", now.truncated > 0.2,
-         f"{now.truncated:.0%} of episodes are cut by a token limit; people raise "
-         "--max_new_tokens (one turn) or --max_tokens (the episode), as stop reasons say"),
+         f"{now.truncated:.0%} of episodes are cut by a token limit",
+         "raise --max_new_tokens (one turn)", "raise --max_tokens (the episode)"),
         ("tools", now.actions < 0.3 * was.actions,
-         f"tool calls an episode fell from {was.actions:.2g} to {now.actions:.2g}; people check "
-         "that the reward cannot be had without tools, lower --learning_rate, or give more SFT"),
+         f"tool calls an episode fell from {was.actions:.2g} to {now.actions:.2g}",
+         "check that the reward cannot be had without tools", "lower --learning_rate"),
         ("structure", now.structure < 0.1,
-         "the model makes hardly any tool call that can be read; people teach it the format first: "
-         "python sft.py with the same --model_path and --env, then start from its folder"),
+         "the model makes hardly any tool call that can be read", "teach it the format first "
+         "(python sft.py with the same --model_path and --env) and start from that folder"),
         ("signal", now.groups_without_signal > 0.9,
-         f"in {now.groups_without_signal:.0%} of groups all advantages are 0 and teach nothing; "
-         f"people take {tasks}, a larger --group_size, or --success_rate_lb and "
-         "--success_rate_ub")]
-    return {kind: sentence for kind, is_raised, sentence in checks if is_raised}
+         f"in {now.groups_without_signal:.0%} of groups all advantages are 0 and teach nothing",
+         tasks, "raise --group_size", "set --success_rate_lb and --success_rate_ub")]
+    return {kind: words for kind, is_raised, *words in checks if is_raised}
 
 
 def means(rows):
     """Return the mean of each number that the alarms watch, over the rows that have it."""
     out = SimpleNamespace()
-    for name in NAMES:
+    for name in WATCHED:
         values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
         setattr(out, name, fmean(values or [math.nan]))
     return out

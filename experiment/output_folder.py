@@ -3,19 +3,24 @@
 Nothing is removed: a run that is overwritten, or a checkpoint that is in the way, is renamed.
 """
 import fcntl
+import importlib
 import os
 import re
 from pathlib import Path
 
-from experiment.checkpoint import check_ingredients, checkpoints, newest_checkpoint, read_state
+from experiment.checkpoint import (check_ingredients, checkpoints, newest_checkpoint, read_state,
+                                   whole_logs)
 from experiment.config import ONCE, convert, options
 from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
-from experiment.files import replace_file, set_aside, to_json
+from experiment.files import replace_file, set_aside, sync, to_json
 
 CONFIG = "config.yaml"
-LOGS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")  # JSON objects with a "step"
-NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
+EPISODES = "trajectories.jsonl"
+LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
+EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
+THINNING = "experiment.thinning"  # few runs need it
+NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
@@ -65,13 +70,14 @@ class OutputFolder:
         algorithm = algorithm_of(self.path)
         present = [name for name in NAMES if (self.path / name).exists()]
         if present and not algorithm:
-            raise UserError(f"{self.path}: already holds {present[0]}, which no run has written; "
-                            "give another --output_dir")
+            raise UserError(f"{self.path}: already holds {present[0]}, and no config.yaml that "
+                            "a run has written; give another --output_dir")
         if not algorithm or values.get("resume"):
             return
         if not values.get("overwrite"):
             raise UserError(f"{self.path}: already holds a {algorithm} run; --resume continues it, "
-                            "--overwrite renames it, or give another --output_dir")
+                            "--overwrite renames it (in Python: resume=True, overwrite=True), or "
+                            "give another --output_dir")
         self._check_start(values)
         self.is_replaced = True
 
@@ -126,21 +132,23 @@ class OutputFolder:
             self._lock(values["output_dir"])
         if self.is_resumed:
             self._go_back()
-        self._write_config(values)
+        self.values = values
+        self.write_config()
 
     # -------------------------------------------------------------------------------------- writing
     def write(self, name, text):
         """Write a file of the folder whole or not at all."""
         replace_file(self.path / name, text)
 
-    def _write_config(self, values):
+    def write_config(self):
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
-        kept = {name: value for name, value in values.items() if name not in ONCE}
+        kept = {name: value for name, value in self.values.items() if name not in ONCE}
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         text = yaml.safe_dump(kept, sort_keys=False)
         again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
-        self.write(CONFIG, f"# {self.algorithm} run; {again}\n{text}")
+        unsafe = " with --unsafe_code" if self.values.get("unsafe_code") else ""
+        self.write(CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""
@@ -151,6 +159,20 @@ class OutputFolder:
         """Return {log: bytes}. A checkpoint holds them; what was written later is cut on resume."""
         paths = [self.path / name for name in LOGS]
         return {path.name: path.stat().st_size for path in paths if path.exists()}
+
+    def flush(self):
+        """Flush the logs to the disk. A config.yaml that someone has removed is written again."""
+        if not (self.path / CONFIG).exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write_config()
+        for name in self.log_sizes():
+            sync(self.path / name)
+
+    def thin(self, step):
+        """Thin trajectories.jsonl after the episodes of a step if it has become too large."""
+        path = self.path / EPISODES
+        if path.exists() and path.stat().st_size > EPISODE_BYTES:
+            importlib.import_module(THINNING).thin(path, step)
 
     # ------------------------------------------------------------------------------------- resuming
     def continue_run(self, config, values, paths):
@@ -185,10 +207,15 @@ class OutputFolder:
         return None, checkpoint, state
 
     def _compare(self, config, values):
-        """Refuse other flags than the run began with. Returns True if it is to become longer."""
+        """Refuse other flags than the run began with. Returns True if it is to become longer.
+
+        A `max_steps` of None in `values` becomes that of the run.
+        """
         flags, path = options(type(config)), self.path / CONFIG
         began = {name: convert(value, flags[name], f"{path}: {name}")
                  for _, name, value in read_yaml(path) if name in flags and name not in FREE}
+        if values.get("max_steps", 0) is None:
+            values["max_steps"] = began.get("max_steps")
         changed = {name: old for name, old in began.items() if old != values[name]}
         if _sequences(values) == _sequences({**values, **began}):
             for name in UPDATE:
@@ -216,11 +243,18 @@ class OutputFolder:
     def _go_back(self):
         """Take away what was written after the checkpoint: result, log lines, newer checkpoints."""
         (self.path / "result.json").unlink(missing_ok=True)
-        sizes = self.state["lines"] if self.state else {}
+        sizes, step = (self.state["lines"], self.state["step"]) if self.state else ({}, 0)
+        for thinned_at, whole in whole_logs(self.path):
+            if thinned_at >= step:
+                whole.replace(self.path / EPISODES)
         for name in LOGS:
             path, size = self.path / name, sizes.get(name, 0)
-            if path.exists() and path.stat().st_size > size:
+            length = path.stat().st_size if path.exists() else 0
+            if length > size:
                 os.truncate(path, size)
+            elif 0 < length < size:
+                print(f"{path}: lines of before step {step} were removed; what is left is now "
+                      f"{set_aside(path).name}")
         for path in checkpoints(self.path):
             if self.state and int(path.name[5:]) > self.state["step"]:
                 print(f"{path}: is now {set_aside(path).name}")

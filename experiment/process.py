@@ -19,12 +19,15 @@ class Signals:
     """While this is open, in the main thread, the first signal ends the run where nothing is lost.
 
     Inside the training loop that is before the step's first update or at the end of the step, and
-    outside of it at once. A second signal ends the process at once. The first run that is made
-    inside takes part; runs that are made inside that run are a part of it.
+    outside of it at once. A second signal ends the process at once.
+
+    Attributes:
+        run: the first run that is made inside. Its command continues all.
+        looping: the run whose steps are taken now: `run`, or one inside it and a part of it.
     """
 
     def __enter__(self):
-        self.signum = self.run = None
+        self.signum = self.run = self.looping = None
         self.previous = {}
         if threading.current_thread() is threading.main_thread():
             for signum in HANDLED:
@@ -41,7 +44,7 @@ class Signals:
         if self.signum:
             os._exit(128 + signum)
         self.signum = signum
-        if not (self.run and self.run.looping):
+        if not self.looping:
             raise self.stop()
         try:
             # print() may not be called again while it is interrupted, os.write() may.
@@ -56,14 +59,18 @@ class Signals:
 
     def stop(self):
         """Return the Stop that ends the process."""
-        how = f" after step {self.run.step}; continue with: {self.run.command}" if self.run else ""
+        how = ""
+        if self.run:
+            inside = self.looping or self.run
+            where = "" if inside is self.run else f" in {inside.folder}"
+            how = f" after step {inside.step}{where}; continue with: {self.run.command}"
         return Stop(f"stopped by {self.name}{how}", 128 + self.signum)
 
 
 def active_signals():
-    """Return the open Signals that no run belongs to yet, or None."""
+    """Return the open Signals, or None."""
     handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return handler if isinstance(handler, Signals) and not handler.run else None
+    return handler if isinstance(handler, Signals) else None
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -76,6 +83,13 @@ def give_back_memory():
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):
         pass  # another C library
+
+
+def is_out_of_memory(error):
+    """True if memory was too small: Python's, NumPy's, a file's, or the allocators of torch."""
+    words = "can't allocate memory", "CUDA error: out of memory", "Cannot allocate memory"
+    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            or any(phrase in str(error) for phrase in words))
 
 
 def peak_memory_mb():

@@ -6,7 +6,7 @@ import sys
 from experiment.command_line import parse
 from experiment.errors import EnvironmentFault, RankLost, Stop, UserError, first_line
 from experiment.files import is_disk_full
-from experiment.process import Signals
+from experiment.process import Signals, is_out_of_memory
 
 
 def main(config_class, train, doc):
@@ -23,14 +23,16 @@ def main(config_class, train, doc):
         6       the environment is broken
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
-    # What the terminal cannot show is escaped.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    # What the terminal cannot show is escaped, and every line is written at once, into a file too.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     words, code = "", 0
     try:
         with Signals() as signals:
             train(parse(config_class, sys.argv[1:], doc))
     except BaseException as error:
-        words, code = _explain(error, signals)
+        words, code = _explain(error, signals, hasattr(config_class, "learning_rate"))
         if words is None:
             raise
     rank = os.environ.get("RANK", "0")
@@ -46,8 +48,8 @@ def main(config_class, train, doc):
         sys.exit(code)
 
 
-def _explain(error, signals):
-    """Return (one line, exit status) for what ended a run; None if a traceback is better."""
+def _explain(error, signals, trains):
+    """Return (one line, exit status) for what ended a program; None if a traceback is better."""
     run = signals.run
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     reason = " ".join(str(error).split())
@@ -64,9 +66,9 @@ def _explain(error, signals):
     if is_disk_full(error):
         then = f"; earlier checkpoints are whole; make room, then: {run.command}" if run else ""
         return f"the disk is full ({reason}){then}", 4
-    memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    # On a CPU torch says it in a RuntimeError.
-    if memory or "can't allocate memory" in reason:
-        command = shlex.join(["python", "bench/memory.py", *sys.argv])
-        return f"out of memory: {first_line(error)}; what would fit: {command}{notes}", 1
+    if is_out_of_memory(error):
+        fits = "what would fit: " + shlex.join(["python", "bench/memory.py", *sys.argv])
+        if not trains:
+            fits = "lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
+        return f"out of memory: {first_line(error)}; {fits}{notes}", 1
     return None, 1

@@ -8,22 +8,25 @@
             run.log(loss=loss)
     return run.finish()
 
-torch and tqdm are imported where they are used, so that --help answers at once.
+torch and tqdm are imported where they are used: what reads flags alone does not wait for them.
 """
 import math
 import os
 import shlex
 import sys
 import time
+from importlib import import_module
 
-from experiment.checkpoint import (fingerprints, ingredients, load_optimizer, optimizer_tensors,
-                                   prune, trained_parameters, write_checkpoint)
-from experiment.config import convert, options
+from experiment.bars import NO_BAR, say
+from experiment.checkpoint import (check_room, fingerprints, ingredients, load_optimizer,
+                                   optimizer_tensors, prune, trained_parameters, write_checkpoint)
+from experiment.config import code_flags, convert, options
 from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
-from experiment.files import finite, sync, to_json
-from experiment.notes import Alarms, first_notes, next_command, print_table
+from experiment.files import finite, to_json
+from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
+                              step_line, step_numbers)
 from experiment.output_folder import OutputFolder, algorithm_of
 from experiment.process import active_signals, peak_memory_mb
 from experiment.seeds import mix
@@ -31,6 +34,7 @@ from experiment.seeds import mix
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
+REPORT = "window.report"  # the room that shows a run, entered when it has finished
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
 
@@ -50,19 +54,21 @@ class Run:
         watch: the count of environments' faults of the last rollout, or None.
     """
 
-    def __init__(self, config, algorithm, sources=()):
+    def __init__(self, config, algorithm, envs=None):
         """Lock the output folder, and verify the checkpoint to resume. `begin` changes the folder.
 
         Args:
             config: the filled config.
             algorithm: the name of the algorithm.
-            sources: the paths of the files that define its environment. No run is resumed on
-                others, nor on other weights or data.
+            envs: the package that knows the config's environment, or None. No run is resumed on
+                other files of an environment, nor on other weights or data.
 
         Raises UserError if a value is out of bounds, or the folder cannot be written, is in use, or
         holds a run that is neither to be resumed nor to be overwritten.
         """
-        self.config, self.algorithm, self.sources = config, algorithm, sources
+        self.config, self.algorithm = config, algorithm
+        self.sources = envs.sources(config.env) if envs else []
+        self.has_expert = bool(envs) and envs.has_expert(config.env)
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
                        for name in flags}
@@ -71,10 +77,10 @@ class Run:
         self.program = program_of(config, algorithm)
         written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
-                                   "--config", written, "--resume"])
+                                   "--config", written, *code_flags(self.values), "--resume"])
         self.files = OutputFolder(config.output_dir, algorithm, self.command)
         self.folder = self.files.path
-        self.alarms = Alarms()
+        self.alarms = Alarms(flags, self.has_expert)
         self.step = self.bad = 0
         self.opened = time.time()
         self.rollout_seconds = 0.0
@@ -85,7 +91,7 @@ class Run:
         self.saved = self.score = self.unlogged = self.marks = self.schedule = None
         self.signals = active_signals()
         if self.signals:
-            self.signals.run = self
+            self.signals.run = self.signals.run or self
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
 
     def _open(self):
@@ -129,9 +135,14 @@ class Run:
             error.add_note(f"{lost}{saved}; continue with: {self.command}")
 
     def total_steps(self, steps_per_epoch, default=None):
-        """Return --max_steps, else the steps of --num_epochs passes over the data, else default."""
-        if self.config.max_steps is not None:
-            return self.config.max_steps
+        """Return --max_steps, else the steps of --num_epochs passes over the data, else default.
+
+        A resumed run has as many as before unless --max_steps says more.
+        """
+        # The first rank has read what the run began with.
+        steps = self.ranks.first(lambda: self.values["max_steps"])
+        if steps is not None:
+            return steps
         if self.config.num_epochs is None:
             return default
         return self.config.num_epochs * max(1, steps_per_epoch)
@@ -162,27 +173,15 @@ class Run:
             evaluate_before: False if the policy is not worth evaluating before the first step.
         """
         from tqdm import tqdm
-        self.total, self.training = total, state
-        self.begin()
-        saved = self._restore(state)
-        self.schedule = saved.get("schedule", total)
-        self.before = saved.get("before", {})
-        if not saved and evaluate_before:
-            self.before = evaluate()
-        # Both clocks count earlier sessions. That of training starts after the first evaluation.
-        self.began = time.time() - saved.get("seconds", 0.0)
-        self.opened -= saved.get("seconds", 0.0)
-        if self.algorithm != "sft":
-            for note in first_notes(self.before, self.config, state.model):
-                print(note)
-        self.looping, self.marks = True, self.files.log_sizes()
-        self.saved_at = time.monotonic()
+        saved = self._start(total, state, evaluate if evaluate_before else dict)
+        self._loop(True)
         if saved.get("unlogged"):
             # The run was stopped between a step and its line: write that line now.
             self.line = saved["unlogged"]
             self._close_step(evaluate, {})
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
-                   disable=not total)
+                   disable=NO_BAR, leave=False, dynamic_ncols=True)
+        first, started = self.step, time.monotonic()
         for step in bar:
             self.line, self.rollout_seconds, began = {}, 0.0, time.time()
             for group in state.optimizer.param_groups:
@@ -195,19 +194,54 @@ class Run:
             self.unlogged, self.marks = self.line, self.files.log_sizes()
             self.score = None
             self._close_step(evaluate, timing)
-            bar.set_postfix({name: self.line[name] for name in ("success", "loss")
-                             if name in self.line})
+            bar.set_postfix_str(step_numbers(self.line, 2))
+            if bar.disable:
+                left = (time.monotonic() - started) / (self.step - first) * (total - self.step)
+                say(step_line(self.step, total, self.line, timing["seconds"], left))
         self.training_seconds = time.time() - self.began
         if self.saved != self.step:
             self._save()
-        self.looping = False
+        self._loop(False)
         self.check()
         self.after = evaluate()
+
+    def _start(self, total, state, evaluate):
+        """Begin or restore the run, evaluate the policy of a new one, and print what comes.
+
+        Returns the state.json of the checkpoint to continue from, {} in a new run.
+        """
+        self.total, self.training = total, state
+        self.values["max_steps"] = total
+        self.begin()
+        self.ranks.first(lambda: self.files.write_config())
+        saved = self._restore(state)
+        self.schedule = saved.get("schedule", total)
+        self.before = saved.get("before") or ({} if saved else evaluate())
+        if self.before and not saved:
+            say(f"before: {headline(self.before)}")
+        # Both clocks count earlier sessions. That of training starts after the first evaluation.
+        self.began = time.time() - saved.get("seconds", 0.0)
+        self.opened -= saved.get("seconds", 0.0)
+        if self.algorithm != "sft":
+            for note in first_notes(self.before, self.config, state.model, self.has_expert):
+                say(note)
+        if total > self.step:
+            say(plan(self.config, total - self.step))
+        return saved
+
+    def _loop(self, looping):
+        """Enter or leave the loop, in which a signal waits until nothing is lost."""
+        self.looping, self.marks = looping, self.files.log_sizes()
+        self.saved_at = time.monotonic()
+        if self.signals:
+            self.signals.looping = self if looping else None
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
         if self.config.eval_every and self.step % self.config.eval_every == 0:
-            self.line.update({f"eval/{name}": value for name, value in evaluate().items()})
+            metrics = evaluate()
+            self.line.update({f"eval/{name}": value for name, value in metrics.items()})
+            say(f"after step {self.step}: {headline(metrics)}")
         self.write_line(self.step - 1, self.line, timing)
         self.score = self.line.get("eval/success")
         self.unlogged, self.marks = None, self.files.log_sizes()
@@ -237,7 +271,9 @@ class Run:
         `seed` names the pass over them: each of its micro-batches draws its own dropout.
         """
         import torch
-        for rows in self.ranks.micro_batches(sequences, self.config.batch_size):
+        from tqdm import tqdm
+        slices = self.ranks.micro_batches(sequences, self.config.batch_size)
+        for rows in tqdm(slices, "forward passes", disable=NO_BAR, leave=False, delay=2):
             self.check()
             torch.manual_seed(mix(self.config.seed, "dropout", *seed, rows.start))
             yield rows
@@ -258,6 +294,8 @@ class Run:
             return
         self.log(**summarise(episodes))
         self.write_episodes(episodes, LOGGED_EPISODES)
+        if self.writes:
+            self.files.thin(self.step)
 
     def write_episodes(self, episodes, limit=None):
         """Append the first `limit` episodes and the rest of their groups, or all, if None.
@@ -276,7 +314,7 @@ class Run:
         self._append("metrics.jsonl", [{"step": step, **metrics}])
         self._append("timing.jsonl", [{"step": step, **timing}])
         for sentence in self.alarms.add(metrics):
-            print(f"ALARM, step {step}: {sentence}")
+            say(f"ALARM, step {step}: {sentence}")
 
     def _append(self, name, lines):
         if self.writes:
@@ -302,7 +340,7 @@ class Run:
         """Write the episodes of a step that is skipped, or raise Stop: the third in a row."""
         reason = printable(reason)
         if not episodes:
-            print(f"step {self.step}: {reason}: skipped")
+            say(f"step {self.step}: {reason}: skipped")
             return
         self.bad += 1
         path = self.folder / f"bad_step_{self.step}.json"
@@ -310,7 +348,7 @@ class Run:
             content = {"step": self.step, "why": reason,
                        "episodes": [t.to_json() for t in episodes]}
             self.files.write(path.name, to_json(content, indent=1))
-        print(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
+        say(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
             raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
                        f"lower --learning_rate, or look at the rewards in {path}; another run can "
@@ -329,6 +367,7 @@ class Run:
     def _restore(self, state):
         """Load the checkpoint to continue from; return its state.json, {} in a new run."""
         self.ranks.check_alike(trained_parameters(state.optimizer))
+        self.ranks.first(lambda: check_room(self.folder, state.optimizer))
         if not self.checkpoint:
             if self.writes:
                 self.made_of = fingerprints(self._ingredients())
@@ -343,8 +382,7 @@ class Run:
     def _save(self):
         """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
         if self.writes:
-            for name in self.marks:
-                sync(self.folder / name)
+            self.files.flush()
             state = {"step": self.step, "algorithm": self.algorithm, "score": self.score,
                      "before": self.before, "seconds": time.time() - self.began,
                      "schedule": self.schedule, "bad": self.bad, "made_of": self.made_of,
@@ -371,18 +409,17 @@ class Run:
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
-        result = self.ranks.first(lambda: self._write_result(finite(result)))
-        return result
+        return self.ranks.first(lambda: self._write_result(finite(result)))
 
     def _write_result(self, result):
         self.files.write("result.json", to_json(result, indent=1))
-        from window.report import write_html
+        report = import_module(REPORT)
         try:
-            write_html(self.folder)
+            report.write_html(self.folder)
         except (UserError, OSError) as error:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)
-        return result
+        return report.Result(self.folder)
 
 
 def program_of(config, algorithm):

@@ -16,14 +16,8 @@ UNKNOWN = "softcap", "s_aux", "position_bias"  # what changes scores in ways not
 def grouped_attention(query, key, value, bias, scaling):
     """Attention as two matrix products, without repeating a key for the query heads that share it.
 
-    The query heads of one KV head are stacked as its query rows.
-
-    Args:
-        query: (B, H, T, D).
-        key, value: (B, H_kv, S, D).
-        bias: what is added to the scores, of a shape that broadcasts to (B, H_kv, H / H_kv, T, S).
-
-    Returns (B, T, H, D).
+    The query (B, H, T, D) heads of one KV head are stacked as its query rows. key and value are
+    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S). Returns (B, T, H, D).
     """
     B, H, T, D = query.shape
     kv_heads, S = key.shape[1:3]
@@ -31,7 +25,7 @@ def grouped_attention(query, key, value, bias, scaling):
     scores = query @ key.transpose(2, 3)  # (B, H_kv, H / H_kv * T, S)
     weights = scores.view(B, kv_heads, -1, T, S).add_(bias).softmax(-1)
     out = weights.view(scores.shape) @ value
-    return out.reshape(B, H, T, -1).transpose(1, 2)
+    return out.reshape(B, H, T, -1).transpose(1, 2).contiguous()
 
 
 def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
@@ -57,7 +51,7 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     bias = row_cache.bias(sliding_window, groups, query.dtype)
     stacked = query.reshape(R, H // groups, groups * C, D)
     out = F.scaled_dot_product_attention(stacked, key, value, bias, scale=scaling)
-    return out.reshape(R, H, C, -1).transpose(1, 2), None
+    return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
@@ -108,12 +102,6 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
 def changes_scores(arguments: dict) -> bool:
     """True if a model hands its attention what only some of transformers' kernels know."""
     return any(arguments.get(name) is not None for name in UNKNOWN)
-
-
-def other_layers(config) -> list[str]:
-    """Return the kinds of layers that are neither full nor sliding-window attention."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return sorted(kinds - {"full_attention", "sliding_attention"})
 
 
 def packed_attention(attend, P, B, query, key, value):

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
     """Return one pass over the items in random order, in batches of at most `size`.
 
-    Every item is in one batch. Batches are as even as possible, so that none is left with a few.
+    Batches are as even as possible, so that none is left with a few.
     """
     order = np.random.default_rng(seed).permutation(len(items))
     batches = []
@@ -35,9 +35,8 @@ def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
 def cheapest_order(trajectories: list, batch_size: int) -> list:
     """Return the episodes in an order in which passes of `batch_size` take few tokens.
 
-    It is by length or by group. Neighbours in length need less padding. The members of a group
-    share their prompt, which `token_logprobs` forwards once. The longest come first, so that what
-    does not fit in memory fails at once. The order is a function of token counts only.
+    It is by length, which needs less padding, or by group, whose prompt is forwarded once. The
+    longest come first, so that what does not fit in memory fails at once.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
     longest = {}  # of each group

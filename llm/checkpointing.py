@@ -21,10 +21,7 @@ def layers_of(model) -> list:
 def checkpoint_layers(model, offload: bool = False, stream=None):
     """Make every layer keep its input alone and run again in the backward pass.
 
-    Args:
-        model: changed in place
-        offload: True lets the inputs wait in host memory
-        stream: the `Stream` that brings a layer's weights before it runs, if layers are streamed
+    With `offload` the inputs wait in host memory. `stream` brings the weights of streamed layers.
     """
     for i, layer in enumerate(layers_of(model)):
         layer.gradient_checkpointing = True
@@ -82,9 +79,8 @@ def recompute(run, *inputs):
 class _Recompute(torch.autograd.Function):
     """run(*inputs), whose graph is built in the backward pass (re-entrant; arXiv 1604.06174).
 
-    torch.utils.checkpoint is not used because it refuses torch.autograd.grad in its re-entrant
-    form, finds saved tensors by hooks in its other form, and needs an input that requires a
-    gradient. Here an empty tensor plays that role.
+    torch.utils.checkpoint refuses torch.autograd.grad in this form, and needs an input that
+    requires a gradient. Here an empty tensor plays that role.
     """
 
     @staticmethod
@@ -113,8 +109,7 @@ class Stream:
 
     Layer i is always a view of slot i % 2. `enter(i)` runs before layer i: it makes sure that the
     slot holds the layer, and starts to copy the next layer in the direction of travel into the
-    other slot. The views stay valid until another layer of the same slot is entered. Therefore the
-    backward pass has to run each layer again, and every sweep should serve all rows of a batch.
+    other slot. The views are valid until then, so the backward pass has to run each layer again.
     """
 
     def __init__(self, layers, device):

@@ -23,26 +23,25 @@ did, and `row.logprobs`, their log-probabilities in nats under the distribution 
 from. A turn ends with one of the engine's stop ids or with its `limit`-th token. What a row samples
 follows from its ids and its seed. Everything else in a Row belongs to the engine.
 
-Every row writes at its own position of the cache (kv_cache.py), and attention masks what lies
-beyond (attention.py). The rows that decode are kept in the first slots, so that a step reads a
-slice of the cache and copies nothing. A token and its log-probability come from one softmax
-(sampling.py) and from the row's own random numbers, so what is drawn depends on the row's seed and
-the logits. Nothing is forwarded twice. The engine whose decode steps are CUDA graphs stands beside
-this one, in static_engine.py.
+The rows that decode are kept in the first slots, so that a step reads a slice of the cache and
+copies nothing. A token and its log-probability come from one softmax.
 """
 import math
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import torch
 
 from experiment.errors import UserError
-from llm.attention import other_layers, row_attention
+from llm.attention import row_attention
 from llm.fused import Fused, fits
 from llm.kv_cache import RowCache
 from llm.logprobs import head_logits
+from llm.memory import facts
 from llm.sampling import sample
 
+STATIC = "llm.static_engine"  # what a GPU needs
 LONG = 2**14  # tokens of one prefill above which its rows are split in two
 
 
@@ -60,13 +59,9 @@ class Row:
     """
 
     def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=()):
-        """
-        Args:
-            prompt: ids.
-            group: rows of the same group have the same prompt, which then runs once.
-            seed: of the row's random numbers.
-            limit: tokens that this turn may sample.
-            forced: ids taken in place of sampled ones, with their log-probabilities.
+        """Take the ids of a prompt, which runs once for all rows of its group.
+
+        The first turn may sample `limit` tokens. `forced` ids are taken in place of sampled ones.
         """
         self.pending = list(prompt)
         self.length = 0
@@ -98,24 +93,16 @@ class Row:
 
 
 class Engine:
-    """Decodes rows until a stop id or the limit of each turn.
-
-    What comes next depends on token counts, never on the clock. An engine is for the weights as
-    they are now: make a new one when they have changed.
-    """
+    """Decodes rows until a stop id or the limit of each turn, with the weights as they are now."""
 
     def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0,
                  top_k: int = 0, top_p: float = 1.0, fused: bool = True):
-        """
-        Args:
-            slots: rows that are in the batch at the same time.
-            stop_ids: ids that end a turn. They are part of it.
-            temperature, top_k, top_p: as in `sampling.sample`.
-            fused: use `fused.Fused` if it applies.
+        """Make an engine of so many `slots`, the rows that are in the batch at the same time.
 
-        Raises UserError for a model whose attention the cache cannot hold.
+        Raises UserError for a model that the probe at load has found to decode wrongly.
         """
-        check_attention(model)
+        if facts(model).refuses_engine:
+            raise UserError(facts(model).refuses_engine)
         self.model = model
         self.device = model.device
         self.slots = slots
@@ -269,6 +256,19 @@ class Engine:
             row.slot = slot
 
 
+def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options) -> Engine:
+    """Return the engine for the model's device: the static one on a GPU, else the plain one.
+
+    `static` overrides the choice. With room from the first step on for the `tokens` that a row has
+    in the end, no graph has to be captured again. The options are those of `Engine`.
+    """
+    if static is None:
+        static = model.device.type == "cuda"
+    if static:
+        return import_module(STATIC).StaticEngine(model, tokens=tokens, **options)
+    return Engine(model, **options)
+
+
 class StockForward:
     """The forward pass by transformers' own modules, with `row_attention` as their attention."""
 
@@ -289,16 +289,3 @@ class StockForward:
                 row_cache=cache).last_hidden_state
         finally:
             self.config._attn_implementation = before
-
-
-def check_attention(model):
-    """Raise UserError for a model whose past is more than the keys and values of each layer."""
-    config = model.config.get_text_config()
-    others = other_layers(config)
-    shared = getattr(config, "num_kv_shared_layers", 0)
-    if others or shared or not getattr(model, "_supports_attention_backend", False):
-        name = type(model).__name__
-        raise UserError(
-            f"{name}: the engine cannot hold its cache ({', '.join(others) or name}); "
-            "models with full or sliding-window attention work "
-            "(Llama, Qwen2, Qwen3, Gemma 3, SmolLM)")

@@ -1,11 +1,7 @@
 """The forward pass of the Llama family (Llama, Qwen2, Qwen3) in few kernels, for the rollout.
 
-A layer takes 11 kernels and the attention, where the stock modules launch 41 to 57: RMSNorm, one
-product for q, k and v, RoPE on q and k together, attention, the output product, RMSNorm, one
-product for gate and up, SwiGLU, the down product. It has no gradients.
-
-Every other architecture, 4-bit weights, an adapter that is not merged, and modules with hooks stay
-with the stock modules.
+A layer takes 11 kernels and the attention, where the stock modules launch 41 to 57. Every other
+architecture, 4-bit weights, an adapter that is not merged, and modules with hooks stay with those.
 
 It takes no memory: the joint weights replace the model's tensors, which become views of them. On
 a CPU, bfloat16 weights are held in oneDNN's layout, in which a product of few rows takes 25 to

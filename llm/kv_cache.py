@@ -8,8 +8,7 @@ import torch
 def empty_pages(like, shape):
     """Return zeros of this shape, with the dtype and the device of `like`.
 
-    On a CPU they are pages of their own. These take no memory until they are written, and the
-    system gets them back as soon as the tensor is gone, for example when the cache has grown.
+    On a CPU they are pages of their own, which take no memory until they are written.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
@@ -21,9 +20,8 @@ def empty_pages(like, shape):
 class RowCache:
     """Keys and values of every layer, each a tensor (slots, H_kv, S, D).
 
-    It takes the place of transformers' Cache. Before each forward pass, `prepare` or
-    `prepare_step` says which rows the pass is for and where their new tokens go. A pass has R rows
-    and C tokens per row.
+    It takes the place of transformers' Cache. Before each forward pass of R rows and C tokens per
+    row, `prepare` or `prepare_step` says which rows it is for and where their new tokens go.
 
     Attributes:
         tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
@@ -42,10 +40,9 @@ class RowCache:
     def prepare(self, slots: list[int], starts: list[int], counts: list[int]):
         """Make the next pass write `counts` tokens per row, from position `starts`.
 
-        Shorter rows are padded on the right to the width of the longest. The padding is stored like
-        tokens, at positions that no query looks at before the row's own next tokens are written
-        there, or at the last position, which is kept free of tokens. If the rows have the first
-        slots in order, they are read without a copy.
+        Shorter rows are padded on the right. The padding is stored like tokens, at positions that
+        no query looks at before the row's own next tokens are written there, or at the last one,
+        which is kept free. Rows that have the first slots in order are read without a copy.
         """
         needed = 1 + max(start + count for start, count in zip(starts, counts))
         self.reserve(needed)
@@ -101,11 +98,8 @@ class RowCache:
     def bias(self, window, copies: int, dtype):
         """Return (R, 1, copies * C, S): 0 where a query sees a key, else -inf.
 
-        It is made once per pass, not once per layer.
-
-        Args:
-            window: the keys that a query of a sliding layer sees, its own included, or None.
-            copies: how often the queries are repeated.
+        It is made once per pass. A query of a sliding layer sees `window` keys, its own included.
+        The queries are repeated `copies` times.
         """
         if (window, copies) not in self.biases:
             key = torch.arange(self.span, device=self.device)

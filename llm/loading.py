@@ -1,31 +1,21 @@
-"""Loading a model: `load_model(path)` returns it ready to train, with its tokenizer.
-
-The path is `tiny`, a hub id, a model folder, an adapter folder, or an output folder of this project
-(its newest checkpoint).
-"""
+"""Loading a model: `load_model(path)` returns it ready to train, with its tokenizer."""
 import inspect
 import os
 import sys
+import tempfile
 
 import torch
 
 from experiment.checkpoint import check_base, newest_checkpoint, read_state
 from experiment.data import read_json
 from experiment.errors import UserError
-from llm.adapter_files import (
-    ADAPTER,
-    FORMS,
-    adapter_base,
-    check_finite,
-    load_weights,
-    read_settings,
-)
-from llm.attention import causal_attention, other_layers
+from llm.adapter_files import ADAPTER, FORMS, adapter_base, load_weights, read_settings
+from llm.attention import causal_attention
 from llm.checkpointing import Stream, checkpoint_layers, layers_of, tile_mlps
-from llm.logprobs import head_logits, hidden_states
 from llm.memory import Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
+from llm.probe import probe
 from llm.quantization import pinned, round_weights
 from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
 
@@ -85,9 +75,6 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     model.facts = Facts(source, seed, chosen)
     _check_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
-    if device.type != "meta":
-        _check_logits(model, source)
-        model.facts.shares_prefix = _shares_prefix(model)
     if adapter["r"]:
         _adapt(model, adapter, lora_dropout, seed, path if continues else None)
     if merge:
@@ -96,14 +83,26 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     if not lora_r:
         model.requires_grad_(train)
     _use_techniques(model, chosen, stream)
-    return model.eval(), tokenizer  # model.train() switches dropout on
+    model.eval()
+    if device.type != "meta":
+        probe(model, source)
+    return model, tokenizer  # model.train() switches dropout on
 
 
-def merge(source: str, folder: str):
-    """Write the plain model folder, weights and tokenizer, of an adapter or output folder."""
-    model, tokenizer = load_model(source, dtype="auto", train=False, merge=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def merge(source: str, folder: str, dtype: str = "auto"):
+    """Write the plain model folder, weights and tokenizer, of an adapter or output folder.
+
+    In the run's dtype these are, to the bit, the weights that it sampled and trained with. The
+    folder gets its name when it is whole.
+    """
+    place = os.path.dirname(os.path.abspath(folder))
+    os.makedirs(place, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
+        model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
+        whole = os.path.join(beside, "model")
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        os.replace(whole, folder)
 
 
 def _prepared_device(name: str | None, train: bool):
@@ -226,44 +225,6 @@ def _use_causal_attention(model):
         AttentionInterface.register("causal_attention", causal_attention)
         AttentionMaskInterface.register("causal_attention", sdpa_mask)
         model.set_attn_implementation("causal_attention")
-
-
-def _check_logits(model, source: str):
-    """Refuse weights that are not finite, and heads that `head_logits` does not reproduce."""
-    probe = torch.arange(3, device=model.device)[None]
-    with torch.no_grad():
-        stock = model(input_ids=probe, use_cache=False).logits.float()
-        hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
-        ours = head_logits(model, hidden).float()
-    check_finite(source, dict(model.named_parameters()))
-    if not stock.isfinite().all():
-        raise UserError(f"{source}: its weights give logits that are not finite; "
-                        "the file is damaged, or needs --dtype float32")
-    if (ours - stock).abs().max() > 0.02 * stock.abs().max():
-        raise UserError(f"{source}: {type(model).__name__} scales its logits in a way "
-                        "that logprobs.head_logits does not know")
-
-
-@torch.no_grad()
-def _shares_prefix(model) -> bool:
-    """True if the model gives the same hidden states with a shared prefix as without."""
-    config = model.config.get_text_config()
-    if config._attn_implementation != "causal_attention" or other_layers(config):
-        return False
-    # The probe has two rows of six tokens.
-    probe = torch.arange(12, device=model.device).view(2, 6) % 9
-    probe[:, :3] = probe[0, :3]
-    results = []
-    try:
-        for prefix in (0, 3):
-            hidden, index = hidden_states(model, probe, prefix)
-            results.append(hidden[index].float())  # (2, 6, D)
-    # The model takes no positions, or does not pass our arguments to its attention.
-    except Exception:
-        return False
-    apart, shared = results
-    tolerance = 1e-4 if model.dtype == torch.float32 else 0.02
-    return bool((apart - shared).norm() < tolerance * apart.norm())
 
 
 def fast_float32():

@@ -74,15 +74,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
 def score(model, token_ids, mask, temperature: float, run, policy):
     """Return a step's log-probabilities (B, T), in the run's micro-batches, by all its ranks.
 
-    It leaves the model in `eval` mode, without dropout.
-
-    Args:
-        model: the model
-        token_ids: (B, T), right-padded
-        mask: (B, T), 1 where a log-probability is wanted
-        temperature: the logits are divided by it
-        run: shares out the micro-batches and adds up what the ranks computed
-        policy: a context in which the model is the policy to score: lora.merged or lora.reference
+    It leaves the model in `eval` mode, without dropout. `policy` is a context in which the model is
+    the policy to score: lora.merged or lora.reference. The others are those of `token_logprobs`.
     """
     logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
     model.eval()
@@ -132,13 +125,8 @@ def shared_prefix(model, token_ids, loss_mask) -> int:
 def hidden_states(model, token_ids, prefix: int):
     """Return the last hidden states (N, D) and the index (B, T) of each token's own among them.
 
-    With a prefix of P tokens, N is P + B (T - P) instead of B T: the model sees one packed row
-    [prefix, row 1 .. row B], in which each row's positions continue after the prefix.
-
-    Args:
-        model: the policy
-        token_ids: (B, T), right-padded
-        prefix: how many tokens, the same in all rows, go through the model once; or 0
+    With a prefix of P tokens that all rows (B, T) share, N is P + B (T - P) instead of B T: the
+    model sees one packed row [prefix, row 1 .. row B]. Each row's positions continue the prefix's.
     """
     B, T = token_ids.shape
     column = torch.arange(T, device=token_ids.device)
@@ -234,11 +222,8 @@ class _HeadLogprobs(torch.autograd.Function):
 def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
     """Write the targets' log-probabilities (n,) and the entropy (n,), a few tokens at a time.
 
-    Args:
-        logits: (n, V) in the model's dtype
-        targets: (n, 1)
-        overwrite: True replaces the logits by d log p_target / d logits; the graph of a head never
-            reads its logits again
+    The logits are (n, V), the targets (n, 1). `overwrite` replaces the logits by
+    d log p_target / d logits: the graph of a head never reads its logits again.
     """
     piece_elements = CPU_PIECE if logits.is_cpu else GPU_PIECE
     for piece in blocks(len(logits), max(1, piece_elements // logits.shape[1])):
@@ -270,11 +255,7 @@ def block_logprobs(model, hidden, targets, temperature):
 
         lse = log sum exp(lse_b)        H = lse - sum p_b mean_b
 
-    The backward pass computes the blocks again.
-
-    Args:
-        hidden: (n, D)
-        targets: (n,)
+    The backward pass computes the blocks again. hidden is (n, D), targets (n,).
     """
     block_rows = min(BLOCK_ROWS, max(128, CHUNK // 4 // max(1, len(hidden))))
     # The blocks' gradients are added in float32.

@@ -1,8 +1,6 @@
 """The memory dial, and what this project knows of a model.
 
-A setting of --memory names the techniques that a run uses.
-
-Each setting adds to the one before it:
+A setting of --memory names the techniques that a run uses, and adds to the one before it:
 
     plain         nothing
     checkpoint    layers run again in the backward pass                  llm/checkpointing.py
@@ -47,13 +45,7 @@ SETTINGS = {"plain": PLAIN, "checkpoint": CHECKPOINT, "4bit": FOUR_BIT, "small":
 
 def techniques(memory: str | Techniques, load_in_4bit: bool = False,
                gradient_checkpointing: bool = False) -> Techniques:
-    """Return the techniques of a setting, plus the two that have standard flags of their own.
-
-    Args:
-        memory: a name in SETTINGS, or techniques chosen one by one
-        load_in_4bit: True adds the 4-bit base
-        gradient_checkpointing: True adds recomputation
-    """
+    """Return the techniques of a setting, plus the two that have standard flags of their own."""
     chosen = SETTINGS[memory] if isinstance(memory, str) else memory
     # The backward pass has to run a layer again whose weights or input are not on the device.
     needs_checkpoints = chosen.stream_layers or chosen.offload_activations
@@ -72,12 +64,14 @@ class Facts:
         seed: the seed of the tiny model's random weights.
         techniques: what `load_model` applied.
         shares_prefix: True if rows that begin alike may go through as one packed row.
+        refuses_engine: why the engine cannot decode this model, "" if it can.
         refuses_graphs: True if a decode step of this model could not become a CUDA graph.
     """
     source: str = ""
     seed: int = 0
     techniques: Techniques = PLAIN
     shares_prefix: bool = False
+    refuses_engine: str = ""
     refuses_graphs: bool = False
 
 

@@ -1,9 +1,8 @@
 """Reading a model and its tokenizer from a folder or from the Hugging Face hub.
 
-transformers reads a model as it is stored. Where the weights stay in another form (4 bits, int8, in
-host memory), a skeleton is built, a model whose parameters are on the meta device: they have shapes
-but no numbers. `fill` gives it its weights one tensor at a time, so that never more than one is
-held as it was stored.
+Where the weights stay in another form than stored (4 bits, int8, in host memory), a skeleton is
+built, a model whose parameters are on the meta device. `fill` gives it its weights one tensor at a
+time, so that never more than one is held as it was stored.
 """
 import os
 from collections import defaultdict
@@ -125,10 +124,7 @@ def real_dtype(dtype, device):
 
 # -------------------------------------------------------------------- one tensor at a time
 def skeleton(config, dtype):
-    """Return the model of a transformers config with its parameters on the meta device.
-
-    Its buffers have numbers, because no file holds some of them, such as RoPE's frequencies.
-    """
+    """Return the model of a config, its parameters on the meta device; buffers have numbers."""
     from transformers import AutoModelForCausalLM
     register = nn.Module.register_parameter
 
@@ -162,14 +158,7 @@ def tensor_reader(folder: str):
 
 
 def fill(model, read, device, chosen: Techniques):
-    """Give a skeleton its weights.
-
-    Args:
-        model: the skeleton, changed in place
-        read: function from a tensor's name to the tensor
-        device: where the weights go; streamed layers go to host memory
-        chosen: which of them to quantize or to keep in host memory
-    """
+    """Give a skeleton its weights, which read(name) returns, on the device or (streamed) host."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     host = torch.device("meta" if device.type == "meta" else "cpu")

@@ -1,9 +1,8 @@
 """RMSNorm and SwiGLU of the Llama family that keep less for the backward pass.
 
-A stock norm keeps its input in float32 and a stock MLP four tensors of its inner width. Here a norm
-keeps its input as it came, and an MLP its gate and up products. The rest is computed again in the
-backward pass, even the input that a merged adapter needs (`lora.recomputable`). The forward numbers
-equal the stock modules' to the bit, and without gradients the stock modules themselves run.
+A norm keeps its input as it came, and an MLP its gate and up products. The rest is computed again
+in the backward pass, even the input that a merged adapter needs (`lora.recomputable`). The forward
+numbers equal the stock modules' to the bit.
 """
 from functools import cache, partial
 

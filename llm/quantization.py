@@ -152,8 +152,7 @@ class Int8Head(nn.Module):
 def round_weights(model, quantized: str):
     """Round a plain model's weights to what they stand for once they are quantized.
 
-    An adapter that was trained on a quantized base belongs to these weights. `quantized` names the
-    forms, as an adapter's file does: "nf4", "int8" (embedding and head), or both.
+    `quantized` names the forms, as an adapter's file does: "nf4", "int8" (embedding and head).
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if "int8" in quantized:

@@ -1,7 +1,6 @@
 """Turn a recorded conversation into token ids and a loss mask.
 
-The ids are put together turn by turn, exactly as in an episode that is played. So imitation trains
-on the tokens that the model will see, whatever the chat template does to earlier turns.
+The ids are put together turn by turn, exactly as in an episode that is played.
 """
 
 from contextlib import suppress
@@ -57,11 +56,8 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
 def _check_role(role, since, calls, begun):
     """Raise ValueError unless a message of this role may come next.
 
-    Args:
-        role: of the message.
-        since: the messages since the last assistant message.
-        calls: of the last assistant message.
-        begun: True if there was an assistant message.
+    `since` are the messages since the last assistant message, `calls` the calls of that one, and
+    `begun` is False where there was none.
     """
     last = since[-1]["role"] if since else ""
     if last == "system":

@@ -3,9 +3,8 @@
 Decode steps run over tensors that stay in place, `WINDOW` of them before the host looks at what
 they drew. So they are one CUDA graph, a graph for each bucket of rows and of context.
 
-All rows in the first slots are computed along, even one that has ended inside the window or waits
-for a tool. What that draws is dropped. What it writes lies behind the row's last token in the
-cache, where no query looks before the row itself writes there.
+All rows in the first slots are computed along, even one that has ended inside the window. What that
+draws is dropped. What it writes lies behind the row's last token, where no query looks before.
 """
 import sys
 from contextlib import suppress
@@ -18,20 +17,6 @@ from llm.memory import facts
 
 WINDOW = 4  # decode steps between two looks at the results
 SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one is twice as long
-
-
-def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options) -> Engine:
-    """Return the engine for the model's device: the static one on a GPU, else the plain one.
-
-    Args:
-        tokens: the context that a row has in the end, if it is known. With room for it from the
-            first step on, no graph has to be captured again.
-        static: overrides the choice.
-        options: those of `Engine`.
-    """
-    if static is None:
-        static = model.device.type == "cuda"
-    return StaticEngine(model, tokens=tokens, **options) if static else Engine(model, **options)
 
 
 class StaticEngine(Engine):

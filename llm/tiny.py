@@ -24,8 +24,7 @@ def make_tiny(seed: int = 0):
     """A Qwen3 of about 0.9 M random parameters, byte-level tokenizer, ChatML/Hermes template ->
     model, tokenizer.
 
-    Not a Qwen2: transformers 5 opens every folder of type qwen2 with Qwen2's own splitting rules,
-    whatever tokenizer.json says.
+    Not a Qwen2: transformers 5 opens that with splitting rules of its own.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -137,7 +137,7 @@ ROWS = [
     ({"messages": [ASK, {"role": "tool", "content": "x"}, ANSWER]}, "message 1: need assistant after the user, got tool"),  # 18
     ({"messages": [ASK, called("serch"), {"role": "tool", "content": "x"}, ANSWER], "tools": [TOOL]}, "message 1: calls 'serch'; tools are search"),  # 20
     ({"messages": [ASK]}, "nothing to train: no assistant message"),  # 24
-    ({"text": "x"}, 'no "messages" field; has: text; need it, or "prompt" and "completion"; rows of an environment\'s own form need its --env, tasks --tasks'),  # 14
+    ({"txt": "x"}, 'no "messages" field; has: txt; nor another form: {conversations}, {prompt, completion}, {instruction, output}, {text}; rows of an environment\'s own form need its --env, tasks --tasks'),  # 14
 ]
 
 

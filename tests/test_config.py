@@ -227,3 +227,16 @@ def test_config_needs_the_standard_library_only():
     code = "import sys, json; from experiment.command_line import parse; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not {"torch", "yaml", "numpy", "transformers", "safetensors", "tqdm"} & set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted])
+def test_a_config_file_names_no_code_unless_the_command_line_repeats_it(tmp_path, module):
+    path = tmp_path / "config.yaml"
+    for name in (f"{tmp_path}/theirs.py:Evil", "os.path:join", "equations,theirs.py:Evil"):
+        path.write_text(f"env: {name}\n")
+        with pytest.raises(UserError, match=re.escape(f"--env {name}: a config file does not choose which code runs; if you trust it, add --env {name}")):
+            parse(module.Config, ["--config", str(path)])
+        assert parse(module.Config, ["--config", str(path), "--env", name]).env == name
+        assert parse(module.Config, ["--env", "gsm8k", "--config", str(path)]).env == "gsm8k"
+    path.write_text("env: equations,gsm8k\n")
+    assert parse(module.Config, ["--config", str(path)]).env == "equations,gsm8k"

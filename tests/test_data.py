@@ -149,3 +149,21 @@ def test_terminal_escapes_become_text():
     assert printable("a\tb\nc\r\nd") == "a\tb\nc\nd" and printable("half\rway\b\x9b31m\x7f") == "half\\rway\\x08\\x9b31m\\x7f"
     assert printable("\u202edesrever\ud800 é 日 🙂") == "\\u202edesrever\\ud800 é 日 🙂"
     assert str(UserError(clipboard)) == str(Stop(clipboard, 3)) == printable(clipboard)
+
+
+# ------------------------------------------------------------------------------------------------------------- the first row
+def test_the_first_row_is_read_without_the_rest(tmp_path):
+    """What follows is broken, so that reading it would be refused."""
+    for name, data in (("a.jsonl", '{"a": 1}\n{'), ("a.csv", "a\n1\n2,3\n")):
+        assert next(rows_of(write(tmp_path, data, name)))[1]["a"] in (1, "1")
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"a": [str(i) * 50 for i in range(5000)]}), path, row_group_size=1000, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 5:len(data) * 3 // 5] = bytes(len(data) * 3 // 5 - len(data) * 2 // 5)
+    path.write_bytes(data)
+    rows = rows_of(str(path))
+    assert next(rows) == (1, {"a": "0" * 50})
+    with pytest.raises(UserError, match=r"a\.parquet: .*[Cc]orrupt"):
+        list(rows)

@@ -306,7 +306,7 @@ def paired(files, pairs="all", **options):
 def read_pairs(path, rows, tokenizer, env=None):
     """What dpo.py makes of a file with these rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return dpo.read_pairs(str(path), tokenizer, env)
+    return dpo.read_pairs(dpo.Config(dataset=str(path), env=env), tokenizer)
 
 
 def rewards(pairs):
@@ -520,3 +520,14 @@ def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     done = programs.run(dpo.__file__, "--dataset", "p.jsonl", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith('dpo.py: p.jsonl:1: no "chosen" field; has: prompt, chosn')
+
+
+@pytest.mark.parametrize("row", [
+    {"instruction": "Q", "chosen": "good", "rejected": "bad"},
+    {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "good"}, "rejected": {"from": "gpt", "value": "bad"}},
+    {"prompt": [{"role": "user", "content": "Q"}], "chosen": {"role": "assistant", "content": "good"}, "rejected": [{"role": "assistant", "content": "bad"}]}])
+def test_pairs_of_alpaca_and_sharegpt_are_those_of_prompt_chosen_rejected(row):
+    from episodes.pairs import preference
+    ours = preference({"prompt": "Q", "chosen": "good", "rejected": "bad"}, "p:1")
+    for side, expected in zip(preference(row, "p:1"), ours):
+        assert [(m["role"], m["content"], m.get("loss")) for m in side.messages] == [(m["role"], m["content"], m.get("loss")) for m in expected.messages]

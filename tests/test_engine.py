@@ -13,7 +13,7 @@ from llm.engine import Engine, Row
 from llm.kv_cache import RowCache
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
-from llm.static_engine import make_engine
+from llm.engine import make_engine
 from llm.tiny import make_tiny
 from lora import merged
 
@@ -366,20 +366,6 @@ def test_not_finite_weights_stop_the_engine():
     with pytest.raises(FloatingPointError):
         engine.step()
     assert model.config._attn_implementation != "row_attention"
-
-
-@pytest.mark.parametrize("family, extra", [
-    ("Mamba", {"state_size": 4}),
-    ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-                   "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-                   "linear_value_head_dim": 8, "head_dim": 8}),
-    ("Lfm2", {"layer_types": ["conv", "full_attention"]})])
-def test_models_whose_cache_is_more_than_keys_and_values_are_refused_by_name(family, extra):
-    import transformers
-    config = getattr(transformers, family + "Config")(**{**SMALL, **extra})
-    model = getattr(transformers, family + "ForCausalLM")(config)
-    with pytest.raises(ValueError, match=f"{family}ForCausalLM.*(linear_attention|conv)"):
-        Engine(model)
 
 
 def test_soft_capped_attention_is_refused_by_name():

@@ -13,6 +13,7 @@ import torch
 from lora_helpers import load, logits_of, peft_base, randomise, train_steps
 from safetensors.torch import load_file, save_file
 from saving import training
+from transformers import PreTrainedTokenizerBase
 
 import lora
 from experiment.checkpoint import write_checkpoint
@@ -266,7 +267,7 @@ def prompt_tuning(tiny, folder):
 @pytest.mark.parametrize("make, says", [
     (missing, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
     (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
-    (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM scales its logits"),
+    (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),
     (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"),
     (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
     (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "lora_A is (4, 128), the model needs (8, 128)"), (missing_tensor, "v_proj.lora_A is missing"),
@@ -316,13 +317,31 @@ def test_the_command_line_says_what_is_wrong(tmp_path):
     assert out.returncode == 2 and out.stderr.startswith("lora.py: ") and len(out.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("target, says", [("base", "is not empty; give a new folder"), ("a_file/x", "Not a directory")])
+@pytest.mark.parametrize("target, says", [("base", "is not empty; give a new folder"), ("a_file/x", "a_file")])
 def test_merge_overwrites_nothing(tmp_path, target, says):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").touch()
     (tmp_path / "a_file").touch()
     done = programs.run(lora.__file__, "merge", "nowhere", tmp_path / target)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupted_merge_leaves_nothing_and_can_be_repeated(tiny, tmp_path, monkeypatch, capsys):
+    """Ctrl-C between the weights and the tokenizer. The folder used to hold half a model, which refused the same command."""
+    from window.merge import main
+    words = ["merge", adapter_of(tiny, tmp_path / "adapter"), tmp_path / "place" / "plain"]
+    save = PreTrainedTokenizerBase.save_pretrained
+
+    def interrupted(self, folder, **options):
+        assert (Path(folder) / "model.safetensors").exists() and not (tmp_path / "place" / "plain").exists()
+        raise KeyboardInterrupt
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", interrupted)
+    assert main(list(map(str, words))) == 130 and capsys.readouterr().err.endswith(f"lora.py: interrupted; {words[2]} is as it was\n")
+    assert not list((tmp_path / "place").iterdir())
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    assert main(list(map(str, words))) == 0
+    assert [p.name for p in (tmp_path / "place").iterdir()] == ["plain"]
+    assert torch.isfinite(logits_of(load(tmp_path / "place" / "plain"))).all()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

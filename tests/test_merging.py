@@ -1,16 +1,18 @@
 """16-bit weights: no update is lost by rounding, merged or beside the weights, and what is played is what is saved."""
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 import lora
+import window.merge
 from bench.completions import generate
 from bench.merging import kept_by_merging
-from llm import load_model, merge, save_model
+from llm import load_model, save_model
 from llm.logprobs import token_logprobs
-from llm.static_engine import make_engine
+from llm.engine import make_engine
 from lora import adapters, dithered, merged
 
 ROOT = Path(lora.__file__).parent
@@ -53,6 +55,34 @@ def test_the_random_bits_are_constants():
     assert torch.equal(dithered(total[400:410].clone(), torch.bfloat16, by_column=True), rows[400:410])
 
 
+NAN = [sign | 0x7F800000 | payload for sign in (0, 0x80000000) for payload in [1 << i for i in range(23)] + [(1 << i) - 1 for i in range(1, 24)]
+       + [0x7FFFFF ^ (1 << i) for i in range(23)]]  # every single bit, every run of low bits (CUDA writes all ones), all but one
+
+
+def floats(patterns):
+    """Return float32 numbers of these bits, each as often as the random bits repeat some of theirs."""
+    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32).repeat(3000, 1)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_is_not_finite_stays_what_it_is(dtype, by_column):
+    """A diverged model must not look healthy: without care 0x7fffffff, the NaN of CUDA, becomes -0.0."""
+    assert dithered(floats(NAN), dtype, by_column).isnan().all()
+    infinite = floats([0x7F800000, 0xFF800000])
+    assert torch.equal(dithered(infinite.clone(), dtype, by_column), infinite.to(dtype))
+    largest = torch.finfo(dtype).max
+    for number in (largest, -largest):
+        assert (dithered(torch.full((700, 500), number), dtype, by_column) == number).all()
+        # Between the largest number and the one that would come next, each of the two is taken at times.
+        above = torch.full((700, 500), number) * (1 + 2.0**(-9 if dtype == torch.bfloat16 else -12))
+        rounded = dithered(above, dtype, by_column)
+        assert set(rounded.unique().tolist()) == {number, math.copysign(math.inf, number)}
+    beyond = floats([0x7F7FFFFF, 0xFF7FFFFF])  # the largest of float32 itself
+    assert not dithered(beyond.clone(), dtype, by_column).isnan().any()
+    assert torch.equal(dithered(beyond.clone(), dtype, by_column).signbit(), beyond.signbit())
+
+
 def test_float32_is_not_touched():
     total = torch.randn(30, 40)
     assert dithered(total, torch.float32) is total
@@ -83,18 +113,25 @@ def test_what_is_sampled_is_what_is_trained(dtype):
     assert (trained - torch.tensor(sampled)).abs().mean() < (0.02 if dtype == "bfloat16" else 0.004)
 
 
+@pytest.mark.parametrize("stored", ["float32", "as trained"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype):
+def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, stored):
+    """Also of a base that is stored in float32, with --dtype. What stock transformers makes of them is what was trained."""
     from transformers import AutoModelForCausalLM
-    base, tokenizer = load_model("tiny", dtype=dtype, train=False, device="cpu")
+    base, tokenizer = load_model("tiny", dtype="float32" if stored == "float32" else dtype, train=False, device="cpu")
     base.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
     model, _ = load_model(str(tmp_path / "base"), lora_r=4, dtype=dtype, device="cpu")
     for linear in adapters(model).values():
         linear.lora.B.data.normal_(std=1e-3)
     save_model(model, str(tmp_path / "adapter"))
-    merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    with merged(model):
+    flags = ["--dtype", dtype] if stored == "float32" else []
+    assert window.merge.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
+    assert plain.dtype == getattr(torch, dtype)
+    ids = torch.arange(3, 43)[None]
+    with merged(model), torch.no_grad():
+        theirs = plain(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        assert torch.equal(token_logprobs(model, ids, torch.ones_like(ids))[0][:, 1:], theirs)
         for name, linear in adapters(model).items():
             assert torch.equal(plain.get_submodule(name).weight, linear.weight), name
             assert not torch.equal(linear.weight, linear.lora.frozen_weight(linear))

@@ -1,4 +1,5 @@
 """Every command of the README is understood by the file it names, and every flag and metric it explains exists."""
+import json
 import re
 import shlex
 from pathlib import Path
@@ -73,3 +74,42 @@ def test_the_templates_expert_knows_only_what_the_tool_said():
             env.guess(**calls[0]["arguments"])
         assert env._check() and len(guesses[number]) <= 7 < env.max_turns
     assert {said[0] for said in guesses.values()} == {50} and {said[1] for said in guesses.values() if len(said) > 1} == {25, 75}
+
+
+# ------------------------------------------------------------------------------ the README's own environment
+@pytest.fixture(scope="module")
+def guess_number(tmp_path_factory):
+    """--env of the class that README shows, in a file of its own."""
+    path = tmp_path_factory.mktemp("readme") / "my_env.py"
+    path.write_text(re.search(r"```python\n(# my_env.py\n.*?)```", README, re.S)[1])
+    return f"{path}:GuessNumber"
+
+
+def test_the_readmes_expert_finds_every_number_by_what_the_tool_said(guess_number):
+    cls, first = load(guess_number), set()
+    for number in range(1, 10):
+        env = cls()
+        env.reset(number=number)
+        turns = []
+        while calls := env._expert():
+            turns.append(calls[0]["arguments"]["number"])
+            env.guess(**calls[0]["arguments"])
+        assert env.get_reward() == 1.0 and turns[-1] == number and len(turns) <= 4
+        first.add(turns[0])
+    assert first == {5}
+    train, test = (cls._tasks(split, 20, 0) for split in ("train", "test"))
+    assert not {task["number"] for task in train} & {task["number"] for task in test}
+
+
+def test_the_readmes_environment_is_imitated_and_then_trained_on(guess_number, tiny, tmp_path):
+    words = [w for program, rest in COMMANDS if "GuessNumber" in rest for w in [program, *shlex.split(rest)]]
+    assert words[0] == "sft" and "grpo" in words
+    small = {"eval_tasks": 1, "max_steps": 1, "max_new_tokens": 8, "env": guess_number}
+    taught = str(tmp_path / "sft")
+    result = sft.train(sft.Config(model_path=str(tiny), lora_r=16, gradient_accumulation_steps=1, batch_size=2, max_samples=4,
+                                  output_dir=taught, **small))
+    assert result["steps"] == 1 and result["held_out_loss"] > 0
+    result = grpo.train(grpo.Config(model_path=taught, tasks_per_step=1, group_size=2, output_dir=str(tmp_path / "grpo"), **small))
+    assert result["steps"] == 1 and result["held_out_tasks"] == 1
+    rows = [json.loads(line) for line in (tmp_path / "grpo" / "trajectories.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(row["info"]["env"] == guess_number for row in rows)

@@ -220,7 +220,7 @@ def stopped(place, tmp_path_factory):
 
 @pytest.mark.parametrize("change, words", [
     ({"learning_rate": 0.5}, "but --learning_rate is 0.5 and was 0.001; the same command: python"),
-    ({"max_steps": 2}, "--max_steps is 2 and was 3"), ({"max_steps": None}, "--max_steps is None and was 3"),
+    ({"max_steps": 2}, "--max_steps is 2 and was 3"),
     ({"seed": 1, "batch_size": 2}, "--batch_size is 2 and was 4, --seed is 1 and was 0")])
 def test_another_config_is_refused_by_name_and_changes_nothing(stopped, tmp_path, change, words):
     again = stopped(tmp_path / "run")
@@ -240,6 +240,16 @@ def test_max_steps_may_grow_also_after_the_end(stopped, tmp_path):
     assert sft.train(again)["steps"] == 5
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(5)) and "max_steps: 5" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_run_of_the_default_length_may_grow_and_keeps_its_length(place, tmp_path):
+    again = replace(toy(place, tmp_path / "run"), max_steps=None, num_epochs=1)  # 2 steps
+    whole = sft.train(again)
+    assert whole["steps"] == 2 and "max_steps: 2" in (tmp_path / "run" / "config.yaml").read_text()
+    again.resume = True
+    assert sft.train(again) == whole
+    assert sft.train(replace(again, max_steps=4))["steps"] == 4
+    assert sft.train(again)["steps"] == 4  # the length is the run's where nothing is said
 
 
 def test_another_algorithms_run_is_refused(place, stopped, tmp_path):

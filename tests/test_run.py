@@ -53,6 +53,9 @@ def program(tmp_path_factory):
                 raise UserError("reward.py: returns nan;\\nreturn a finite number, not \u2014 this")
             if config.fail == "memory":
                 raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB.\\nmore")
+            if config.fail in ("numpy", "cpu"):
+                import numpy, torch
+                numpy.empty(2**57) if config.fail == "numpy" else torch.empty(2**58)
             if config.fail == "bug":
                 raise ValueError("ours")
             print("trained", config.learning_rate)
@@ -83,8 +86,19 @@ def test_success_and_our_own_bugs(program):
     done = program("--fail", "memory")
     assert done.returncode == 1 and re.fullmatch(r"toy.py: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; "
                                                  r"what would fit: python bench/memory.py \S*toy.py --fail memory\n", done.stderr), done.stderr
+    for name, says in (("numpy", "Unable to allocate 1.00 EiB"), ("cpu", "DefaultCPUAllocator: can't allocate memory")):
+        done = program("--fail", name)
+        assert done.returncode == 1 and re.fullmatch(rf"toy.py: out of memory: .*{says}.*; what would fit: python bench/memory.py .*\n", done.stderr), done.stderr
     done = program("--fail", "bug")
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
+
+
+def test_a_program_that_does_not_train_names_other_flags():
+    from types import SimpleNamespace
+
+    from experiment.program import _explain
+    words, code = _explain(MemoryError(), SimpleNamespace(run=None), False)
+    assert code == 1 and words == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
 
 
 def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
@@ -147,12 +161,12 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
     folder = tmp_path / "a"
     started(folder).write_line(0, {"loss": 1.0}, {})
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="a: already holds a grpo run; --resume continues it, --overwrite renames it, or give another --output_dir"):
+    with pytest.raises(UserError, match="a: already holds a grpo run; --resume continues it, --overwrite renames it .in Python: resume=True, overwrite=True., or give another --output_dir"):
         started(folder)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("seed: 1\n")
     for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(UserError, match="b: already holds config.yaml, which no run has written; "):
+        with pytest.raises(UserError, match="b: already holds config.yaml, and no config.yaml that a run has written; "):
             started(tmp_path / "b", **options)
 
 
@@ -374,14 +388,14 @@ def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     from types import SimpleNamespace
 
     from experiment.notes import first_notes
-    # sft.py has no --env_options, and --dtype means another thing there
+    # --dtype means another thing in sft.py
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="gsm8k", tasks="t.jsonl",
                              env_options="limit=3", dtype="bfloat16")
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512))
-    cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config, model)
+    cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config, model, True)
     assert "88%" in cut and "--max_new_tokens 64" in cut and "--max_tokens 512" in cut
-    assert sft_first.endswith("SFT first: python sft.py --model_path m --env gsm8k --tasks t.jsonl")
-    assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config, model) == [] == first_notes({}, config, model)
-    assert first_notes({}, config, SimpleNamespace(config=SimpleNamespace())) == []
+    assert sft_first.endswith("SFT first: python sft.py --model_path m --env gsm8k --tasks t.jsonl --env_options limit=3")
+    assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config, model, True) == [] == first_notes({}, config, model, True)
+    assert first_notes({}, config, SimpleNamespace(config=SimpleNamespace()), True) == []
     model.config.max_position_embeddings = 511
-    assert first_notes({}, config, model) == ["note: --max_tokens 512 is more than the 511 tokens that the model was made for (max_position_embeddings)"]
+    assert first_notes({}, config, model, True) == ["note: --max_tokens 512 is more than the 511 tokens that the model was made for (max_position_embeddings)"]

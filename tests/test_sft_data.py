@@ -348,11 +348,11 @@ def test_a_file_is_imitated_as_a_dataset_and_played_as_tasks(tokenizer, tmp_path
     for env in (None, "equations"):
         with pytest.raises(UserError) as caught:
             read(path, tokenizer, env=env)
-        assert str(caught.value) == (f'{path}:1: no "messages" field; has: question, answer; need it, or "prompt" and "completion"; '
+        assert str(caught.value) == (f'{path}:1: no "messages" field; has: question, answer; nor another form: {{conversations}}, {{prompt, completion}}, {{instruction, output}}, {{text}}; '
                                      "rows of an environment's own form need its --env, tasks --tasks")
     path = write(tmp_path, [{"equation": f"x + {b} = 9"} for b in range(1, 40)])
     assert read(None, tokenizer, tasks=path)[0].rewards
-    with pytest.raises(UserError, match='has: equation; need it, or "prompt" and "completion"; rows of an environment.s own form need its --env, tasks --tasks'):
+    with pytest.raises(UserError, match="has: equation; nor another form: .*; rows of an environment's own form need its --env, tasks --tasks"):
         read(path, tokenizer)
 
 
@@ -368,7 +368,7 @@ def test_a_file_of_another_kind_is_told_by_its_flag(tokenizer, tmp_path, flag, r
     path = write(tmp_path, [row])
     with pytest.raises(UserError) as caught:
         demonstrations(sft.settle(sft.Config(**{flag: path})), tokenizer)
-    assert str(caught.value).startswith(f'{path}:1: no "') and str(caught.value).endswith(f"; {says}")
+    assert str(caught.value) in (f"{path}:1: {says}; the row has: {', '.join(row)}", f'{path}:1: no "token_ids" field; has: equation; {says}')
 
 
 @pytest.mark.parametrize("options, says", [
@@ -414,7 +414,7 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"messages": "hi"}, '"messages" must be a list of {"role": ..., "content": ...}'),
     ({"messages": [ASK, 3, ANSWER]}, '"messages" must be a list of {"role": ..., "content": ...}'),
     ({"messages": [ASK, ANSWER], "tools": "f"}, TOOLS_FORM),
-    ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, TOOLS_FORM),
+    ({"messages": [ASK, ANSWER], "tools": [{"nom": "f"}]}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER, ANSWER]}, "message 2: need user after an answer, got assistant"),
     ({"prompt": "How many?", "completion": None}, '"completion" must be text or a list of {"role": ..., "content": ...}'),
     ({"prompt": 3, "completion": "42"}, '"prompt" must be text or a list of {"role": ..., "content": ...}'),
@@ -578,3 +578,72 @@ def test_a_file_whose_rows_all_fall_into_the_held_out_tenth_is_learned_from(caps
     config = SimpleNamespace(max_samples=None, seed=0, eval_dataset=None)
     assert read_split(lambda path: [held_out], "a", str, config) == ([held_out], [])
     assert not capsys.readouterr().out  # none is dropped for being seen
+
+
+# ------------------------------------------------------------------------------ rows of other people's forms
+SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "How many?"}, {"from": "gpt", "value": "42"}]
+
+
+@pytest.mark.parametrize("row", [
+    {"conversations": SHAREGPT}, {"system": "Be brief.", "conversations": SHAREGPT[1:]}, {"messages": SHAREGPT},
+    {"system": "Be brief.", "instruction": "How many?", "input": "", "output": "42"},
+    {"system": "Be brief.", "instruction": "How many?", "output": "42", "text": "### Instruction: ..."},
+    {"conversations": [SYSTEM, ASK, ANSWER]}, {"prompt": SHAREGPT[:2], "completion": SHAREGPT[2]}])
+def test_sharegpt_and_alpaca_are_the_same_conversation_as_messages(row, tokenizer, tmp_path):
+    theirs, ours = (read(write(tmp_path, [r]), tokenizer)[0] for r in (row, {"messages": [SYSTEM, ASK, ANSWER]}))
+    assert (theirs.token_ids, theirs.loss_mask) == (ours.token_ids, ours.loss_mask)
+
+
+def test_alpacas_input_follows_the_instruction(tokenizer, tmp_path):
+    alpaca = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    episode, = read(write(tmp_path, [alpaca]), tokenizer)
+    assert "Add.\n\n1 and 2" in tokenizer.decode(episode.token_ids) and spelled(tokenizer, episode) == ["3<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "real:qwen2_5", "real:smollm2"])
+def test_sharegpts_function_calls_are_calls_and_observations_results(name, tmp_path):
+    tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
+    function = {"name": "calculator", "description": "Calculate.",
+                "parameters": {"type": "object", "properties": {"expression": {"type": "string", "description": "x"}}, "required": ["expression"]}}
+    theirs = {"tools": json.dumps([function]), "conversations": [
+        {"from": "human", "value": "How many?"}, {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "24"}, {"from": "gpt", "value": "42"}]}
+    ours = {"tools": [{"type": "function", "function": function}],
+            "messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOL, ANSWER]}
+    theirs, ours = (read(write(tmp_path, [row]), tokenizer)[0] for row in (theirs, ours))
+    assert theirs.token_ids == ours.token_ids and theirs.loss_mask == ours.loss_mask and 1 in ours.loss_mask
+
+
+@pytest.mark.parametrize("name", ["tiny", "real:smollm2", "real:llama3_2"])
+def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path):
+    tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
+    end = tokenizer.eos_token
+    plain, rendered = (read(write(tmp_path, [{"text": text}]), tokenizer)[0] for text in ("3 plus 4", f"4 plus 5{end}"))
+    for episode in (plain, rendered):
+        assert episode.loss_mask == [0, *[1] * (len(episode.token_ids) - 1)]
+        assert episode.token_ids.count(tokenizer.eos_token_id) == 1 and episode.token_ids[-1] == tokenizer.eos_token_id
+    assert {tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in (plain, rendered)} == {"3 plus 4", "4 plus 5"}
+
+
+@pytest.mark.parametrize("row, reason", [
+    ({"text": ""}, '"text" is empty: nothing to train on'),
+    ({"conversations": "hello"}, '"conversations" must be a list of {"role": ..., "content": ...}'),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "tutor", "value": "b"}]}, "nothing to train: no assistant message"),
+    ({"conversations": [{"from": "gpt", "value": "b"}]}, "message 0: need system or user at the start, got assistant"),
+    ({"instruction": 3, "output": "4"}, "cannot be read (TypeError: ")])
+def test_such_rows_are_refused_in_one_line(row, reason, tokenizer, tmp_path):
+    path = write(tmp_path, [row])
+    with pytest.raises(UserError) as caught:
+        read(path, tokenizer)
+    assert str(caught.value).startswith(f"{path}:1: {reason}")
+
+
+@pytest.mark.parametrize("row", [{"messages": [ASK, ANSWER]}, {"conversations": SHAREGPT}, {"instruction": "a", "output": "b"},
+                                 {"prompt": "a", "completion": "b"}])
+def test_a_message_about_a_file_of_chats_does_not_speak_of_equations(row, tmp_path):
+    path = write(tmp_path, [row])
+    with pytest.raises(UserError) as caught:
+        load_tasks("equations", "train", 10, 0, path)
+    assert str(caught.value) == f"{path}:1: a conversation is given to sft.py with --dataset; the row has: {', '.join(row)}"
+    with pytest.raises(UserError, match='no "equation" field; has: question; tasks of Equations are read; --env names others'):
+        load_tasks("equations", "train", 10, 0, write(tmp_path, [{"question": "?"}]))

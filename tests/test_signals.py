@@ -26,7 +26,7 @@ import sft
 from agent import Trajectory, rollout
 from experiment import run
 from experiment import run as experiment_run
-from experiment.notes import alarms
+from experiment.notes import Alarms, alarms
 from experiment.checkpoint import checkpoints, newest_checkpoint
 from experiment.config import options
 from experiment.run import Run
@@ -124,7 +124,7 @@ def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(pl
 
 
 def test_a_second_signal_leaves_at_once():
-    code = ("import os, signal\nfrom experiment.process import Signals\nwith Signals() as s:\n    s.run = type('R', (), {'looping': True})\n"
+    code = ("import os, signal\nfrom experiment.process import Signals\nwith Signals() as s:\n    s.looping = s.run = type('R', (), {})\n"
             "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "one\n") and "a second signal stops at once" in done.stderr
@@ -315,7 +315,8 @@ HEALTHY = {"success": 0.5, "entropy": 0.07, "approx_kl": 0.0, "kl": 0.01, "sampl
 def test_alarms(late, kinds):
     found = alarms([HEALTHY] * 5, [{**HEALTHY, **late}] * 5)
     assert list(found) == kinds
-    for line in found.values():
+    for words in found.values():
+        line = Alarms(options(grpo.Config), has_expert=True).sentence(*words)
         assert "\n" not in line and "people " in line and len(line) < 250
         flags = set(re.findall(r"--(\w+)", line))
         assert flags <= set(options(grpo.Config)), flags

@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 from llm.engine import Row
 from llm.kv_cache import RowCache
 from llm.memory import PLAIN
-from llm.static_engine import StaticEngine, make_engine
+from llm.engine import make_engine
+from llm.static_engine import StaticEngine
 from llm.tiny import make_tiny
 
 

@@ -7,11 +7,11 @@ from lora_helpers import IDS, alike, full, gradients, load, logits_of, random_ma
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm import loading
 from llm.attention import causal_attention
 from llm.checkpointing import checkpoint_layers
 from llm.logprobs import token_logprobs
 from llm.memory import facts
+from llm.probe import probe
 from lora import merged
 
 
@@ -148,9 +148,9 @@ def test_a_family_that_cannot_share_is_found_out(family, shares):
     AttentionMaskInterface.register("causal_attention", sdpa_mask)
     if family != "Mamba":
         model.set_attn_implementation("causal_attention")
-    assert loading._shares_prefix(model) == shares
+    probe(model, family)
+    assert facts(model).shares_prefix == shares
     if shares:
-        facts(model).shares_prefix = True
         ids, mask = alike()
         assert count_tokens(model, ids, mask) < ids.numel()
         assert (token_logprobs(model, ids, mask)[0] - full(model, ids, mask, 1.0)[0]).abs().max() < 1e-4

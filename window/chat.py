@@ -16,7 +16,7 @@ from pathlib import Path
 
 import envs
 from agent import Episode, play_turns, rollout_options
-from episodes.tasks import load_tasks, parse_env_options
+from episodes.tasks import load_tasks
 from envs.session import Session, Watch, load_environments
 from experiment.program import main
 from experiment.seeds import mix
@@ -26,9 +26,8 @@ from experiment.episodes import message_lines
 from experiment.errors import Stop, UserError, printable
 from experiment.output_folder import algorithm_of
 from llm.chat import Chat
-from llm.engine import Row
+from llm.engine import Row, make_engine
 from llm.loading import DTYPES, load_model
-from llm.static_engine import make_engine
 from lora import merged
 from window.traces import Traces, play_tasks
 
@@ -67,7 +66,7 @@ def command(config: Config):
     names = envs.names_of(config.env)
     check(config, names)
     tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, config.env_options)
+                       config.dataset, config.eval_dataset, envs.options_of(config))
     if config.num_tasks:
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, *load(config), tasks, traces)
@@ -167,13 +166,12 @@ def load_server():
 # ---------------------------------------------------------------------------- with the agent
 def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    classes, chats = load_environments(tokenizer, config.env, model.generation_config)
+    options = envs.options_of(config)
+    classes, chats = load_environments(tokenizer, config.env, model.generation_config, options)
     [(name, chat)] = chats.items()
     limits = rollout_options(config)["limits"]
-    options = parse_env_options(config.env_options, [name])
     introduce(name, classes[name], chat)
-    watch = Watch(limits.tool_timeout)
-    with merged(model):
+    with Watch(limits.tool_timeout) as watch, merged(model):
         engine = engine_for(config, model, chat)
         for number in count():
             session = Session(watch, name, classes[name], tasks[number % len(tasks)])

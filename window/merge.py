@@ -1,29 +1,38 @@
 """The command `python lora.py merge`: an adapter becomes a plain model folder.
 
-    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER
+    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER [--dtype bfloat16]
 """
+import argparse
 import os
 import shlex
 import sys
 
 from experiment.errors import UserError
-from llm.loading import merge
+from llm.loading import DTYPES, merge
+
+PARSER = argparse.ArgumentParser(
+    prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("command", choices=["merge"])
+PARSER.add_argument("source", help="an adapter folder, or an output folder (its newest checkpoint)")
+PARSER.add_argument("folder", help="where the model goes: a new folder")
+PARSER.add_argument(
+    "--dtype", default="auto", choices=list(DTYPES),
+    help="of the weights; auto: as the base is stored; the run's: the weights that it trained with")
 
 
 def main(words: list[str]) -> int:
     """Run the command and return its exit status."""
-    if len(words) != 3 or words[0] != "merge":
-        print(__doc__, file=sys.stderr)
-        return 2
-    folder = words[2]
+    args = PARSER.parse_args(words)
     try:
-        os.makedirs(folder, exist_ok=True)
         # The folder may hold the adapter's base, and the adapter would be applied twice.
-        if os.listdir(folder):
-            raise UserError(f"{folder}: is not empty; give a new folder")
-        merge(*words[1:])
+        if os.path.lexists(args.folder) and os.listdir(args.folder):
+            raise UserError(f"{args.folder}: is not empty; give a new folder")
+        merge(args.source, args.folder, args.dtype)
         print("merged into a plain model folder. Talk to it:\n"
-              f"  python agent.py --model_path {shlex.quote(folder)}")
+              f"  python agent.py --model_path {shlex.quote(args.folder)}")
+    except KeyboardInterrupt:
+        print(f"lora.py: interrupted; {args.folder} is as it was", file=sys.stderr)
+        return 130
     except (UserError, OSError) as error:
         print(f"lora.py: {error}", file=sys.stderr)
         return 2

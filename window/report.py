@@ -14,12 +14,12 @@ from experiment.data import lines_of, objects, read_json, read_yaml, reading, wh
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
+from experiment.notes import wilson
 from experiment.output_folder import CONFIG, algorithm_of
 from window.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
 # Two-sided 95 % quantile of the normal distribution.
-Z = 1.959964
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
 LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. Coloured:
 sampled, with probability <i class=s0> over 0.9 </i> <i class=s1> over 0.5 </i>
@@ -66,6 +66,22 @@ class Record:
                 self.logs.append([row for _, row in objects(log)])
 
 
+class Result(dict):
+    """What result.json of an output folder holds. A notebook shows it as tiles and curves."""
+
+    def __init__(self, folder):
+        super().__init__(read_json(folder / "result.json"))
+        self.folder = folder
+
+    def _repr_html_(self):
+        """Return the head of the page in a frame, which keeps its style to itself."""
+        record = Record(self.folder)
+        # None makes the notebook print the dict: another run has taken the folder since.
+        if record.result != self:
+            return None
+        return f'<iframe srcdoc="{escape(summary(record))}" width="100%" height="600"></iframe>'
+
+
 def write_html(name):
     """Write the page of an output folder or of a .jsonl of episodes beside it; return its path.
 
@@ -79,11 +95,7 @@ def write_html(name):
 
 def page(record):
     """Return the HTML page of a `Record`."""
-    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
-    parts = [HEAD.format(title=title, style=STYLE)]
-    with reading(record.path / "result.json"):
-        parts.append(facts(record.result))
-    parts.append(curves(record.logs))
+    parts = [summary(record)]
     if record.episode_file.exists():
         parts.append(LEGEND)
         tokenizer = load_tokenizer(record.path)
@@ -95,6 +107,14 @@ def page(record):
         parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
                      f"<pre>{escape(config)}</pre></details>")
     return "".join(parts) + "</body></html>\n"
+
+
+def summary(record):
+    """Return the head of the page: what came out, and the curves."""
+    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
+    with reading(record.path / "result.json"):
+        tiles = facts(record.result)
+    return HEAD.format(title=title, style=STYLE) + tiles + curves(record.logs)
 
 
 def facts(result):
@@ -109,21 +129,6 @@ def facts(result):
     tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
              for name, text in values.items() if text != "-"]
     return f"<dl class=facts>{''.join(tiles)}</dl>"
-
-
-# ---------------------------------------------------------------------- intervals of proportions
-def wilson(k, n):
-    """Return the 95 % interval of a proportion k / n, and (0, 1) for n = 0.
-
-    (p + z^2/2n -+ z sqrt(p (1-p) / n + z^2/4n^2)) / (1 + z^2/n). Wilson 1927. It stays within 0..1
-    and has a width at k = 0 and k = n too.
-    """
-    if not n:
-        return 0.0, 1.0
-    p, z2 = k / n, Z * Z
-    middle = p + z2 / (2 * n)
-    half = Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, (middle - half) / (1 + z2 / n)), min(1.0, (middle + half) / (1 + z2 / n))
 
 
 # ----------------------------------------------------------------------------------- episodes

@@ -1,0 +1,139 @@
+"""The probe at load: a few tokens through three forward passes, which must agree.
+
+    stock       transformers' own forward, with its own attention and masks
+    training    `token_logprobs`, as an update runs it
+    engine      a prompt, then decode steps over the KV cache
+
+Where they differ, a model would be trained on other probabilities than it was sampled at. What
+transformers adds or changes goes through here as well; no list of architectures is needed.
+"""
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from experiment.errors import UserError, first_line
+from llm.adapter_files import check_finite
+from llm.engine import Engine, Row
+from llm.logprobs import token_logprobs
+from llm.memory import facts
+from lora import adapters
+
+TOKENS = 8  # of each of the probe's two rows
+SHARED = 2  # tokens with which both rows begin
+PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
+WINDOW = 3  # tokens that a sliding window sees during the probe
+# What rounding may change, of the standard deviation of the log-probabilities.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def probe(model, source: str):
+    """Compare the forward passes of a model that `load_model` has read from `source`.
+
+    What it finds about the engine and about shared prefixes goes into the model's `Facts`. Raises
+    UserError if the weights are damaged, if training differs, or if an adapter is never used.
+    """
+    began = time.monotonic()
+    name = f"{source}: {type(model).__name__}"
+    ids = torch.arange(2 * TOKENS, device=model.device).view(2, TOKENS) * 7 % 61 + 7
+    ids[:, :SHARED] = ids[0, :SHARED]
+    mask = torch.ones_like(ids)
+    mask[:, :SHARED] = 0
+    train = partial(token_logprobs, model, ids, mask)
+    with narrow_windows(model) as narrowed:
+        logits = stock_logits(model, ids, name)  # (2, TOKENS - 1, V)
+        check_finite(source, dict(model.named_parameters()))
+        if not logits.isfinite().all():
+            raise UserError(f"{name}: its weights give logits that are not finite; "
+                            "the file is damaged, or needs --dtype float32")
+        stock = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        compare = partial(disagreement, TOLERANCE[logits.dtype] * stock.std())
+        problem = compare(stock[:, SHARED - 1:], lambda: train()[0][:, SHARED:])
+        if problem:
+            raise UserError(f"{name}: the training forward {problem}")
+        problem = compare(stock[:, PROMPT:], lambda: engine_logprobs(model, ids))
+        if problem:
+            facts(model).refuses_engine = f"{name}: the engine cannot decode it: it {problem}"
+    apart = train()[0][:, SHARED:] if narrowed else stock[:, SHARED - 1:]
+    facts(model).shares_prefix = True
+    facts(model).shares_prefix = not compare(apart, lambda: train()[0][:, SHARED:])
+    print(f"{name}: training and decoding checked in {time.monotonic() - began:.1f} s")
+
+
+def disagreement(limit, stock, run) -> str:
+    """Say what is wrong with the log-probabilities that run() returns: "" within the limit."""
+    try:
+        logprobs = run().detach()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"fails: {first_line(error)}"
+    error = (logprobs - stock).square().mean().sqrt()
+    return "" if error <= limit else f"differs from transformers' by {error:.2g} nats a token"
+
+
+@torch.no_grad()
+def stock_logits(model, ids, name: str):
+    """Return the logits (B, T - 1, V) of ids (B, T) by transformers' own forward.
+
+    Raises UserError if an adapter had no part in them.
+    """
+    used = set()
+    linears = adapters(model)
+    hooks = [linear.lora.register_forward_hook(lambda adapter, *_: used.add(adapter))
+             for linear in linears.values()]
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = "sdpa" if before == "causal_attention" else before
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{name}: cannot run on text alone: {first_line(error)}") from None
+    finally:
+        config._attn_implementation = before
+        for hook in hooks:
+            hook.remove()
+    # The last two parts of a name are enough for --lora_target_modules.
+    ends = [(".".join(path.split(".")[-2:]), linear) for path, linear in linears.items()]
+    idle = {end for end, linear in ends if linear.lora not in used}
+    if idle:
+        rest = {end for end, _ in ends} - idle
+        raise UserError(f"{name}: reads the weights of {', '.join(sorted(idle))} past their "
+                        f"adapters; give --lora_target_modules {','.join(sorted(rest))}")
+    return logits
+
+
+def engine_logprobs(model, ids):
+    """Return the log-probabilities (2, TOKENS - PROMPT - 1) of the last ids by the engine."""
+    engine = Engine(model, slots=2, fused=False)
+    rows = []
+    for n, row in enumerate(ids.tolist(), PROMPT):
+        rows.append(Row(row[:n], limit=TOKENS - n, forced=row[n:]))
+    engine.add(rows)
+    while engine.busy:
+        for row in engine.step():
+            engine.release(row)
+    return torch.tensor([row.logprobs[PROMPT + 1 - TOKENS:] for row in rows], device=ids.device)
+
+
+@contextmanager
+def narrow_windows(model):
+    """Inside the block every sliding window of the model is WINDOW tokens wide.
+
+    So a few tokens are more than a window, whose real size may be thousands. Yields True if there
+    was one.
+    """
+    widths = []
+    for thing in (model.config, model.config.get_text_config(), *model.modules()):
+        for name, value in vars(thing).items():
+            is_window = name.endswith(("window", "window_size", "attention_chunk_size"))
+            if is_window and type(value) is int and value > WINDOW:
+                widths.append((vars(thing), name, value))
+    try:
+        for attributes, name, _ in widths:
+            attributes[name] = WINDOW
+        yield bool(widths)
+    finally:
+        for attributes, name, value in widths:
+            attributes[name] = value

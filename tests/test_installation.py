@@ -1,0 +1,83 @@
+"""What is needed, told in one line where it is missing; `pip install -e .` makes the imports work from every folder."""
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from experiment import check_installation
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(*words, cwd, **variables):
+    done = subprocess.run([sys.executable, *words], cwd=cwd, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name, version", [("transformers", "4.57.1"), ("transformers", "6.0.0"), ("torch", "2.5.1+cpu"), ("torch", "2.14.0")])
+def test_another_version_is_refused_in_one_line(monkeypatch, name, version):
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda package: version if package == name else installed(package))
+    with pytest.raises(SystemExit) as end:
+        check_installation()
+    assert str(end.value).startswith(f"{name} {version} is installed, and {name}") and "\n" not in str(end.value)
+    assert str(end.value).endswith("is needed; pip install -r requirements.txt")
+
+
+def test_a_missing_package_is_not_this_checks_affair(monkeypatch):
+    def version(package):
+        raise metadata.PackageNotFoundError(package)
+    monkeypatch.setattr(metadata, "version", version)
+    check_installation()
+
+
+def test_windows_and_an_old_python_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit, match="3.11 or later is needed"):
+        check_installation()
+    monkeypatch.setattr("experiment.os.name", "nt")
+    with pytest.raises(SystemExit, match="WSL2"):
+        check_installation()
+    assert PYPROJECT["project"]["requires-python"] == ">=3.11"
+
+
+def test_a_program_and_an_import_end_in_that_line_before_what_windows_lacks(tmp_path):
+    """A transformers of a version that nobody has, found before the real one."""
+    (tmp_path / "transformers-4.57.1.dist-info").mkdir()
+    (tmp_path / "transformers-4.57.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.1\n")
+    for module in ("torch", "fcntl"):
+        # Neither is needed for the line.
+        (tmp_path / f"{module}.py").write_text("")
+    for words in (["-m", "experiment.program"], ["-c", "import envs"]):
+        code, out, errors = python(*words, cwd=ROOT, PYTHONPATH=str(tmp_path))
+        assert code == 1 and not out
+        assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.20 is needed; pip install -r requirements.txt\n"
+
+
+def test_an_editable_install_makes_the_imports_work_from_another_folder(tmp_path):
+    pytest.importorskip("setuptools", "64")
+    if pip_is_missing():
+        pytest.skip("needs pip")
+    target = tmp_path / "site"
+    build = python("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), "-e", str(ROOT), cwd=tmp_path)
+    assert build[0] == 0, build
+    found = "import sys, site; site.addsitedir(sys.argv[1]); import agent, grpo, window.report, envs; print(grpo.__file__, envs.load('meetings').__name__)"
+    code, out, errors = python("-c", found, str(target), cwd=tmp_path, PYTHONPATH="")
+    assert (code, out) == (0, f"{ROOT / 'grpo.py'} Meetings\n"), errors
+
+
+def pip_is_missing():
+    return python("-m", "pip", "--version", cwd=ROOT)[0] != 0
+
+
+def test_the_package_lists_every_module_and_folder_and_no_requirement_of_its_own():
+    setuptools = PYPROJECT["tool"]["setuptools"]
+    assert sorted(setuptools["py-modules"]) == sorted(path.stem for path in ROOT.glob("*.py"))
+    folders = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests"}
+    assert set(setuptools["packages"]) == {name for name in folders if not name.startswith(".")}
+    assert setuptools["dynamic"]["dependencies"] == {"file": "requirements.txt"} and "dependencies" not in PYPROJECT["project"]

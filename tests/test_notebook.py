@@ -1,0 +1,107 @@
+"""A notebook: a cell that is run twice, an environment's class in place of its name, and a result that shows itself."""
+import html
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import envs
+import grpo
+from experiment.config import convert, options
+from experiment.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+CELL = '''
+import grpo
+
+class Guess:
+    system_prompt = "Find it."
+
+    def reset(self, number=5, **_):
+        self.number, self.reward, self.done = number, 0.0, False
+        return "Guess."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: your guess
+        """
+        self.done, self.reward = True, float(number == self.number)
+        return "right" if self.reward else "wrong"
+
+    def get_reward(self):
+        return self.reward
+
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{"number": i % 9} for i in range(n) if (i % 2 == 0) == (split == "test")]
+
+result = grpo.train(grpo.Config(env=Guess, model_path="TINY", output_dir="runs/cell", tasks_per_step=2, group_size=2, batch_size=4,
+                                max_steps=STEPS, max_new_tokens=8, max_tokens=700, max_samples=8, eval_tasks=2, MORE))
+'''
+NOTEBOOK = """
+import __main__, code, json, sys
+shell = code.InteractiveInterpreter(vars(__main__))
+for cell in json.load(sys.stdin):
+    shell.runsource(cell, "<cell>", "exec")
+"""
+
+
+def notebook(cells, folder):
+    """Run the cells in a process whose main module is no file. Returns (stdout, stderr)."""
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], cwd=folder, input=json.dumps(cells), capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return done.stdout, done.stderr
+
+
+def test_a_cell_runs_twice_with_a_class_as_its_environment(tiny, tmp_path):
+    def cell(more, steps=1):
+        return CELL.replace("TINY", tiny).replace("STEPS", str(steps)).replace("MORE", more)
+
+    show = "print(json.dumps([result, result._repr_html_()]))"
+    out, errors = notebook([cell(""), cell(""), cell("overwrite=True"), cell("resume=True", 2), "import json; " + show], tmp_path)
+    refused = [line for line in errors.splitlines() if line.startswith("experiment.errors.UserError: ")]
+    assert len(refused) == 1 and refused[0].endswith(
+        "already holds a grpo run; --resume continues it, --overwrite renames it (in Python: resume=True, overwrite=True), or give another --output_dir")
+    assert "after step 1" in out
+    result, shown = json.loads(out.splitlines()[-1])
+    folder = tmp_path / "runs" / "cell"
+    assert result == json.loads((folder / "result.json").read_text()) and result["steps"] == 2
+    assert (tmp_path / "runs" / "cell.1" / "result.json").exists() and not (tmp_path / "runs" / "cell.2").exists()
+    assert "\nenv: __main__:Guess\n" in (folder / "config.yaml").read_text()
+    page = html.unescape(shown.partition('srcdoc="')[2].partition('"')[0])
+    assert page.startswith("<!doctype html>") and "<polyline" in page and "<script" not in page
+    # A program finds no such class, and says where it would.
+    done = subprocess.run([sys.executable, ROOT / "grpo.py", "--config", folder / "config.yaml", "--env", "__main__:Guess", "--output_dir", "elsewhere"],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(
+        "__main__ has no class Guess; a class of a notebook or function is found in a file: --env path/to/file.py:ClassName")
+
+
+def test_the_name_of_a_class_is_one_that_finds_it():
+    for name in ("equations", "envs/template.py:HigherLower"):
+        cls = envs.load(name)
+        config = grpo.Config(env=cls)
+        assert envs.load(config.env) is cls and convert(config.env, options(grpo.Config)["env"], "--env") == config.env
+        assert envs.sources(config.env) == envs.sources(name)
+
+    class Local:
+        pass
+
+    with pytest.raises(UserError, match="has no class .*Local; a class of a notebook or function"):
+        envs.load(grpo.Config(env=Local).env)
+
+
+def test_a_result_is_the_dict_of_its_file_and_shows_nothing_of_another_run(tmp_path):
+    from window.report import Result
+    (tmp_path / "result.json").write_text('{"steps": 3, "success_after": 0.5}\n')
+    (tmp_path / "config.yaml").write_text("# grpo run; x\nseed: 0\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "loss": i / 7}) + "\n" for i in range(3)))
+    result = Result(tmp_path)
+    assert result == {"steps": 3, "success_after": 0.5} and repr(result) == repr(dict(result)) and "loss" in result._repr_html_()
+    (tmp_path / "result.json").write_text('{"steps": 4}\n')
+    assert result._repr_html_() is None

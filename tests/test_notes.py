@@ -1,0 +1,202 @@
+"""What a run prints, in a terminal and elsewhere: its plan, a bar, a line a step, advice, the table at the end."""
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+from types import SimpleNamespace
+
+import programs
+import pytest
+
+import dpo
+import grpo
+import reward_weighted
+import sft
+from experiment import bars, notes
+from experiment.checkpoint import checkpoints
+from experiment.config import options
+from experiment.errors import Stop
+from experiment.process import Signals
+from llm.tiny import make_tiny
+
+SMALL = ["--env", "equations", "--lora_r", 2, "--dtype", "float32", "--max_tokens", 256, "--max_new_tokens", 16, "--max_turns", 2, "--eval_tasks", 3]
+STEPS = ["--max_steps", 2, "--tasks_per_step", 2, "--group_size", 2]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("base"))
+    for part in make_tiny():
+        part.save_pretrained(folder)
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------- what is printed
+def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
+    words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--kl_coef", 0.1, "--eval_every", 2, "--output_dir", tmp_path / "r"]
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=programs.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "\r" not in done.stdout and "\x1b" not in done.stdout
+    number = r"-?[\d.e-]+ *"
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+    assert re.fullmatch(r"\S+: Qwen3ForCausalLM: training and decoding checked in \d+\.\d s", lines.pop(0))
+    assert lines[:3] == ["playing 3 episodes: at most 256 tokens each, 16 a turn", lines[1],
+                         "training: 2 steps, each of 2 tasks x 2 episodes of at most 256 tokens"]
+    assert re.fullmatch(r"before: success \d.\d{3}, reward -?\d.\d{3}", lines[1])
+    for step, line in ((1, lines[3]), (2, lines[5])):
+        assert re.fullmatch(rf"step {step}/2  success {number}  reward {number}  entropy {number}  kl {number}  [\d.]+ s, [\d.]+ s left", line), line
+        assert len(line) <= 100
+    assert lines[4].startswith("after step 2: success ")
+    table = lines[lines.index("") + 1:-2]
+    assert table[0].startswith("held out: 3 tasks; trained: 2 steps, ") and table[1].split() == ["before", "after", "95", "%", "interval"]
+    assert [line.split()[0] for line in table[2:]] == ["success", "reward", "actions", "structure", "completion", "truncated", "tool_errors"]
+    assert all(len(line) <= 80 for line in table)
+
+
+def test_a_terminal_gets_a_bar_from_the_first_token(base, tmp_path):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--max_steps", 1, "--output_dir", tmp_path / "r"]
+    program = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=theirs, cwd=programs.ROOT)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # the program has closed its end
+            break
+        if not piece:
+            break
+        shown += piece
+    out = program.communicate()[0].decode()
+    shown = shown.decode()
+    assert program.returncode == 0 and "step 1/1" not in out, shown[-2000:]
+    assert re.search(r"episodes: 0/3\|.*\| 0 tokens", shown)
+    assert re.search(r"grpo: .* success [\d.]+  reward -?[\d.]+\]", shown) and "loss=" not in shown
+
+
+def test_the_bar_counts_the_tokens_that_were_sampled_and_bounds_what_is_left(monkeypatch):
+    import agent
+    monkeypatch.setattr(bars, "NO_BAR", False)
+    limits = SimpleNamespace(max_tokens=1000, max_new_tokens=100)
+
+    def episode(mask, reason="", calling=False):
+        return SimpleNamespace(trajectory=SimpleNamespace(loss_mask=mask, stop_reason=reason), calling=calling, limits=limits, max_turns=4)
+
+    def row(n):
+        return SimpleNamespace(turn=[1] * n)
+
+    rows = [row(7), row(5), row(3), row(0)]
+    episodes = [episode([0, 1]), episode([0] + [1] * 5, calling=True), episode([0] + [1] * 3), episode([0])]
+    with agent.EpisodeBar(dict(zip(map(Key, rows), episodes))) as bar:
+        values = bar.format_dict
+        assert (values["n"], values["tokens"]) == (0, 8 + 5 + 6) and "at most" in values["eta"]
+        episodes[2].trajectory.stop_reason = "done"  # its row keeps its last turn
+        values = bar.format_dict
+        assert (values["n"], values["tokens"]) == (1, 8 + 5 + 3) and "about" in values["eta"]
+        bar.start_t -= 16  # a token a second: 4 episodes of 16 tokens each, 16 of them sampled
+        assert re.search(r"about 4[78]\.\d s left", bar.format_dict["eta"])
+
+
+class Key(SimpleNamespace):
+    """A row, as the key of a dict."""
+
+    def __init__(self, row):
+        super().__init__(**vars(row))
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("seconds, words", [(8.94, "8.9 s"), (90, "2 min"), (3000, "50 min"), (5400, "1.5 h")])
+def test_durations(seconds, words):
+    assert bars.duration(seconds) == words
+
+
+def test_tables_of_files_hold_loss_accuracy_and_margin(capsys):
+    pairs = {"pairs/loss": 0.693, "pairs/accuracy": 0.0, "pairs/margin": 0.0, "pairs/count": 20, "pairs/loss/rpo": 1.0}
+    notes.print_table(pairs, {**pairs, "pairs/loss": 0.5, "pairs/accuracy": 0.75, "pairs/margin": 12.5}, 9, 100)
+    notes.print_table({}, {"loss": 0.25, "demonstrations": 7}, 9, 100)
+    notes.print_table({}, {}, 9, 100)
+    assert capsys.readouterr().out == """
+held out: 20 pairs; trained: 9 steps, 2 min
+                    before     after   95 % interval
+pairs/loss           0.693     0.500
+pairs/accuracy       0.000     0.750   0.531 to 0.888
+pairs/margin         0.000    12.500
+
+held out: 7 demonstrations; trained: 9 steps, 2 min
+                    before     after
+loss                     -     0.250
+"""
+
+
+# --------------------------------------------------------------------------------------------------------- the schooling
+@pytest.fixture
+def short_schooling(monkeypatch):
+    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 3, "batch_size": 4})
+
+
+def test_the_schooling_says_one_line(short_schooling, tmp_path, capfd):
+    grpo.train(grpo.Config(output_dir=str(tmp_path / "r"), lora_r=2, max_steps=0, eval_tasks=2, max_new_tokens=8, max_turns=1))
+    out, errors = capfd.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == f"tiny model: made in {tmp_path}/r/base, and taught the format by 3 SFT steps on noisy demonstrations"
+    assert "training and decoding checked in" in lines[1] and lines[2].startswith("playing 2 episodes") and out.count("written: ") == out.count("next: ") == 1 and errors == ""
+
+
+def test_an_interrupted_schooling_keeps_its_steps(short_schooling, tmp_path, monkeypatch, capfd):
+    config = grpo.Config(output_dir=str(tmp_path / "r"), lora_r=2, max_steps=0, eval_tasks=0)
+    clip = sft.clip_grad_norm_
+
+    def interrupted(*args):
+        clip.calls = getattr(clip, "calls", 0) + 1
+        if clip.calls == 2:
+            os.kill(os.getpid(), signal.SIGINT)  # in the midst of the second step
+        return clip(*args)
+
+    monkeypatch.setattr(sft, "clip_grad_norm_", interrupted)
+    with pytest.raises(Stop) as stop, Signals():
+        grpo.train(config)
+    assert re.fullmatch(rf"stopped by SIGINT after step 1 in {tmp_path}/r/schooling; continue with: python \S*grpo.py --config \S+ --resume", str(stop.value))
+    assert [path.name for path in checkpoints(tmp_path / "r" / "schooling")] == ["step_000001"]
+    config.resume = True
+    grpo.train(config)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "schooling" / "metrics.jsonl").open()]
+    assert steps == [0, 1, 2] and "after step 1" not in capfd.readouterr().out and clip.calls == 4
+
+
+# --------------------------------------------------------------------------------------------------------------- advice
+@pytest.mark.parametrize("module", [grpo, reward_weighted, dpo, sft])
+def test_advice_names_flags_that_the_program_has_and_experts_that_exist(module):
+    flags = options(module.Config)
+    early = {"success": 0.5, "entropy": 0.07, "sampled_tokens": 36.0, "actions": 3.0}
+    late = {"success": 0.5, "entropy": 0.01, "approx_kl": 0.3, "kl": 2.0, "sampled_tokens": 80.0, "actions": 0.2, "truncated": 0.9, "structure": 0.0,
+            "groups_without_signal": 1.0}
+    for has_expert in (True, False):
+        alarms = notes.Alarms(flags, has_expert)
+        sentences = [line for row in [early] * 5 + [late] * 5 for line in alarms.add(row)]
+        assert len(sentences) == 8 and any("people" in line for line in sentences)
+        assert set(re.findall(r"--(\w+)", " ".join(sentences).replace("the same --model_path and --env", ""))) <= set(flags)
+        assert any("sft.py" in line for line in sentences) == has_expert
+
+
+def test_sft_is_advised_where_an_expert_can_be_imitated():
+    config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="g.py:Guess", tasks=None)
+    model = SimpleNamespace(config=SimpleNamespace())
+    metrics = {"actions": 0.0, "structure": 1.0}
+    [line] = notes.first_notes(metrics, config, model, has_expert=True)
+    assert line.endswith("SFT first: python sft.py --model_path m --env g.py:Guess")
+    [line] = notes.first_notes(metrics, config, model, has_expert=False)
+    assert "--" not in line and "_expert()" in line and "envs/template.py" in line
+
+
+# --------------------------------------------------------------------------------------------------------------- imports
+def test_errors_wait_for_torch_at_most():
+    """A page imports torch, which its equations need. Nothing else that is slow stands on the way to an error."""
+    code = "import sys, {}; print({{'torch', 'transformers', 'numpy'}} & {{*sys.modules}})"
+    for module, slow in (("grpo", {"torch", "numpy"}), ("window.report", set()), ("experiment.program", set())):
+        done = subprocess.run([sys.executable, "-c", code.format(module)], cwd=programs.ROOT, capture_output=True, text=True)
+        assert eval(done.stdout) == slow, done.stdout + done.stderr

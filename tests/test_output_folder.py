@@ -1,0 +1,227 @@
+"""The output folder and its checkpoints when somebody else has had their hands in them."""
+import json
+import os
+import re
+import shutil
+import signal
+from types import SimpleNamespace
+
+import programs
+import pytest
+from saving import save
+from test_resume import ENVIRONMENT, Killed, assert_equal, config, place, stopped, toy, train  # noqa: F401  (fixtures)
+
+import grpo
+import sft
+from agent import Trajectory
+from episodes.demonstrations import read_trajectories
+from experiment import checkpoint, output_folder
+from experiment.checkpoint import check_base, checkpoints, newest_checkpoint, prune, read_state
+from experiment.errors import Stop, UserError
+from experiment.run import Run
+from llm import load_model
+
+
+# ----------------------------------------------------------------------------------------- removed while the run goes
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "timing.jsonl", "trajectories.jsonl", "checkpoints", ""])
+@pytest.mark.parametrize("ended", ["signal", "end"])
+def test_what_is_removed_during_a_run_hinders_no_save(place, tmp_path, monkeypatch, name, ended):  # noqa: F811
+    again, folder = toy(place, tmp_path / "run"), tmp_path / "run"
+    adamw = sft.adamw
+
+    def removing(*args, **options):
+        optimizer, updates = adamw(*args, **options), []
+
+        def remove(*_):
+            updates.append(1)
+            if len(updates) == 2:
+                shutil.rmtree(folder / name) if name in ("checkpoints", "") else (folder / name).unlink(missing_ok=True)
+                if ended == "signal":
+                    os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.register_step_post_hook(remove)
+        return optimizer
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "adamw", removing)
+        if ended == "end" and name:
+            assert sft.train(again)["steps"] == 3
+            return
+        from experiment.process import Signals
+        with pytest.raises((Stop, FileNotFoundError)), Signals():
+            sft.train(again)
+    assert read_state(newest_checkpoint(folder))["step"] == 2
+    again.resume = True
+    assert sft.train(again)["steps"] == 3
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-1:] == [2]
+
+
+def test_a_log_that_became_shorter_than_the_checkpoint_says_is_renamed(stopped, tmp_path, capsys):  # noqa: F811
+    again, path = stopped(tmp_path / "run"), tmp_path / "run" / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    sft.train(again)
+    assert "metrics.jsonl: lines of before step 2 were removed; what is left is now metrics.jsonl.1" in capsys.readouterr().out
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2]
+
+
+def test_a_folder_whose_config_is_gone_is_refused_in_a_line(stopped, tmp_path):  # noqa: F811
+    again = stopped(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(UserError, match="run: already holds metrics.jsonl, and no config.yaml that a run has written; give another"):
+        sft.train(again)
+
+
+# ------------------------------------------------------------------------------------------------------ strangers
+def sealed(state):
+    state.pop("checksum", None)
+    return {**state, "checksum": checkpoint._checksum(state)}
+
+
+def without(name):
+    return lambda state: sealed({key: value for key, value in state.items() if key != name})
+
+
+def instead(name, value):
+    return lambda state: sealed({**state, name: value})
+
+
+STRANGE = [lambda state: {}, lambda state: {"epoch": 3, "global_step": 7}, lambda state: {"made_of": [1]}, lambda state: [state],
+           lambda state: {**state, "checksum": 3}, lambda state: {**state, "checksum": "0"}, lambda state: None, lambda state: "text",
+           lambda state: {"score": 0.99}, lambda state: {**state, "score": "0.99"}]
+STRANGE += [without(name) for name in checkpoint.STATE if name != "checksum"]
+STRANGE += [instead(name, value) for name in checkpoint.STATE if name != "checksum" for value in ("x", [1])
+            if not (name == "algorithm" and value == "x")]
+STRANGE += [instead("files", {"../../config.yaml": 1}), instead("files", {"\0": 1}), instead("files", {"nothing": None}),
+            instead("made_of", {"base/config.json": 7})]
+
+
+@pytest.mark.parametrize("change", STRANGE, ids=range(len(STRANGE)))
+def test_a_checkpoint_that_this_version_has_not_written_is_refused_in_a_line(stopped, tmp_path, change):  # noqa: F811
+    again = stopped(tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step_000002" / "state.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError) as refused:
+        sft.train(again)
+    assert re.search(r"state\.json|nothing|step_000002|the file this run began with", str(refused.value)) and "\n" not in str(refused.value)
+    try:
+        prune(tmp_path / "run")  # it does not fail, and removes nothing that is not ours
+        load_model(str(tmp_path / "run"), train=False)
+    except UserError as error:
+        assert "\n" not in str(error)
+    assert path.exists()
+
+
+def test_the_state_of_another_program_in_a_model_folder_is_named(place, tmp_path):  # noqa: F811
+    shutil.copytree(place / "adapter", tmp_path / "adapter")
+    (tmp_path / "adapter" / "state.json").write_text('{"made_of": ["base/config.json"], "epoch": 1}')
+    for use in (lambda: load_model(str(tmp_path / "adapter"), train=False), lambda: check_base(tmp_path / "adapter", place / "base")):
+        with pytest.raises(UserError, match="state.json: not written by a run of this version of the project: step is missing"):
+            use()
+
+
+# ------------------------------------------------------------------------------------------------ the disk, the budget
+def test_four_checkpoints_are_on_the_disk_while_one_is_written_and_there_is_room_for_them(tmp_path, monkeypatch):
+    book = Run(sft.Config(output_dir=str(tmp_path)), "sft")
+    book.begin()
+    most = []
+    seal = checkpoint._seal
+    monkeypatch.setattr(checkpoint, "_seal", lambda *args: (seal(*args), most.append(len(os.listdir(tmp_path / "checkpoints")))))
+    for step, book.score in enumerate((0.9, 0.1, 0.2, 0.3, 0.4), 1):
+        save(book, step)
+    assert max(most) == 4 and len(checkpoints(tmp_path)) == 3
+
+
+def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_does_not_begin(place, tmp_path, monkeypatch, stopped):  # noqa: F811
+    left = SimpleNamespace(free=2**20)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: left)
+    words = r"run: (\d+) MiB are needed for 4 checkpoints, and 1 MiB are free on this disk; make room, or give another --output_dir"
+    with pytest.raises(UserError, match=words) as refused:
+        sft.train(toy(place, tmp_path / "run"))
+    needed = int(re.search(words, str(refused.value))[1])
+    monkeypatch.undo()
+    sft.train(toy(place, tmp_path / "whole"))
+    written = sum(file.stat().st_size for file in newest_checkpoint(tmp_path / "whole").glob("*.safetensors")) / 2**20
+    assert 0 < abs(needed - 4 * written) < 0.05 * needed + 1
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: left)
+    with pytest.raises(UserError, match="needed for 2 checkpoints"):  # two are there
+        sft.train(stopped(tmp_path / "again"))
+
+
+def test_the_log_of_episodes_keeps_the_newest_and_thins_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_folder, "EPISODE_BYTES", 20_000)
+    book = Run(grpo.Config(output_dir=str(tmp_path)), "grpo")
+    book.begin()
+    book.line, path = {}, tmp_path / "trajectories.jsonl"
+    for book.step in range(200):
+        book.log_episodes([Trajectory([1, 2], [0, 1], [0.0, -1.0], [1.0], 1.0, group_id=f"{book.step}-{i // 2}", stop_reason="done",
+                                      info={"env": "e", "task": {}, "success": True}) for i in range(4)])
+        assert path.stat().st_size < 20_000
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == sorted(steps) and all(steps.count(step) == 4 for step in steps)
+    kept = sorted(set(steps))
+    newest = kept[-10:]
+    assert newest == list(range(190, 200)) and kept[0] == 0
+    strides = [b - a for a, b in zip(kept, kept[1:])]
+    assert max(strides) <= 64 and strides == sorted(strides, reverse=True)
+    assert len(read_trajectories(str(path))) == len(steps)
+    assert len(list(tmp_path.glob(".whole-*"))) == 1
+    save(book, 200)
+    assert not list(tmp_path.glob(".whole-*")) and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_thinned_log_is_the_same_however_often_the_run_was_killed(place, tmp_path, monkeypatch):  # noqa: F811
+    from agent import rollout
+    from test_resume import rewarded
+    monkeypatch.setattr(output_folder, "EPISODE_BYTES", 12_000)
+    monkeypatch.setattr(grpo, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
+    options = dict(lora_r=2, tasks_per_step=2, max_steps=6, eval_tasks=0, save_every=3)
+    grpo.train(config(grpo, place, tmp_path / "whole", **options))
+    again = config(grpo, place, tmp_path / "killed", **options)
+    for lines in (2, 2, 4, 2, 1):  # in the third step before any is saved, in the fifth, ...
+        with pytest.raises(Killed):
+            train(grpo, again, monkeypatch, lines)
+        again.resume = True
+    grpo.train(again)
+    assert_equal(tmp_path / "whole", tmp_path / "killed")
+    steps = {json.loads(line)["step"] for line in (tmp_path / "killed" / "trajectories.jsonl").read_text().splitlines()}
+    assert 5 in steps and len(steps) < 6, "nothing was thinned"
+    assert "step 5 · " in (tmp_path / "killed" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("changed", ["rules.py", "deck/__init__.py", "deck/cards.py"])
+def test_a_changed_module_that_the_environments_file_imports_is_noticed(place, tmp_path, changed):  # noqa: F811
+    """In a process each, as modules are imported once in one."""
+    (tmp_path / "deck").mkdir()
+    (tmp_path / "deck" / "__init__.py").write_text("from .cards import ACE\n")
+    (tmp_path / "deck" / "cards.py").write_text("ACE = 1\n")
+    (tmp_path / "rules.py").write_text("import json, torch\nfrom deck import ACE\n")
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "my_env.py").write_text("from rules import ACE\n" + ENVIRONMENT)
+    words = (f"--model_path {place}/base --max_samples 8 --batch_size 4 --eval_tasks 0 --lora_r 2 --save_every 1 --output_dir r "
+             "--env my_env.py:E").split()
+    done = programs.run(programs.ROOT / "sft.py", *words, "--max_steps", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    made_of = read_state(newest_checkpoint(tmp_path / "r"))["made_of"]
+    assert sorted(name for name in made_of if name.startswith("environment ")) == [
+        f"environment {name}" for name in ("deck/__init__.py", "deck/cards.py", "my_env.py", "rules.py")]
+    for steps, name in ((2, "other.py"), (3, changed)):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "# changed\n")
+        done = programs.run(programs.ROOT / "sft.py", *words, "--max_steps", steps, "--resume", cwd=tmp_path)
+        assert done.returncode == (0 if name == "other.py" else 2), done.stderr[-2000:]
+    assert f"{changed}: is not the file this run began with; put that back" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------- code that files may not choose
+def test_the_printed_command_continues_a_run_in_an_environment_of_ones_own(place, tmp_path):  # noqa: F811
+    (tmp_path / "my_env.py").write_text(ENVIRONMENT)
+    book = Run(sft.Config(output_dir=str(tmp_path / "run"), env="my_env.py:E"), "sft")
+    assert re.search(r"--config \S+config.yaml --env my_env.py:E --resume$", book.command)
+    words = f"--model_path {place}/base --max_samples 8 --batch_size 4 --eval_tasks 0 --lora_r 2 --save_every 1 --output_dir r".split()
+    done = programs.run(programs.ROOT / "sft.py", *words, "--env", "my_env.py:E", "--max_steps", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (tmp_path / "my_env.py").write_text("open('ran', 'w')\n" + ENVIRONMENT)
+    command = [programs.ROOT / "sft.py", "--config", "r/config.yaml", "--resume"]
+    done = programs.run(*command, cwd=tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "ran").exists() and done.stderr == (
+        "sft.py: --env my_env.py:E: a config file does not choose which code runs; if you trust it, add --env my_env.py:E to the command\n")
+    (tmp_path / "my_env.py").write_text(ENVIRONMENT)
+    done = programs.run(*command, "--env", "my_env.py:E", "--max_steps", 2, cwd=tmp_path)
+    assert done.returncode == 0 and len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 2, done.stderr[-2000:]

@@ -1,0 +1,113 @@
+"""llm/probe.py: what the probe at load finds, in every text decoder of transformers and in models changed on purpose."""
+import time
+
+import decoders
+import pytest
+import torch
+from memory_helpers import EVERYTHING, save_tiny
+
+from experiment.errors import UserError
+from llm import load_model
+from llm.engine import Engine
+from llm.memory import SETTINGS, facts
+from llm.probe import WINDOW, narrow_windows, probe
+from lora import adapters, add_lora
+
+
+def test_the_table_names_every_text_decoder_of_transformers_5_23():
+    import transformers
+    if not transformers.__version__.startswith(decoders.VERSION):
+        pytest.skip(f"the table is of transformers {decoders.VERSION}")
+    assert sorted(decoders.TABLE) == decoders.families()
+
+
+@pytest.mark.parametrize("family", decoders.TABLE)
+def test_what_runs_and_what_is_refused(family):
+    """A row that changes with a new version of transformers: see what changed there, then change the row."""
+    assert decoders.verdict(family) == decoders.TABLE[family]
+
+
+def windowed(family, **sizes):
+    import transformers
+    config = getattr(transformers, f"{family}Config")(**{**decoders.SIZES, "sliding_window": 4096, **sizes})
+    model = decoders.filled(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    decoders.use_causal_attention(model)
+    return model
+
+
+@pytest.mark.parametrize("family, sizes", [("Qwen2Moe", {"use_sliding_window": True}), ("Phimoe", {}), ("Doge", {})])
+def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, sizes):
+    """Rows longer than the window would be 2.6 to 9 nats off. The probe's eight tokens find it because it narrows the window."""
+    model = windowed(family, **sizes)
+    probe(model, "folder")
+    with pytest.raises(UserError, match=f"^folder: {family}ForCausalLM: the engine cannot decode it: it differs from transformers' by [0-9.]+ nats a token$"):
+        Engine(model)
+
+
+def test_windows_have_their_width_again_and_a_window_that_the_engine_knows_passes():
+    model = windowed("Qwen2", use_sliding_window=True, max_window_layers=0)
+    with narrow_windows(model) as narrowed:
+        assert narrowed and model.config.sliding_window == WINDOW
+        assert {layer.self_attn.sliding_window for layer in model.model.layers} == {WINDOW}
+    probe(model, "folder")
+    assert model.config.sliding_window == 4096 and {layer.self_attn.sliding_window for layer in model.model.layers} == {4096}
+    assert not facts(model).refuses_engine and facts(model).shares_prefix
+    Engine(model)
+
+
+def test_a_module_that_ignores_its_adapter_is_named_with_what_to_give_instead():
+    import transformers
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
+    model = decoders.filled(transformers.MambaForCausalLM(config).eval())
+    add_lora(model, 2, 4)
+    says = r"^folder: MambaForCausalLM: reads the weights of mixer.dt_proj past their adapters; give --lora_target_modules mixer.in_proj,mixer.out_proj,mixer.x_proj$"
+    with pytest.raises(UserError, match=says):
+        probe(model, "folder")
+    model = decoders.filled(transformers.MambaForCausalLM(config).eval())
+    add_lora(model, 2, 4, targets="mixer.in_proj,mixer.out_proj,mixer.x_proj")
+    probe(model, "folder")
+    with pytest.raises(UserError, match="MambaForCausalLM: the engine cannot decode it"):
+        Engine(model)
+
+
+def test_an_encoder_is_refused_because_training_would_be_causal():
+    import transformers
+    model = decoders.filled(transformers.BertLMHeadModel(transformers.BertConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)).eval())
+    decoders.use_causal_attention(model)
+    with pytest.raises(UserError, match="folder: BertLMHeadModel: the training forward differs from transformers' by"):
+        probe(model, "folder")
+
+
+def test_out_of_memory_is_not_taken_for_a_model_that_does_not_run(monkeypatch):
+    from llm import probe as module
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("no memory")
+    monkeypatch.setattr(module, "engine_logprobs", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model("tiny", device="cpu")
+
+
+@pytest.mark.parametrize("memory", [*SETTINGS, "everything"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_and_memory_technique_passes(tmp_path, memory, dtype, capsys):
+    """Also with an adapter that changes something, which the stock forward has as well."""
+    from llm import save_model
+    memory = EVERYTHING if memory == "everything" else memory
+    base = save_tiny(tmp_path / "base")
+    model, tokenizer = load_model(base, lora_r=4, dtype=dtype, memory=memory, device="cpu")
+    for linear in adapters(model).values():
+        linear.lora.B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    save_model(model, str(tmp_path / "adapter"))
+    capsys.readouterr()
+    model, _ = load_model(str(tmp_path / "adapter"), lora_r=4, dtype=dtype, memory=memory, device="cpu")
+    assert not facts(model).refuses_engine and facts(model).shares_prefix
+    assert capsys.readouterr().out.count("training and decoding checked in") == 1
+
+
+def test_it_takes_less_than_a_second_of_a_processor(tmp_path):
+    model, _ = load_model("tiny", lora_r=4, device="cpu")
+    began = time.process_time()
+    probe(model, "tiny")
+    assert time.process_time() - began < 1

@@ -1,0 +1,176 @@
+"""envs/session.py: one thread makes all calls of an episode, and a call that holds the interpreter's lock ends the process."""
+import gc
+import sqlite3
+import threading
+import time
+
+import programs
+import pytest
+
+import envs
+from agent import Limits, rollout
+from envs.session import Session, Watch
+from episodes.imitation import demonstrate
+from experiment.errors import EnvironmentFault
+from llm.tiny import make_tiny
+
+
+class Shop:
+    """A connection that only the thread which opened it may use, as sqlite3 checks."""
+    threads = []
+
+    def __init__(self):
+        self.db = sqlite3.connect(":memory:")
+        self.db.execute("create table sold (name text)")
+        Shop.threads.append({threading.get_ident()})
+        self.mine = Shop.threads[-1]
+
+    def touch(self) -> str:
+        """Count what was sold."""
+        self.mine.add(threading.get_ident())
+        return str(self.db.execute("select count(*) from sold").fetchone()[0])
+
+    def reset(self, **_):
+        self.touch()
+        return "Sell a hat."
+
+    def sell(self, name: str) -> str:
+        """Sell something.
+
+        Args:
+            name: what
+        """
+        if name == "nothing":
+            raise ValueError(name)
+        self.db.execute("insert into sold values (?)", [name])
+        return self.touch()
+
+    def get_reward(self) -> float:
+        return float(self.touch())
+
+    def _reply(self, text):
+        return "Go on." if self.touch() == "1" and "again" in text else None
+
+    def _check(self) -> bool:
+        return self.touch() == "2"
+
+    def _expert(self):
+        sold = int(self.touch())
+        return [{"name": "sell", "arguments": {"name": "hat"}}] if sold < 2 else "Sold."
+
+
+def shop(watch=None):
+    return Session(watch or Watch(10.0), "shop", Shop, {})
+
+
+def sell(session, *names):
+    session.submit([{"name": "sell", "arguments": {"name": name}} for name in names])
+    return [text for text, _, _ in session.results()]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(envs.ENVS, "shop", f"{__name__}:Shop")
+    Shop.threads.clear()
+
+
+def test_all_calls_of_an_episode_come_from_one_thread():
+    first, second = shop(), shop()
+    for session in (first, second):
+        session.start()
+    assert sell(first, "hat", "coat") == ["1", "2"] and sell(second, "hat") == ["1"]
+    assert second.reply("again") == ("Go on.", 0.0) and first.expert() == ("Sold.", [])
+    assert first.score() == (2.0, {}, True) and second.score() == (1.0, {}, False)
+    one, other = Shop.threads
+    assert len(one) == len(other) == 1 and one != other and threading.get_ident() not in one | other
+
+
+def test_rollouts_and_demonstrations_play_it_too():
+    model, tokenizer = make_tiny()
+    episodes = rollout(model, tokenizer, "shop", [{}], 3, limits=Limits(max_new_tokens=4))
+    assert [t.info.get("error") for t in episodes] == [None] * 3 and [len(ids) for ids in Shop.threads] == [1] * 3
+    shown = demonstrate(tokenizer, "shop", [{}] * 2)
+    assert [t.info["success"] for t in shown] == [True] * 2 and [len(ids) for ids in Shop.threads] == [1] * 5
+
+
+def left(before):
+    until = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return threading.active_count() - before
+
+
+def test_a_thread_ends_with_its_session_whatever_ended_that():
+    """Without the garbage collector, which a thread would have to wait for."""
+    before = threading.active_count()
+    gc.disable()
+    try:
+        sessions = [shop() for _ in range(512)]
+        for session in sessions:
+            session.start()
+        assert threading.active_count() > before + 500
+        assert sell(sessions[0], "nothing", "hat")[0].startswith("error: ValueError") and sessions[0].score()[0] == 1.0
+        sessions[1].env.get_reward = None
+        with pytest.raises(EnvironmentFault, match="get_reward.. on task .* raised TypeError"):
+            sessions[1].score()
+        del session, sessions
+        assert left(before) <= 0
+    finally:
+        gc.enable()
+
+
+HANGS = '''
+import re, time
+from envs import session
+
+class Bomb:
+    def reset(self, **_):
+        return "go"
+    def search(self) -> str:
+        """Match a pattern that takes for ever, which holds the interpreter's lock."""
+        return str(re.fullmatch("(a|a)+b", "a" * 60))
+    def nap(self) -> str:
+        """Sleep, which does not."""
+        time.sleep(1.5)
+        return "slept"
+    def get_reward(self):
+        return 0.0
+
+session.HANG_SECONDS = 0.4
+def start(watch):
+    one = session.Session(watch, "bomb", Bomb, {})
+    one.start()
+    return one
+def submit(one, name):
+    one.submit([{"name": name, "arguments": {}}])
+watch = session.Watch(0.2)
+one = start(watch)
+submit(one, "nap")
+print(one.results(), flush=True)  # timed out
+patient = session.Watch(2.0)
+two = start(patient)
+submit(two, "nap")
+print(two.results(), flush=True)
+try:
+    with session.Watch(0.2) as stopped:
+        submit(start(stopped), "nap")
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    time.sleep(1.0)
+print("alive", flush=True)
+three = start(watch)
+submit(three, "search")
+print(three.results())
+'''
+
+
+def test_a_call_that_holds_the_interpreters_lock_ends_the_process_and_is_named(tmp_path):
+    """And none that only sleeps: not when it times out, nor within its time, nor when the rollout was stopped."""
+    path = tmp_path / "bomb.py"
+    path.write_text(HANGS)
+    began = time.monotonic()
+    done = programs.run(path)
+    assert done.returncode == 1 and time.monotonic() - began < 100
+    timed_out, slept, alive = done.stdout.splitlines()
+    assert "TimeoutError" in timed_out and "slept" in slept and alive == "alive"
+    assert done.stderr.startswith("Timeout (0:00:00.6") and 'bomb.py", line 10 in search' in done.stderr, done.stderr
