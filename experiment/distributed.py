@@ -22,7 +22,7 @@ from importlib import import_module
 from experiment.errors import RankLost, Stop, UserError, first_line
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
-TIMEOUT = timedelta(minutes=10)  # of a collective, once all ranks are there
+TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there
 ALIVE = "experiment.alive"  # which a single process does not import
 
 
