@@ -36,8 +36,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 RUNS = {"here": {}, "sampler": {"rollout_ahead": 0}, "ahead": {"rollout_ahead": 1}}
-PLACES = 12  # of each of 8 episodes
-SCALES = 1.0, 0.3, 0.1, 0.03
+PLACES = 5  # of each of 8 episodes
+SCALES = 1.0, 0.3, 0.1
 
 
 def arguments():
