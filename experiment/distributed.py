@@ -50,8 +50,12 @@ class Ranks:
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             self._choose_gpu()
-        dist.init_process_group(backend, timeout=TIMEOUT)
-        self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+        try:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+            self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+        except RuntimeError as error:
+            raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
+                            "GLOO_SOCKET_IFNAME to the interface between the machines") from None
         self.others = import_module(ALIVE).Others(rank, world)
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
