@@ -9,7 +9,6 @@
 import math
 import runpy
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -32,8 +31,7 @@ from lora import merged
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
-# What --sampler loads. Who decodes here does not import it.
-SERVERS = "llm.vllm"
+SERVERS = "llm.vllm"  # which only --sampler imports
 
 
 @dataclass
@@ -275,12 +273,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    elsewhere = getattr(engine, "is_remote", False)
-    if not elsewhere:
-        model.eval()
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    with nullcontext() if elsewhere else merged(model), watch:
+    with getattr(engine, "policy", decoded_here)(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:
@@ -309,6 +304,11 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run.rollout_seconds += time.monotonic() - began
         run.watch = watch
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
+
+
+def decoded_here(model):
+    """Return the context in which this process plays the model. Servers have one of their own."""
+    return merged(model.eval())
 
 
 def play_all(engine, episodes, run, on_end=None, rewards=None):
@@ -368,10 +368,12 @@ def next_turn(engine, row, episode, on_end=None):
 
 def rollout_options(config, run=None) -> dict:
     """Return the arguments of `rollout` that a Config names, and the run."""
-    sampler = getattr(config, "sampler", None)
-    return {"limits": limits_of(config, config.env), "temperature": config.temperature,
-            "seed": config.seed, "env_options": options_of(config), "rewards": rewards_of(config),
-            "run": run, "engine": import_module(SERVERS).Servers(sampler, run) if sampler else None}
+    options = {"limits": limits_of(config, config.env), "temperature": config.temperature,
+               "seed": config.seed, "env_options": options_of(config),
+               "rewards": rewards_of(config), "run": run}
+    if getattr(config, "sampler", None):
+        options["engine"] = import_module(SERVERS).servers_of(config.sampler, run)
+    return options
 
 
 # --------------------------------------------------------------------- episodes in numbers

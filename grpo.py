@@ -364,9 +364,9 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
-    options = rollout_options(config, run)
-    collect = collector(partial(rollout, model, tokenizer, config.env, **options), tasks, config, run)
-    test = partial(evaluate, model, tokenizer, config.env, held_out, **options)
+    flags = rollout_options(config, run)
+    collect = collector(partial(rollout, model, tokenizer, config.env, **flags), tasks, config, run)
+    test = partial(evaluate, model, tokenizer, config.env, held_out, **flags)
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
     with run:  # ended early, it saves the last whole step, unless the next one's updates have begun
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
@@ -382,12 +382,11 @@ def train(config: Config) -> dict:
             advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
             old_logprobs = sampled_logprobs
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
-            if config.importance_correction:
+            if cap := config.importance_correction:
                 old_logprobs = score_by(merged(model, update=True))  # trainer_logprobs, (B, T)
-                weights = truncated_importance_weights(
-                    old_logprobs, sampled_logprobs, mask, config.importance_correction)
+                weights = truncated_importance_weights(old_logprobs, sampled_logprobs, mask, cap)
                 advantages = advantages * weights
-                run.log(**weight_shares(weights, mask, config.importance_correction))
+                run.log(**weight_shares(weights, mask, cap))
             if config.kl_coef:
                 ref_logprobs = score_by(reference(model, start_policy))  # (B, T)
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)

@@ -22,7 +22,7 @@ EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has bec
 THINNING = "experiment.thinning"  # few runs need it
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
 # What a resumed run may change. The two that make an update may change together.
-FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing")
+FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 

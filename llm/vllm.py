@@ -1,153 +1,194 @@
 """Episodes that vLLM servers sample: `--sampler http://host:8000[,http://other:8000]`.
 
-A server is vLLM's own, started with the run's base model. It must see the run's folder.
+A server is vLLM's own, started with the run's base model, or `python agent.py --serve`. It reads
+adapters out of the run's folder, which it must see under the same path.
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 16 \
         --max-loras 3 --logprobs-mode processed_logprobs --generation-config vllm
 
 `Servers` makes the engines of a run, which have the protocol that llm/engine.py states. A turn is
-one request: token ids in, token ids and their log-probabilities out; nothing is decoded and encoded
+one request: token ids in, token ids and their log-probabilities out. Nothing is decoded and encoded
 again. All rows of a group ask one server, whose prefix cache then holds their prompt.
 
-Every new adapter gets a name of its own: vLLM keeps the keys and values of a prompt under the
-adapter's name, and under an old name would play stale ones. Before the first episode
+The adapter of each step has a name of its own. vLLM keeps the keys and values of a prompt under the
+adapter's name, and under an old name would use stale ones. Before the first episode
 llm/vllm_proof.py compares the servers' log-probabilities with ours. Answers come in any order, so
 that a run is not repeated bit for bit.
+
+The client is http.client: a turn has no use for more, and `select` tells a slow server from a dead
+one. A server started with VLLM_API_KEY gets the key from the variable of that name here.
 """
+import functools
 import json
-import math
+import os
 import queue
 import secrets
+import select
 import shutil
 import threading
 import time
-import urllib.error
-import urllib.request
-from hashlib import blake2b
-from http.client import HTTPException
+from contextlib import closing, nullcontext
+from copy import copy
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
 
 from experiment.errors import UserError, first_line
 from llm.adapter_files import save_model
 from llm.vllm_proof import prove
-from lora import adapter_tensors, settings
+from lora import settings
 
-REQUESTS = 128  # at once
-TRIES = 4  # of a request, each at the next server
-SECONDS = 300  # until an answer
-KEPT = 2  # adapters that a server has loaded: the newest, and the one played by a step ahead
-LOST = OSError, HTTPException, ValueError  # no answer, half of one, or no sense in it
+REQUESTS = 128  # of each server, at once
+TRIES = 8  # of a request; the pauses between them add up to half a minute
+CONNECT = 10  # seconds
+PATIENCE = 60  # seconds without an answer, then the server is asked whether it lives
+WAITS = 60  # so many times
+KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
 
 
 class Refused(Exception):
-    """An answer with the status `code`, which the same request would get again."""
+    """An answer that the same request would get again. `code` is its HTTP status."""
 
     def __init__(self, code: int, message: str):
         super().__init__(f"{code}: {message}")
         self.code = code
 
 
-def ask(url: str, body=None):
-    """Return the parsed answer to a POST of `body`, or to a GET without one.
+class Lost(Exception):
+    """No answer, half of one, or one without sense: the next try may have more luck."""
 
-    Raises Refused for a status of 400 to 499, and one of LOST if there is no usable answer.
+
+def ask(url: str, body=None):
+    """Return the answer to a POST of `body`, or to a GET without one. Raises Refused or Lost.
+
+    A server that is silent is waited for as long as its /health answers, at most an hour.
     """
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    parts = urlsplit(url)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    key = os.environ.get("VLLM_API_KEY", "none")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        with closing(kind(parts.netloc, timeout=CONNECT)) as connection:
+            method = "GET" if body is None else "POST"
+            connection.request(method, parts.path, body and json.dumps(body), headers)
+            for wait in range(WAITS):
+                if select.select([connection.sock], [], [], PATIENCE)[0]:
+                    break
+                if wait == WAITS - 1 or parts.path == "/health":
+                    raise Lost(f"no answer in {(wait + 1) * PATIENCE} s")
+                ask(f"{parts.scheme}://{parts.netloc}/health")
+            answer = connection.getresponse()
             text = answer.read()
-    except urllib.error.HTTPError as error:
-        reason = first_line(error.read().decode("utf-8", "replace"))
-        if error.code < 500:
-            raise Refused(error.code, reason) from None
-        raise OSError(f"{error.code}: {reason}") from None
-    # Loading an adapter is answered with a sentence.
-    return json.loads(text) if text.startswith(b"{") else text
+        if answer.status == 200:
+            # Loading an adapter is answered with a sentence.
+            return json.loads(text) if text.startswith(b"{") else text
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
+        raise Lost(f"{type(error).__name__}: {first_line(error)}") from None
+    reason = f"{answer.status}: {first_line(text.decode('utf-8', 'replace'))}"
+    # 408 and 429 say that it has too much to do.
+    if answer.status >= 500 or answer.status in (408, 429):
+        raise Lost(reason)
+    raise Refused(answer.status, reason)
+
+
+def persist(act, tries: int):
+    """Return act(), called again after a pause where it raises Lost, so many times in all."""
+    for attempt in range(tries - 1):
+        try:
+            return act()
+        except Lost:
+            time.sleep(2 ** attempt / 4)
+    return act()
 
 
 class Servers:
     """The servers of a run, and the adapter that they play. Called, it returns an engine.
 
     Attributes:
-        name: of the newest adapter.
-        is_remote: tells `rollout` that the model in this process takes no part.
+        urls: of all servers; `living` are those that answered when they were last asked.
+        name: of the adapter that is played.
+        names: of all adapters that are loaded, the newest last.
     """
-
-    is_remote = True
 
     def __init__(self, addresses: str, run):
         """Ask every server what it plays. Raises UserError if one does not answer."""
-        self.urls = [url.strip().rstrip("/") for url in addresses.split(",")]
+        self.run = run
+        self.urls = self.living = [url.strip().rstrip("/") for url in addresses.split(",")]
         self.folder = run.folder / "sampler"
-        self.ranks = run.ranks
-        self.context = min(self.ranks.first(lambda: list(map(context_of, self.urls))))
+        self.context = min(run.ranks.first(lambda: list(map(context_of, self.urls))))
         # A server may know the names of an earlier run.
-        self.prefix = self.ranks.gather(secrets.token_hex(4))[0]
-        self.version = -1
-        self.digest = None  # of the weights in the newest adapter
-        self.proved = False
-        self.requests = queue.SimpleQueue()
-        for _ in range(REQUESTS):
+        self.prefix = run.ranks.gather(secrets.token_hex(4))[0]
+        self.step = self.name = None
+        self.names = []
+        self.is_pinned = self.is_proved = False
+        self.jobs = queue.SimpleQueue()
+        for _ in range(REQUESTS * len(self.urls)):
             threading.Thread(target=self.work, daemon=True).start()
 
-    def __call__(self, model, *, tokens, **sampling):
-        """Return an engine that plays the model's adapter as it is now. The servers get it first.
-
-        In the thread of a step played ahead it is the adapter as it was (episodes/ahead.py).
-        """
+    def __call__(self, model, *, tokens, slots, **sampling):
+        """Return an engine that plays the adapter which was loaded last."""
         if tokens > self.context:
             raise UserError(f"--max_tokens {tokens}: the server's context has {self.context}; "
                             f"start it with --max-model-len {tokens}, or give fewer")
-        if threading.current_thread() is threading.main_thread():
-            self.load(model)
         return ServerEngine(self, model, **sampling)
 
     # --------------------------------------------------------------------------------- the adapter
-    @property
-    def name(self) -> str:
-        return f"{self.prefix}-{self.version}"
+    def policy(self, model):
+        """Let all servers load the model's adapter. Returns the context in which it is played.
 
-    def load(self, model):
-        """Let all servers load the model's adapter under a new name, if it has changed."""
+        All ranks call it, and rank 0 tells the servers. Weights change once a step, and so does the
+        name.
+        """
         if not settings(model):
-            raise UserError("--sampler: servers are told a new adapter each step; all weights are a "
-                            "thousand times as much, so use --lora_r 16")
-        digest = blake2b()
-        for tensor in adapter_tensors(model).values():
-            digest.update(tensor.detach().cpu().numpy())
-        if digest.digest() != self.digest:
-            self.digest = digest.digest()
-            self.version += 1
-            self.ranks.first(lambda: self._publish(model))
+            raise UserError("--sampler: servers are told a new adapter each step; all weights are "
+                            "a thousand times as many bytes, so train an adapter: --lora_r 16")
+        self.vocabulary = model.config.get_text_config().vocab_size
+        if not self.is_pinned and self.step != self.run.step:
+            self.step = self.run.step
+            self.name = f"{self.prefix}-step-{self.step:06d}"
+            self.run.ranks.first(lambda: self.publish(model, self.name))
+        return nullcontext()
 
-    def _publish(self, model):
-        save_model(model, self.folder / self.name)
-        living = [url for url in self.urls if self.bring(url, self.name)]
-        if not living:
-            raise UserError(f"--sampler: none of {', '.join(self.urls)} answers")
-        old = f"{self.prefix}-{self.version - KEPT}"
-        if (self.folder / old).exists():
-            for url in living:
-                self.tell(url, "unload", old)
-            shutil.rmtree(self.folder / old)
+    def pinned(self):
+        """Return the same servers, which stay with the adapter that they play now."""
+        servers = copy(self)
+        servers.is_pinned = True
+        return servers
 
-    def bring(self, url: str, name: str) -> bool:
-        """Let a server load an adapter; return False if it is gone. UserError if it refuses."""
-        for attempt in range(TRIES):
-            try:
-                self.tell(url, "load", name)
-                return True
-            except LOST:
-                time.sleep(2 ** attempt / 4)
-            except Refused as error:
-                if "already" in str(error):
-                    return True
-                hint = "is --max-lora-rank too low, or can the server not see this folder?"
-                if error.code == 404:
-                    hint = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
-                raise UserError(f"--sampler {url}: does not load {self.folder / name} "
-                                f"({error}); {hint}") from None
-        return False
+    def publish(self, model, name: str):
+        """Write the model's adapter, let the servers load it, and unload old ones."""
+        if not self.names:
+            # What a run left here that was killed.
+            shutil.rmtree(self.folder, ignore_errors=True)
+        save_model(model, self.folder / name)
+        self.names.append(name)
+        errors = self.everywhere(self.bring, name)
+        self.living = [url for url, error in zip(self.urls, errors) if error is None]
+        for error in errors:
+            if isinstance(error, UserError) or not self.living:
+                raise UserError(str(error))
+        for old in self.names[:-KEPT]:
+            self.retire(old)
+
+    def retire(self, name: str):
+        """Let the servers unload an adapter, and remove its folder."""
+        self.everywhere(self.tell, "unload", name)
+        shutil.rmtree(self.folder / name)
+        self.names.remove(name)
+
+    def bring(self, url: str, name: str):
+        """Let a server load an adapter. Raises Lost, or UserError if it refuses."""
+        try:
+            persist(lambda: self.tell(url, "load", name), TRIES if url in self.living else 1)
+        except Lost as error:
+            raise Lost(f"--sampler {url}: no server answers there ({error})") from None
+        except Refused as error:
+            if "already" in str(error):
+                return
+            hint = "is --max-lora-rank too low, or can the server not see this folder?"
+            if error.code == 404:
+                hint = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
+            raise UserError(f"--sampler {url}: does not load {self.folder / name} "
+                            f"({error}); {hint}") from None
 
     def tell(self, url: str, verb: str, name: str):
         """Send one of the two requests about adapters."""
@@ -155,34 +196,76 @@ class Servers:
         ask(f"{url}/v1/{verb}_lora_adapter", body)
 
     # ------------------------------------------------------------------------------------ requests
+    def start(self, answers, key, act, *arguments):
+        """Let a thread call act(*arguments), and put (key, its result or its error) in answers."""
+        self.jobs.put((answers, key, act, arguments))
+
     def work(self):
-        """Answer requests until the process ends. An error is an answer, too: who waits raises it.
-
-        """
         while True:
-            body, server, put = self.requests.get()
+            answers, key, act, arguments = self.jobs.get()
             try:
-                put(self.complete(body, server))
+                answers.put((key, act(*arguments)))
             except BaseException as error:
-                put(error)
+                answers.put((key, error))
 
-    def complete(self, body: dict, server: int):
-        """Return the ids and logprobs of one turn, by this server or, if it fails, by the next."""
-        for attempt in range(TRIES):
-            url = self.urls[(server + attempt) % len(self.urls)]
+    def everywhere(self, act, *arguments) -> list:
+        """Return what act(url, *arguments) returns or raises for every server. Signals leave."""
+        answers = queue.SimpleQueue()
+        for url in self.urls:
+            self.start(answers, url, act, url, *arguments)
+        results = {}
+        while len(results) < len(self.urls):
+            self.run.check()
             try:
-                return turn_in(ask(f"{url}/v1/completions", body), body)
-            except Refused as error:
-                wrong = error
-                if error.code != 404:
-                    break
-                # The server was started again, and has forgotten its adapters.
-                self.bring(url, body["model"])
-            except LOST as error:
-                wrong = error
-                time.sleep(2 ** attempt / 4)
-        raise UserError(f"--sampler {url}: no usable answer "
-                        f"({type(wrong).__name__}: {first_line(wrong)})")
+                url, results[url] = answers.get(timeout=0.1)
+            except queue.Empty:
+                continue
+        return [results[url] for url in self.urls]
+
+    def complete(self, body: dict, number: int):
+        """Return the ids and logprobs of one turn, by the server of this number or by another."""
+        try:
+            return persist(lambda: self.complete_once(body, number), TRIES)
+        except (Lost, Refused) as error:
+            urls = ",".join(self.urls)
+            raise UserError(f"--sampler {urls}: no usable answer ({error})") from None
+
+    def complete_once(self, body, number):
+        living = self.living
+        url = living[number % len(living)]
+        try:
+            return self.turn(url, body)
+        except Lost:
+            # The others take its rows until the next adapter. If there are none, all are asked.
+            self.living = [other for other in living if other != url] or self.urls
+            raise
+        except Refused as error:
+            if error.code != 404:
+                raise
+            # The server was started again, and has forgotten its adapters.
+            self.bring(url, body["model"])
+            return self.turn(url, body)
+
+    def turn(self, url: str, body: dict):
+        """Ask a server for one turn. Returns its ids and logprobs. Raises Refused or Lost."""
+        answer = ask(f"{url}/v1/completions", body)
+        try:
+            choice = answer["choices"][0]
+            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            is_sound = 0 < len(ids) == len(logprobs) <= body["max_tokens"] and all(
+                type(i) is int and 0 <= i < self.vocabulary and -9999 < logprob < 1e-3
+                for i, logprob in zip(ids, logprobs))
+        except (KeyError, IndexError, TypeError):
+            is_sound = False
+        if not is_sound:
+            raise Lost("the answer holds no token ids with their log-probabilities")
+        if len(ids) < body["max_tokens"] and ids[-1] not in body["stop_token_ids"]:
+            raise Lost(f"the turn ends with token {ids[-1]}, which ends no turn here")
+        return ids, logprobs
+
+
+# One for all rollouts and evaluations of a run.
+servers_of = functools.cache(Servers)
 
 
 def context_of(url: str) -> int:
@@ -195,27 +278,10 @@ def context_of(url: str) -> int:
             f"--sampler {url}: no vLLM server answers there ({first_line(error)})") from None
 
 
-def turn_in(answer: dict, body: dict):
-    """Return the ids and logprobs in an answer. Raises ValueError if they are not one turn's."""
-    try:
-        choice = answer["choices"][0]
-        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("the answer holds no token ids and log-probabilities") from None
-    if not 0 < len(ids) == len(logprobs) <= body["max_tokens"]:
-        raise ValueError(f"{len(ids)} ids and {len(logprobs)} log-probabilities")
-    if not all(type(i) is int for i in ids) or not all(map(math.isfinite, logprobs)):
-        raise ValueError("ids or log-probabilities are no numbers")
-    if len(ids) < body["max_tokens"] and ids[-1] not in body["stop_token_ids"]:
-        raise ValueError(f"the turn ends with token {ids[-1]}, which ends no turn here")
-    return ids, logprobs
-
-
 class ServerEngine:
     """An engine (the protocol is in llm/engine.py) whose turns are requests to the servers."""
 
-    def __init__(self, servers: Servers, model, *, stop_ids, temperature, top_k=0, top_p=1.0,
-                 slots=0):
+    def __init__(self, servers: Servers, model, *, stop_ids, temperature, top_k=0, top_p=1.0):
         self.servers, self.model = servers, model
         self.body = {
             "model": servers.name, "stop_token_ids": sorted(stop_ids), "logprobs": 0,
@@ -236,12 +302,10 @@ class ServerEngine:
         return int(time.monotonic() * 100)
 
     def add(self, rows):
-        if not self.servers.proved:
-            self.servers.proved = True
+        if not self.servers.is_proved and self.servers.run.ranks.rank == 0:
             prompts = list({row.group: row.pending for row in rows}.values())
             prove(self.servers, self.model, prompts, self.body)
-            self.servers.load(self.model)
-            self.body["model"] = self.servers.name
+        self.servers.is_proved = True
         for row in rows:
             self.ids[row] = list(row.pending)
             self.server.setdefault(row.group, len(self.server))
@@ -261,9 +325,7 @@ class ServerEngine:
         seed = (row.seed + len(ids)) % 2**31
         body = {**self.body, "prompt": ids, "max_tokens": row.limit, "seed": seed}
         self.asked += 1
-        put = self.answers.put
-        self.servers.requests.put(
-            (body, self.server[row.group], lambda turn: put((row, turn))))
+        self.servers.start(self.answers, row, self.servers.complete, body, self.server[row.group])
 
     def step(self):
         """Return the rows whose turn has ended, perhaps none: signals are looked at in between."""

@@ -1,5 +1,4 @@
 """window/server.py, gate.py, requests.py and player.py: asked by OpenAI's own client, by broken clients, and by a run of ours."""
-import asyncio
 import json
 import os
 import signal

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from functools import partial
 from os.path import commonprefix
 
-import torch
 
 from experiment.errors import UserError, first_line
 from llm.adapter_files import load_weights, read_settings
