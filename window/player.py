@@ -261,7 +261,7 @@ class Player:
 
 
 async def elsewhere(start, function, *arguments):
-    """Let `start` run a function in another thread. Return what it returns, raise what it raises."""
+    """Let `start` run a function in another thread. Return or raise what it does."""
     outcome = Future()
 
     def run():

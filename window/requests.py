@@ -159,7 +159,7 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """
     roles = "".join(f"{message.role} " for message in messages)
     if not ORDER.fullmatch(roles):
-        raise Refusal(400, "messages: expected system, user, assistant, user or the tools' results, "
+        raise Refusal(400, "messages: expected system, user, assistant, user or tool results, "
                            f"assistant, ... and at the end not the assistant; got {roles}")
     try:
         return _episode_ids(chat, messages)

@@ -331,7 +331,8 @@ def serve(config, model, tokenizer, limits):
         raise UserError(f"--host {config.host}: others can reach it, so give a --token")
     server = Server(config, model, tokenizer, limits)
     http = uvicorn.Server(uvicorn.Config(
-        server.application(), host=config.host, port=config.port, log_level="warning", lifespan="off"))
+        server.application(), host=config.host, port=config.port, log_level="warning",
+        lifespan="off"))
     socket = http.config.bind_socket()
     print(f"http://{config.host}:{socket.getsockname()[1]}: {printable(config.model_path)}, "
           f"environment {config.env}; Ctrl-C ends", flush=True)
