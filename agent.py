@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from envs import Limits, limits_of
+from envs import Limits, limits_of, options_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
 from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
@@ -249,7 +249,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            run=None, engine=None, on_end=None) -> list[Trajectory]:
+            env_options=None, run=None, engine=None, on_end=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -259,10 +259,10 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
+        env_options: what `envs.options_of` returns.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
-        engine: what samples: an engine (llm/engine.py states the protocol), or a function that
-            makes one from the arguments that `make_engine` takes, the default.
+        engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
         on_end: a function that is called with each trajectory as its episode ends.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
@@ -271,7 +271,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """
     began = time.monotonic()
     is_first = run is None or not (run.watch or run.checkpoint)
-    classes, chats = load_environments(tokenizer, env_name, model.generation_config)
+    classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
     model.eval()
@@ -364,7 +364,7 @@ def next_turn(engine, row, episode, on_end=None):
 def rollout_options(config, run=None) -> dict:
     """Return the arguments of `rollout` that a Config names, and the run."""
     return {"limits": limits_of(config, config.env), "temperature": config.temperature,
-            "seed": config.seed, "run": run}
+            "seed": config.seed, "env_options": options_of(config), "run": run}
 
 
 # --------------------------------------------------------------------- episodes in numbers

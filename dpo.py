@@ -307,7 +307,7 @@ def settle(config: Config) -> Config:
 def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
     """Return the pairs of the given files, or [] if none are given: they are then played."""
     if config.dataset:
-        return read_pairs(config.dataset, tokenizer, config.env, config.fields, config.seed)
+        return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []
     vocabulary = model.get_input_embeddings().num_embeddings

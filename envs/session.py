@@ -36,7 +36,7 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
-        self.is_closed = False
+        self.is_entered = self.is_closed = False
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
@@ -44,6 +44,7 @@ class Watch:
         self.broken = None  # the fault that came too often, in words
 
     def __enter__(self):
+        self.is_entered = True
         threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
@@ -61,8 +62,10 @@ class Watch:
 
     def _set_timer(self):
         """Start the timer anew if calls run, else stop it."""
+        if not self.is_entered or self.is_closed:
+            return
         faulthandler.cancel_dump_traceback_later()
-        if self.running and not self.is_closed:
+        if self.running:
             faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
 
     def call_began(self, session):
@@ -78,6 +81,8 @@ class Watch:
     def call_ended(self, session):
         with self.lock:
             self.running.discard(session)
+            if not self.running:
+                self._set_timer()
 
     def count(self, kind, fault: str | None):
         """Count the faults in a row. A call of this kind met one, or none."""
@@ -102,12 +107,15 @@ class Watch:
                 f"ValueError; the last: {self.broken}")
 
 
-def load_environments(tokenizer, env_names: str, generation_config=None) -> tuple[dict, dict]:
+def load_environments(tokenizer, env_names: str, generation_config=None,
+                      env_options=None) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
-    They are those that the caller names: data never chooses which code runs.
+    They are those that the caller names: data never chooses which code runs. `env_options` are
+    what `envs.options_of` returns.
     """
-    classes = {name: envs.load(name) for name in envs.names_of(env_names)}
+    classes = {name: envs.with_options(envs.load(name), env_options)
+               for name in envs.names_of(env_names)}
     try:
         chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
                  for name, cls in classes.items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from experiment.errors import UserError
 
 # Permissions for one call: a file neither gives nor repeats them.
-ONCE = ("overwrite", "resume")
+ONCE = ("overwrite", "resume", "unsafe_code")
 MIXTURES = "experiment.mixtures"  # knows the revision of data
 CODE = ("env", "rewards")  # they may name files of code, which a config file does not choose
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -174,18 +174,25 @@ class MemoryFlags:
 
 
 @dataclass(kw_only=True)
-class PlayFlags:
-    """Which environment is played, and how."""
+class EnvironmentFlags:
+    """What the environment is told, and how data calls it."""
 
     heading = "environment and rollout"
+    env_options: str | None = flag(
+        None, "name=value,...: options of the environment, or arguments of every reset")
+    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
+    unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
+
+
+@dataclass(kw_only=True)
+class PlayFlags(EnvironmentFlags):
+    """Which environment is played, and how."""
+
     env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
     dataset: str | None = flag(
         None, "tasks (.jsonl, .csv, .parquet, hub:owner/name[:config][:split]), or several: a,b or "
         "in shares a=0.7,b=0.3; default: the environment's own", aliases=("tasks",))
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
-    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
-    env_options: str | None = flag(
-        None, "name=value,... that every task passes to the environment's reset")
     group_size: int = flag(8, "episodes of each task", low=1,
                            aliases=("samples_per_prompt", "num_samples", "num_generations"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)

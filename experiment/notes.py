@@ -113,8 +113,9 @@ def first_notes(metrics, config, model, has_expert):
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
-        if config.tasks:
-            words += ["--tasks", config.tasks]
+        for name in ("tasks", "env_options"):
+            if getattr(config, name, None):
+                words += [f"--{name}", getattr(config, name)]
         advice = f"SFT first: {shlex.join(words)}" if has_expert else (
             "a model that knows tools is a better start, or an _expert() for sft.py to imitate "
             "(envs/template.py has one)")

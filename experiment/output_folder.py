@@ -20,7 +20,7 @@ EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 THINNING = "experiment.thinning"  # few runs need it
-NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
+NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
@@ -146,7 +146,8 @@ class OutputFolder:
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         text = yaml.safe_dump(kept, sort_keys=False)
         again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
-        self.write(CONFIG, f"# {self.algorithm} run; {again}\n{text}")
+        unsafe = " with --unsafe_code" if self.values.get("unsafe_code") else ""
+        self.write(CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""

@@ -23,7 +23,6 @@ def out(tmp_path):
     """An output folder with a base that was taught nothing, so that no test teaches one."""
     model, tokenizer = make_tiny()
     model.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "made.json").write_text("{}")
     return tmp_path
 
 

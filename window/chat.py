@@ -14,7 +14,7 @@ from pathlib import Path
 
 import envs
 from agent import Episode, play_turns, rollout_options
-from episodes.tasks import load_tasks, parse_env_options
+from episodes.tasks import load_tasks
 from envs.session import Session, Watch, load_environments
 from experiment.program import main
 from experiment.seeds import mix
@@ -60,7 +60,8 @@ def command(config: Config):
     names = envs.names_of(config.env)
     check(config, names)
     tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, config.env_options, config.fields)
+                       config.dataset, config.eval_dataset, envs.options_of(config),
+                       config.fields)
     if config.num_tasks:
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, *load(config), tasks, traces)
@@ -150,13 +151,12 @@ def load(config: Config):
 # ---------------------------------------------------------------------------- with the agent
 def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    classes, chats = load_environments(tokenizer, config.env, model.generation_config)
+    options = envs.options_of(config)
+    classes, chats = load_environments(tokenizer, config.env, model.generation_config, options)
     [(name, chat)] = chats.items()
     limits = rollout_options(config)["limits"]
-    options = parse_env_options(config.env_options, [name])
     introduce(name, classes[name], chat)
-    watch = Watch(limits.tool_timeout)
-    with merged(model):
+    with Watch(limits.tool_timeout) as watch, merged(model):
         engine = engine_for(config, model, chat)
         for number in count():
             session = Session(watch, name, classes[name], tasks[number % len(tasks)])
