@@ -72,7 +72,6 @@ class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags)
     tasks: str | None = flag(None, "tasks that the expert of --env plays; beside --dataset or "
                                    "--trajectories: tasks to evaluate on")
     eval_dataset: str | None = flag(None, "held-out rows of what is learned from; default: a tenth")
-    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)

@@ -175,11 +175,12 @@ class MemoryFlags:
 
 @dataclass(kw_only=True)
 class EnvironmentFlags:
-    """What the environment is told."""
+    """What the environment is told, and how data calls it."""
 
     heading = "environment and rollout"
     env_options: str | None = flag(
         None, "name=value,...: options of the environment, or arguments of every reset")
+    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
     rewards: str | None = flag(
         None, "name=weight,...: functions that pay, too (envs/rewards.py); also module:function")
@@ -194,7 +195,6 @@ class PlayFlags(EnvironmentFlags):
         None, "tasks (.jsonl, .csv, .parquet, hub:owner/name[:config][:split]), or several: a,b or "
         "in shares a=0.7,b=0.3; default: the environment's own", aliases=("tasks",))
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
-    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     group_size: int = flag(8, "episodes of each task", low=1,
                            aliases=("samples_per_prompt", "num_samples", "num_generations"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)

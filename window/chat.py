@@ -66,7 +66,8 @@ def command(config: Config):
     names = envs.names_of(config.env)
     check(config, names)
     tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, envs.options_of(config), config.fields)
+                       config.dataset, config.eval_dataset, envs.options_of(config),
+                       config.fields)
     if config.num_tasks:
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, *load(config), tasks, traces)
