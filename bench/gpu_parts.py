@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import weakref
+from collections import Counter
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ class Essay:
 
     def look(self) -> str:
         """Look around."""
-        return "a table and a chair " * (1 + self.number % 4)
+        return "a table " * (1 + self.number % 4)
 
     def get_reward(self) -> float:
         return float(self.number * 7919 % 101) / 101
@@ -244,6 +245,11 @@ def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
+def memory_under_cap(memory: str) -> str:
+    """Return the setting of --memory, or the smallest one that needs no 4-bit weights where bitsandbytes is missing."""
+    return memory if has_bitsandbytes() else "checkpoint"
+
+
 def graphs_of(engine) -> int:
     """Return how many CUDA graphs an engine has captured."""
     return sum(map(bool, getattr(engine, "graphs", {}).values()))
@@ -262,28 +268,29 @@ def grpo(args, folder: str, shape: str) -> dict:
     import agent
     import grpo
     memory, episodes = SHAPES[shape][1:]
-    note = {}
-    if memory in ("small", "stream") and not has_bitsandbytes():
-        note = {"note": f"bitsandbytes is missing: --memory checkpoint in place of {memory}"}
-        memory = "checkpoint"
+    memory = memory_under_cap(memory)
     set_cap(args)
     words, prompt = words_of_prompt(AutoTokenizer.from_pretrained(folder), args.prompt)
     turn = args.length - prompt
     agent.Row = forced_rows(AutoTokenizer.from_pretrained(folder), turn)
     graphs, outside = [], []
     agent.make_engine = watched(agent.make_engine, graphs, outside)
-    tasks, out = Path(folder) / "tasks.jsonl", Path(folder) / "run"
+    tasks, held_out, out = (Path(folder) / name for name in ("tasks.jsonl", "held_out.jsonl", "run"))
     tasks.write_text("".join(json.dumps({"words": words, "number": i}) + "\n" for i in range(8)))
+    held_out.write_text("".join(json.dumps({"words": words - 1, "number": i}) + "\n" for i in range(4)))
     options = {"lora_r": 16, "dtype": "bfloat16", "tasks_per_step": 1, "group_size": episodes, "batch_size": 1,
                "max_new_tokens": turn, "max_tokens": args.length, "max_steps": 2, "eval_tasks": 4, "memory": memory}
-    config = grpo.Config(model_path=folder, env=f"{__file__}:Essay", dataset=str(tasks), eval_dataset=str(tasks),
+    config = grpo.Config(model_path=folder, env=f"{__file__}:Essay", dataset=str(tasks), eval_dataset=str(held_out),
                          output_dir=str(out), overwrite=True, **options)
     grpo.train(config)
     steps, metrics = (json_lines(out / name) for name in ("timing.jsonl", "metrics.jsonl"))
-    names = "tokens", "grad_norm", "first_ratio", "sampler_gap", "entropy", "loss", "tool_calls"
-    result = {**note, "flags": options, "prompt": prompt, "steps": steps, "graphs": graphs,
+    episodes = json_lines(out / "trajectories.jsonl")
+    names = "tokens", "grad_norm", "first_ratio", "sampler_gap", "entropy", "loss"
+    result = {"stop_reasons": Counter(episode["stop_reason"] for episode in episodes), "flags": options, "prompt": prompt, "steps": steps, "graphs": graphs,
               "metrics": [{name: m[name] for name in names if name in m} for m in metrics if "grad_norm" in m]}
     checks = {"gradients": all(m["grad_norm"] > 0 for m in result["metrics"]),
+              "a tool is called in every episode": all(episode["info"]["tool_calls"] for episode in episodes),
+              "an episode has all its tokens": max(len(episode["token_ids"]) for episode in episodes) == args.length,
               "the trainer's probabilities are the engine's": all(
                   abs(m["first_ratio"] - 1) < 0.1 for m in result["metrics"])}
     if device().type == "cuda":
