@@ -1,5 +1,6 @@
 """Attention while decoding, over the KV cache, and while training, over whole sequences."""
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
@@ -143,4 +144,22 @@ def stock_attention(module, mask, query, key, value, **kwargs):
     T, S = query.shape[2], key.shape[2]
     if mask is None and S > T:
         mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
+    groups = query.shape[1] // key.shape[1]
+    if mask is None and groups > 1 and not shares_keys(query):
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+        # A module that does not say how many query heads share a key: transformers repeats none.
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+
+
+def shares_keys(query) -> bool:
+    """True if a fused kernel of torch lets query heads share keys where there is no mask.
+
+    On a GPU that is flash attention alone: 16 bits, compute capability 8 (torch 2.6 to 2.13). In
+    its place torch would take the math kernel, which keeps (B, H, T, T) weights in float32.
+    """
+    if query.is_cpu:
+        return True
+    before_ampere = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return query.dtype != torch.float32 and not before_ampere

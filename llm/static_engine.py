@@ -16,6 +16,7 @@ from llm.engine import Engine
 from llm.memory import facts
 
 WINDOW = 4  # decode steps between two looks at the results
+RESERVE = 2**28  # bytes of the GPU that must be free for another graph
 SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one is twice as long
 
 
@@ -48,6 +49,7 @@ class StaticEngine(Engine):
         if width < self.bucket(running[-1].slot + 1):
             self.pack()
         self.cache.reserve(max(row.length for row in self.owner if row) + WINDOW)
+        self.drop_graphs()
         self.fill()
         self.replay(width, self.span(max(row.length for row in running) + WINDOW))
         for ids, logprobs in self.drawn.tolist():  # the one look
@@ -77,6 +79,14 @@ class StaticEngine(Engine):
             span *= 2
         return min(span, self.cache.capacity)
 
+    def drop_graphs(self):
+        """Drop the graphs that no later step needs: of more rows than are left, of an old cache."""
+        left = self.slots - self.owner.count(None) + len(self.waiting)
+        most = self.bucket(min(left, self.slots))
+        for key in list(self.graphs):
+            if key[0] > most or key[2] != self.cache.capacity:
+                del self.graphs[key]
+
     def replay(self, width: int, span: int):
         """Run static steps. A bucket's first window runs without a graph, which warms it up."""
         # The capacity is in the key, because a cache that has grown has other addresses.
@@ -104,6 +114,11 @@ class StaticEngine(Engine):
     def capture(self, width: int, span: int):
         """Capture the static steps as a CUDA graph, or return None where no graph can hold it."""
         if self.device.type != "cuda":
+            return None
+        # The driver keeps a graph in memory that torch's allocator does not count.
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < RESERVE:
+            self.graphable = False
             return None
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()

@@ -78,3 +78,34 @@ def test_the_engine_refuses_what_it_would_drop(extra):
         pass
     with pytest.raises(ValueError, match="OddAttention: .*not supported by the engine"):
         row_attention(OddAttention(), *heads(7), None, scaling=0.3, **extra)
+
+
+def cuda_kernel(query, key, mask, capability) -> str:
+    """Which kernel torch 2.6 to 2.13 takes on a GPU (sdp_utils.cpp): math keeps the weights of all pairs of tokens, in float32."""
+    if query.dtype != torch.float32 and capability >= (8, 0) and mask is None:
+        return "flash"
+    return "efficient" if query.shape[1] == key.shape[1] else "math"
+
+
+@pytest.mark.parametrize("shared_prefix", [None, (3, 2)], ids=["rows", "packed"])
+@pytest.mark.parametrize("dtype, capability, kernels", [
+    (torch.bfloat16, (8, 0), {"flash"}), (torch.float16, (7, 5), {"efficient"}), (torch.float32, (8, 0), {"efficient"}), (torch.float32, (7, 5), {"efficient"})])
+def test_a_gpu_never_takes_the_math_kernel(monkeypatch, dtype, capability, kernels, shared_prefix):
+    taken = []
+
+    def fused(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        taken.append(cuda_kernel(query, key, attn_mask, capability))
+        assert is_causal == (attn_mask is None) and enable_gqa == (query.shape[1] != key.shape[1])
+        return torch.empty_like(query)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    query, key, value = (x.to("meta", dtype) for x in heads(7, B=1))
+    assert causal_attention(MODULE, query, key, value, None, scaling=0.3, shared_prefix=shared_prefix)[0].shape == (1, 7, 6, 8)
+    assert set(taken) == (kernels | {"efficient"} if shared_prefix else kernels)  # a packed row's tail has a mask
+
+
+def test_repeated_keys_give_the_shared_ones_numbers_and_gradients(monkeypatch):
+    theirs = with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7))
+    monkeypatch.setattr(attention, "shares_keys", lambda query: False)
+    assert close(with_gradients(lambda *x: attention.stock_attention(MODULE, None, *x, scaling=0.3), *heads(7)), theirs)

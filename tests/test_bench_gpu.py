@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-import grpo
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
 import scale  # noqa: E402
 
-TOY = ["--rows", "2", "--tokens", "16", "--length", "64", "--prompt", "40", "--cap", "64"]
+from bench import gpu_parts  # noqa: E402
+
+TOY = ["--rows", "2", "--tokens", "32", "--length", "160", "--prompt", "64", "--cap", "64", "--repeats", "1", "--minutes", "30", "--timeout", "600"]
 
 
 def call(script, *options):
@@ -22,37 +22,68 @@ def call(script, *options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_gpu_bench_runs_end_to_end(tmp_path, monkeypatch):
-    result = call("gpu", "--shapes", "toy", *TOY, "--results", str(tmp_path), "--scratch", str(tmp_path), "--name", "here")
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    gpu.make_model("toy", folder)
+    return str(folder)
+
+
+def test_gpu_bench_runs_end_to_end(tmp_path):
+    """What an earlier call has found is kept, a step is the one that was asked for, and its failures decide the exit status."""
+    earlier = {"shapes": {"7B": {"update": {"found": 1}}}}
+    (tmp_path / "gpu_here.json").write_text(json.dumps(earlier))
+    result = call("gpu", "--shapes", "toy", "--parts", "grpo", *TOY, "--results", str(tmp_path), "--scratch", str(tmp_path), "--name", "here")
     assert json.loads((tmp_path / "gpu_here.json").read_text()) == result and [p.name for p in tmp_path.iterdir()] == ["gpu_here.json"]
     assert result["machine"]["bandwidth"] > 1e8 and "bench/gpu.py --shapes toy" in result["command"]
-    toy = result["shapes"]["toy"]
-    assert len(toy["grpo"]["steps"]) == 2 and all(s["rollout_seconds"] > 0 < s["update_seconds"] for s in toy["grpo"]["steps"])
-    assert toy["grpo"]["prompt"] + toy["grpo"]["flags"]["max_new_tokens"] == 64 and toy["grpo"]["host_peak_mib"] > 100
-    for engine in ("generate", "generate_batch", "engine"):  # at this size the clock may be too coarse: then it says so
-        row = toy["decode"][engine]["2"]
+    assert result["shapes"]["7B"] == earlier["shapes"]["7B"] and result["failed"] == []
+    steps = result["shapes"]["toy"]["grpo"]
+    assert len(steps["steps"]) == 2 and all(s["rollout_seconds"] > 0 < s["update_seconds"] for s in steps["steps"])
+    assert steps["prompt"] + steps["flags"]["max_new_tokens"] == 160 and min(steps["counted_mib"].values()) > 1
+    assert len(steps["graphs"]) == 4 and len(steps["checks"]) == 4 and all(steps["checks"].values())  # two evaluations
+
+
+def test_the_device_is_compared_with_the_cpu(toy, monkeypatch):
+    kept = []
+    args = gpu.arguments(TOY)
+    args.keep = kept.append
+    result = gpu_parts.correct(args, toy)
+    assert gpu.failures(result) == [] and result["float32"]["tokens"] == 6 * 32 and len(kept) >= 3
+    monkeypatch.setattr(gpu_parts, "ROUNDING", dict.fromkeys(gpu_parts.ROUNDING, (0, -1)))  # nothing is that near
+    assert "not so: float32: gradients of the CPU" in " ".join(gpu.failures(gpu_parts.correct(args, toy)))
+
+
+def test_the_parts_that_measure_speed(toy):
+    args = gpu.arguments(TOY)
+    args.keep = lambda result: None
+    for engine in ("generate", "engine"):  # at this size the clock may be too coarse: then it says so
+        row = gpu_parts.decode(args, toy, engine, 1e10)["2"]
         assert "took no longer" in row["error"] if "error" in row else row["tokens_per_second"] > 0 < row["bandwidth"]
-    assert {len(toy["update"])} == {5} and all(r["tokens_per_second"] > 0 for name, r in toy["update"].items() if name != "seconds")
-    run_worker = gpu.run_worker  # the machine is as it was found before
-    monkeypatch.setattr(gpu, "run_worker", lambda args, *what: result[what[0]] if what[0] in ("machine", "cap") else run_worker(args, *what))
-    later = gpu.main(gpu.arguments(["--shapes", "toy-lean", "--parts", "grpo", *TOY, "--results", str(tmp_path), "--name", "here"]))
-    assert later["shapes"]["toy"] == toy  # what an earlier call found is kept
-    lean, missing = later["shapes"]["toy-lean"]["grpo"], set(gpu.LEAN) - set(grpo.Config.__dataclass_fields__)
-    if missing:
-        assert all(name in lean["error"] for name in missing)
-    elif "error" not in lean:
-        assert len(lean["steps"]) == 2
-    else:  # a machine without bitsandbytes
-        with pytest.raises(ImportError):
-            import bitsandbytes  # noqa: F401
+    assert [r["tokens_per_second"] > 0 for r in gpu_parts.update(args, toy).values()] == 4 * [True]
+    captured = gpu_parts.graphs(args, toy)["captured"]
+    assert {c["rows"] for c in captured} == {1, 2} and all(c["graphs"] == 0 for c in captured)
 
 
-def test_a_part_that_fails_or_hangs_is_written_down(tmp_path, monkeypatch):
-    args = gpu.arguments([*TOY, "--timeout", "60", "--results", str(tmp_path)])
-    assert "UserError" in gpu.run_worker(args, "update", str(tmp_path / "nowhere"))["plain_4_rows"]["error"]
-    assert "KeyError" in gpu.run_worker(args, "grpo", str(tmp_path), "no such shape")["error"]
-    monkeypatch.setattr(args, "timeout", 0.01)
-    assert "--timeout" in gpu.run_worker(args, "machine")["error"]
+def test_a_part_that_fails_or_hangs_is_written_down(tmp_path):
+    args = gpu.arguments([*TOY, "--results", str(tmp_path)])
+    result = gpu.run_part(args, "grpo", str(tmp_path), "no such shape")
+    assert result["error"].startswith("KeyError") and "gpu_parts.py" in result["traceback"]
+    args.timeout = 0.01
+    stopped = gpu.run_part(args, "machine")
+    assert "stopped after" in stopped["error"]
+    args.ends = 0
+    assert "not begun" in gpu.run_part(args, "machine")["error"]
+    assert gpu.failures({"a": {"error": "x"}, "b": {"checks": {"fits": False, "is right": True}}}, "toy") == ["toy a: x", "toy b: not so: fits"]
+
+
+def test_without_a_gpu_no_real_shape_is_begun(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "run_part", lambda *_: {"device": "cpu"})
+    assert gpu.main(gpu.arguments(["--shapes", "7B"])) == 1 and "no GPU is visible" in capsys.readouterr().err
+
+
+def test_without_bitsandbytes_steps_are_taken_without_4_bits(monkeypatch):
+    monkeypatch.setattr(gpu_parts, "has_bitsandbytes", lambda: False)
+    assert gpu_parts.memory_under_cap("small") == gpu_parts.memory_under_cap("stream") == "checkpoint"
 
 
 def test_the_shapes_are_qwens():

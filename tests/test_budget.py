@@ -6,9 +6,11 @@ from test_streaming import stream_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from bench import budget
 from bench.budget import Workload, measure, standing_for
 from bench.memory import advice, print_settings, update_bytes
 from experiment.errors import UserError
+from llm import attention
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 from llm.memory import PLAIN, SETTINGS, Techniques
@@ -69,6 +71,22 @@ def test_a_rollout_is_counted_as_it_runs(wide, memory):
     options, work = {"path": wide, "lora_r": 8, "memory": memory}, Workload(1, 300, decode_rows=12, group_size=4, max_new_tokens=60)
     counted, real = (measure(options, work, kind="cpu", device=device) for device in ("meta", "cpu"))
     assert abs(counted["rollout"] / real["rollout"] - 1) < 0.01 and real["rollout"] > 2 * 4 * 12 * 300 * 64 * 4  # cache
+
+
+def test_no_step_on_a_gpu_keeps_the_weights_of_attention(wide, monkeypatch):
+    """In float32 torch has no fused kernel for query heads that share keys. Its math kernel would take the bytes that it takes here."""
+    def as_on_a_gpu(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if query.shape[1] == key.shape[1]:
+            return fused(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+    fused = budget._fused_attention
+    options, work = {"path": wide, "lora_r": 8, "dtype": "float32", "memory": "checkpoint"}, Workload(2, 1024)
+    counted = measure(options, work)["update"]
+    monkeypatch.setattr(budget, "_fused_attention", as_on_a_gpu)
+    assert measure(options, work)["update"] == counted
+    monkeypatch.setattr(attention, "shares_keys", lambda query: True)
+    assert measure(options, work)["update"] > counted + 4 * 2 * 4 * 1024**2  # a layer's: bytes x rows x heads x T x T
 
 
 @pytest.mark.parametrize("name, memory, mib", [

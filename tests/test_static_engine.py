@@ -220,6 +220,7 @@ def test_a_model_that_no_graph_can_hold_is_decoded_without(monkeypatch, capsys):
         def __exit__(self, *_):
             pass
     left = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**32, 2**33))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", Refuses)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
@@ -235,6 +236,30 @@ def test_a_model_that_no_graph_can_hold_is_decoded_without(monkeypatch, capsys):
     assert capsys.readouterr().err == "note: decoding without CUDA graphs: operation not permitted when stream is capturing\n"
     assert left == ["stream", "pool"]  # torch.cuda.graph, where its end raises, leaves both as they were in the capture
     assert not StaticEngine(model, slots=2).graphable  # nobody tries again with this model
+
+
+def test_no_graph_is_captured_where_little_memory_is_left(monkeypatch):
+    """What the driver keeps for a graph is no memory of torch's: a capture could end a run that fits."""
+    engine = StaticEngine(build("qwen2"), slots=2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**27, 2**33))
+    monkeypatch.setattr(StaticEngine, "capture", lambda self, rows, span, real=StaticEngine.capture: _as_cuda(self, real, rows, span))
+    engine.add([Row(ids_of(4), seed=1, limit=30)])
+    while engine.busy:
+        engine.step()
+    assert not engine.graphable and not any(engine.graphs.values()) and len(engine.owner[0].turn) == 30
+    assert StaticEngine(engine.model, slots=2).graphable  # the next rollout may have the room
+
+
+def test_graphs_of_more_rows_than_are_left_are_dropped(graphs):
+    engine, kept = StaticEngine(build("qwen2"), slots=4), []
+    engine.add([Row(ids_of(4), seed=i, limit=limit) for i, limit in enumerate((12, 24, 36, 48, 60, 60))])
+    while engine.busy:
+        for row in engine.step():
+            engine.release(row)
+        kept.append((sum(map(bool, engine.owner)) + len(engine.waiting), {rows for rows, *_ in engine.graphs}))
+    assert {rows for rows, _ in graphs} >= {4, 2} and len(set(graphs)) == len(graphs)  # none was needed again
+    assert all(rows == 4 for left, widths in kept if left > 4 for rows in widths)
+    assert all(max(widths) <= 2 for (left, _), (_, widths) in zip(kept, kept[1:]) if left <= 2 and widths)
 
 
 def test_graphs_are_not_tried_where_they_would_be_wrong():
