@@ -142,6 +142,12 @@ class RowCache:
         self._store((layer_idx, "recurrent", state_idx), new)
         return new
 
+    # MiniMax's names for it.
+    get_linear_cache = get_recurrent_state
+
+    def set_linear_cache(self, layer_idx: int, new):
+        self.update_recurrent_state(new, layer_idx)
+
     def _state(self, place):
         """Return a view of the rows' states. Some layers write into it what others give back."""
         return None if self.fresh else self.states[place][self.rows]

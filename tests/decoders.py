@@ -35,9 +35,12 @@ EXTRA = {
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"] * 2},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2}, "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), {
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 8, "linear_num_heads": 4},
     "bert": {"is_decoder": True}, "roberta": {"is_decoder": True}}
 # Not made: the decoder of a larger model, a config that cannot be small, or another kind of model.
-WITHOUT = {"blt", "git", "phi4_multimodal", "kimi_linear"}  # these take seconds or gigabytes
+WITHOUT = {"blt", "git", "phi4_multimodal"}  # these take seconds or gigabytes
 
 # What `verdict` says of each. "trains" is also every model that decodes by a state, by soft-capping, sinks or a window of its mask.
 VERSION = "5.23."
