@@ -1,5 +1,6 @@
 """llm/probe.py: what the probe at load finds, in every text decoder of transformers and in models changed on purpose."""
 import time
+from functools import partial
 
 import decoders
 import pytest
@@ -11,7 +12,7 @@ from llm import load_model
 from llm.engine import Engine
 from llm.memory import SETTINGS, facts
 from llm.probe import WINDOW, narrow_windows, probe
-from lora import adapters, add_lora
+from lora import adapters, add_lora, settings
 
 
 def test_the_table_names_every_text_decoder_of_transformers_5_23():
@@ -55,19 +56,41 @@ def test_windows_have_their_width_again_and_a_window_that_the_engine_knows_passe
     Engine(model)
 
 
-def test_a_module_that_ignores_its_adapter_is_named_with_what_to_give_instead():
+def mamba(targets="all-linear"):
     import transformers
     config = transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = decoders.filled(transformers.MambaForCausalLM(config).eval())
-    add_lora(model, 2, 4)
-    says = r"^folder: MambaForCausalLM: reads the weights of mixer.dt_proj past their adapters; give --lora_target_modules mixer.in_proj,mixer.out_proj,mixer.x_proj$"
-    with pytest.raises(UserError, match=says):
-        probe(model, "folder")
-    model = decoders.filled(transformers.MambaForCausalLM(config).eval())
-    add_lora(model, 2, 4, targets="mixer.in_proj,mixer.out_proj,mixer.x_proj")
+    add_lora(model, 2, 4, targets=targets)
+    return model
+
+
+def test_a_module_that_ignores_its_adapter_gets_none(capsys):
+    model = mamba()
     probe(model, "folder")
-    with pytest.raises(UserError, match="MambaForCausalLM: the engine cannot decode it"):
-        Engine(model)
+    assert "note: folder: MambaForCausalLM: reads the weights of mixer.dt_proj past their adapters: they have none\n" in capsys.readouterr().out
+    assert {name.split(".")[-1] for name in adapters(model)} == {"in_proj", "out_proj", "x_proj"}
+    assert settings(model).peft["target_modules"] == ["mixer.in_proj", "mixer.out_proj", "mixer.x_proj"]
+    Engine(model)
+
+
+def test_one_that_was_named_is_refused_with_what_to_give_instead():
+    says = r"^folder: MambaForCausalLM: reads the weights of mixer.dt_proj past their adapters; give --lora_target_modules mixer.x_proj$"
+    with pytest.raises(UserError, match=says):
+        probe(mamba("dt_proj,x_proj"), "folder")
+
+
+def test_a_kernel_that_reads_a_weight_only_while_training_is_found(monkeypatch):
+    """As Mamba 2's kernel on a GPU does with out_proj: the adapter would get no gradient."""
+    model = decoders.make("mamba2")
+    add_lora(model, 2, 4)
+
+    def fused(module, x, forward):
+        return torch.nn.functional.linear(x, module.weight) if module.training else forward(x)
+    for layer in model.backbone.layers:
+        projection = layer.mixer.out_proj
+        projection.forward = partial(fused, projection, forward=projection.forward)
+    probe(model, "folder")
+    assert {name.split(".")[-1] for name in adapters(model)} == {"in_proj"} and not model.training
 
 
 def test_an_encoder_is_refused_because_training_would_be_causal():
