@@ -139,6 +139,8 @@ class _MergedLoRA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, x, A, B, scale, recompute):
         ctx.scale, ctx.recompute = scale, recompute
+        # Else it would be a view, which no layer may change in place.
+        ctx.mark_dirty(output)
         ctx.save_for_backward(None if recompute else x, A, B)
         return output
 

@@ -160,6 +160,16 @@ class RowCache:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False  # every state is the one after the last token
 
+    def copied_states(self) -> list:
+        """Return a copy of the states of the pass's rows."""
+        return [state[self.rows].clone() for state in self.states.values()]
+
+    def put_back(self, states: list, ended):
+        """Give the rows of a pass where ended (R,) is True the states that were copied before it."""
+        for state, before in zip(self.states.values(), states):
+            rows = state[self.rows]
+            rows.copy_(torch.where(ended.view(-1, *[1] * (rows.dim() - 1)), before, rows))
+
     def bias(self, window, copies: int, dtype):
         """Return (R, 1, copies * C, S): 0 where a query sees a key, else -inf.
 

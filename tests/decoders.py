@@ -94,8 +94,8 @@ def families() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - WITHOUT)
 
 
-def make(family: str):
-    """Return a random model of this family: four layers, 32 wide."""
+def make(family: str, **options):
+    """Return a random model of this family: four layers, 32 wide. `options` are of its config."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     kind = type(CONFIG_MAPPING[family]().get_text_config())
@@ -108,7 +108,7 @@ def make(family: str):
             sizes[name] = value
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    config = kind(**{**sizes, **(EXTRA.get(family) or {})})
+    config = kind(**{**sizes, **(EXTRA.get(family) or {}), **options})
     config._attn_implementation = None
     with torch.random.fork_rng():
         torch.manual_seed(0)
