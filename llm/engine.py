@@ -37,7 +37,7 @@ import torch
 from experiment.errors import UserError
 from llm.attention import row_attention
 from llm.fused import Fused, fits
-from llm.kv_cache import RowCache, keeps_states
+from llm.kv_cache import make_cache
 from llm.logprobs import head_logits
 from llm.memory import facts
 from llm.sampling import sample
@@ -109,8 +109,7 @@ class Engine:
         self.slots = slots
         self.stop_ids = frozenset(stop_ids)
         self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-        self.cache = RowCache(slots, self.device)
-        self.keeps_states = keeps_states(model)
+        self.cache = make_cache(model, slots)
         self.fused = Fused(model) if fused and fits(model) else None
         self.decoder = self.fused or StockForward(model)
         self.owner: list[Row | None] = [None] * slots
@@ -207,7 +206,7 @@ class Engine:
 
     def read(self, rows: list[Row]):
         """Run prompts or tool results, one by one where padding would change the rows' states."""
-        if not self.keeps_states:
+        if not self.cache.keeps_states:
             return self.run(rows)
         return torch.cat([self.run([row]) for row in rows])
 

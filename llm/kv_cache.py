@@ -1,9 +1,20 @@
-"""The cache of the decoding engine, in which every row has a length of its own."""
+"""The KV cache of the decoding engine, in which every row has a length of its own."""
 import math
 import mmap
+from importlib import import_module
 
 import torch
-from torch.nn import functional as F
+
+STATES = "llm.state_cache"  # what some models need
+
+
+def make_cache(model, slots: int):
+    """Return a cache for this model. It holds states if transformers' own cache of it does."""
+    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+    for layer in DynamicCache(config=model.config).layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            return import_module(STATES).StateCache(slots, model.device)
+    return RowCache(slots, model.device)
 
 
 def empty_pages(like, shape):
@@ -18,34 +29,24 @@ def empty_pages(like, shape):
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
-def keeps_states(model) -> bool:
-    """True if transformers' own cache of this model holds states (of a convolution, a recurrence).
-
-    A padding token would change them, so rows of such a model go through it in equal lengths.
-    """
-    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
-    layers = DynamicCache(config=model.config).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-
-
 class RowCache:
-    """Keys and values of every layer, each a tensor (slots, H_kv, S, D), or its states.
+    """Keys and values of every layer, each a tensor (slots, H_kv, S, D).
 
     It takes the place of transformers' Cache. Before each forward pass of R rows and C tokens per
     row, `prepare` or `prepare_step` says which rows it is for and where their new tokens go.
 
     Attributes:
         tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
-        states: (layer, "conv" or "recurrent", number) -> the state after a row's last token,
-            (slots, ...), made when the layer first writes to it.
+        keeps_states: True for a `StateCache`, whose states padding would change.
         position: (R, C) the position of every new token in its row.
         span: how many positions of a row the pass reads.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
 
+    keeps_states = False
+
     def __init__(self, slots: int, device):
         self.tensors = {}
-        self.states = {}
         self.slots = slots
         self.capacity = 0  # S
         self.device = device
@@ -56,8 +57,7 @@ class RowCache:
 
         Shorter rows are padded on the right. The padding is stored like tokens, at positions that
         no query looks at before the row's own next tokens are written there, or at the last one,
-        which is kept free. Rows that have the first slots in order are read without a copy. The
-        states are those of consecutive slots, whose rows have equal counts: all or none starts at 0.
+        which is kept free. Rows that have the first slots in order are read without a copy.
         """
         needed = 1 + max(start + count for start, count in zip(starts, counts))
         self.reserve(needed)
@@ -69,8 +69,6 @@ class RowCache:
         in_order = slots == list(range(len(slots)))
         read = slice(0, len(slots)) if in_order else index
         self.read = read, slice(None), slice(0, span)
-        self.rows = slice(slots[0], slots[0] + len(slots))
-        self.fresh = not any(starts)
         self._write(index, position.clamp(max=self.capacity - 1), span)
 
     def prepare_step(self, position, span: int):
@@ -80,8 +78,6 @@ class RowCache:
         graph can replay it.
         """
         self.read = slice(0, len(position)), slice(None), slice(0, span)
-        self.fresh = False
-        self.rows = self.read[0]
         index = torch.arange(len(position), device=self.device)
         self._write(index, position[:, None], span)
 
@@ -114,62 +110,6 @@ class RowCache:
             self.tensors[place][self.write] = new.transpose(1, 2)  # (R, C, H_kv, D)
         return [self.tensors[place][self.read] for place in places]
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0):
-        """Return the inputs (R, D, K) that a convolution sees again, or None for fresh rows."""
-        return self._state((layer_idx, "conv", state_idx))
-
-    def update_conv_state(self, new, layer_idx: int, state_idx=0, conv_kernel_size=None, **_):
-        """Store the last inputs of a convolution and return those before `new` (R, D, C) with it.
-
-        Fresh rows have zeros before, if `new` is shorter than the convolution's kernel.
-        """
-        width = conv_kernel_size or new.shape[-1]
-        before = self.get_conv_state(layer_idx, state_idx)
-        if before is not None:
-            width = before.shape[-1]
-            new = torch.cat([before, new], -1)
-        elif new.shape[-1] < width:
-            new = F.pad(new, (width - new.shape[-1], 0))
-        self._store((layer_idx, "conv", state_idx), new[..., -width:])
-        return new
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0):
-        """Return the state (R, ...) of a recurrence, or None for fresh rows."""
-        return self._state((layer_idx, "recurrent", state_idx))
-
-    def update_recurrent_state(self, new, layer_idx: int, state_idx: int = 0, **_):
-        """Store the state (R, ...) of a recurrence, and return it."""
-        self._store((layer_idx, "recurrent", state_idx), new)
-        return new
-
-    # MiniMax's names for it.
-    get_linear_cache = get_recurrent_state
-
-    def set_linear_cache(self, layer_idx: int, new):
-        self.update_recurrent_state(new, layer_idx)
-
-    def _state(self, place):
-        """Return a view of the rows' states. Some layers write into it what others give back."""
-        return None if self.fresh else self.states[place][self.rows]
-
-    def _store(self, place, new):
-        if place not in self.states:
-            self.states[place] = new.new_zeros(self.slots, *new.shape[1:])
-        self.states[place][self.rows] = new
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False  # every state is the one after the last token
-
-    def copied_states(self) -> list:
-        """Return a copy of the states of the pass's rows."""
-        return [state[self.rows].clone() for state in self.states.values()]
-
-    def put_back(self, states: list, ended):
-        """Give the rows of a pass where ended (R,) is True the states that were copied before it."""
-        for state, before in zip(self.states.values(), states):
-            rows = state[self.rows]
-            rows.copy_(torch.where(ended.view(-1, *[1] * (rows.dim() - 1)), before, rows))
-
     def bias(self, window, copies: int, dtype):
         """Return (R, 1, copies * C, S): 0 where a query sees a key, else -inf.
 
@@ -188,13 +128,12 @@ class RowCache:
         return self.biases[window, copies]
 
     def prefix(self, slot: int, length: int) -> list:
-        """Return views (H_kv, length, D) of a slot's first keys and values, and its states."""
-        keys_and_values = [tensor[slot, :, :length] for tensor in self.tensors.values()]
-        return keys_and_values + [state[slot] for state in self.states.values()]
+        """Return views (H_kv, length, D) of a slot's first keys and values, for all layers."""
+        return [tensor[slot, :, :length] for tensor in self.tensors.values()]
 
     def swap(self, slot: int, other: int):
         """Exchange what two slots hold."""
-        for tensor in (*self.tensors.values(), *self.states.values()):
+        for tensor in self.tensors.values():
             tensor[[slot, other]] = tensor[[other, slot]]
 
     def get_seq_length(self, *_):

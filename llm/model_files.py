@@ -106,9 +106,9 @@ def _read_whole(folder, config, dtype):
 
 
 def auto_class(config):
-    """Return transformers' class that makes a model of this config: of text, or of images as well."""
+    """Return the class of transformers that makes a model of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    # Some families are published with a vision tower alone; on text they are plain decoders.
+    # Some families are published only with a vision tower. On text they are plain decoders.
     if type(config) in AutoModelForImageTextToText._model_mapping:
         if type(config) not in AutoModelForCausalLM._model_mapping:
             return AutoModelForImageTextToText

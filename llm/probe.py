@@ -10,8 +10,10 @@ transformers adds or changes goes through here as well; no list of architectures
 import time
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
+from torch import nn
 
 from experiment.errors import UserError, first_line
 from llm.adapter_files import check_finite
@@ -44,7 +46,7 @@ def probe(model, source: str):
     train = partial(token_logprobs, model, ids, mask)
     with narrow_windows(model) as narrowed:
         logits = stock_logits(model, ids, name)  # (2, TOKENS - 1, V)
-        drop_idle_adapters(model, ids, name)
+        drop_adapters(model, ids, name)
         check_finite(source, dict(model.named_parameters()))
         if not logits.isfinite().all():
             raise UserError(f"{name}: its weights give logits that are not finite; "
@@ -90,34 +92,48 @@ def stock_logits(model, ids, name: str):
 
 
 @torch.no_grad()
-def drop_idle_adapters(model, ids, name: str):
-    """Take the adapters away that have no part in the forward pass of an update on ids (B, T).
+def drop_adapters(model, ids, name: str):
+    """Take the adapters away whose Linears an update on ids (B, T) does not call, or not only.
 
-    The model reads the weights of their Linears itself, for a kernel that fuses several steps.
-    Raises UserError if such Linears were named as targets.
+    A model reads their weights itself, for a kernel that fuses several steps, so that an adapter
+    beside such a Linear has no part in the output. Raises UserError if they were named as targets.
     """
     linears = adapters(model)
-    used = set()
-    hooks = [linear.lora.register_forward_hook(lambda adapter, *_: used.add(adapter))
-             for linear in linears.values()]
+    inside, called, read_past = set(), set(), set()
+
+    def enter(linear, *_):
+        inside.add(linear)
+        called.add(linear)
+
+    def read(linear, attribute):
+        if attribute == "weight" and linear not in inside:
+            read_past.add(linear)
+        return nn.Module.__getattr__(linear, attribute)
+
+    hooks = []
+    for linear in linears.values():
+        hooks.append(linear.register_forward_pre_hook(enter))
+        hooks.append(linear.register_forward_hook(lambda linear, *_: inside.remove(linear)))
     # Some kernels are for training alone.
     model.train()
-    model(input_ids=ids, use_cache=False)
+    with mock.patch.object(nn.Linear, "__getattr__", read, create=True):
+        model(input_ids=ids, use_cache=False)
     model.eval()
     for hook in hooks:
         hook.remove()
     # The last two parts of a name are enough for --lora_target_modules. An expert to which no
-    # token went is not idle if others of that name are used.
+    # token went stays if others of that name are called.
     end_of = {path: ".".join(path.split(".")[-2:]) for path in linears}
-    kept = {end_of[path] for path, linear in linears.items() if linear.lora in used}
-    idle = set(end_of.values()) - kept
-    if not idle:
+    kept = {end_of[path] for path, linear in linears.items() if linear in called}
+    kept -= {end_of[path] for path, linear in linears.items() if linear in read_past}
+    dropped = set(end_of.values()) - kept
+    if not dropped:
         return
-    reads = f"{name}: reads the weights of {', '.join(sorted(idle))} past their adapters"
+    passed = f"{name}: its forward passes by the adapters of {', '.join(sorted(dropped))}"
     if not settings(model).all_linear:
-        raise UserError(f"{reads}; give --lora_target_modules {','.join(sorted(kept))}")
-    print(f"note: {reads}: they have none")
-    remove_adapters(model, [path for path in linears if end_of[path] in idle], sorted(kept))
+        raise UserError(f"{passed}; give --lora_target_modules {','.join(sorted(kept))}")
+    print(f"note: {passed}: they are left out")
+    remove_adapters(model, [path for path in linears if end_of[path] in dropped], sorted(kept))
 
 
 def engine_logprobs(model, ids):

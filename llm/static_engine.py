@@ -37,7 +37,7 @@ class StaticEngine(Engine):
         self.inputs = torch.zeros(
             3 + 2 * WINDOW, self.slots, dtype=torch.float64, device=self.device)
         self.drawn = self.inputs.new_zeros(WINDOW, 2, self.slots)
-        self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
+        self.stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=self.device)
         self.graphs = {}
         resists = any(map(resists_capture, model.base_model.modules()))
         self.graphable = not resists and not facts(model).refuses_graphs
@@ -98,17 +98,18 @@ class StaticEngine(Engine):
         uniforms, forced = self.inputs[3:, :width].chunk(2)  # (WINDOW, R) each
         for step in range(WINDOW):
             self.cache.prepare_step(position + step, span)
-            before = self.cache.copied_states()
+            if self.cache.keeps_states:
+                before = self.cache.copied()
             hidden = self.decoder(token[:, None], self.cache)[:, 0]  # (R, D)
-            if before:
+            if self.cache.keeps_states:
                 self.cache.put_back(before, left <= 0)
             logits = self.decoder.head(hidden)
             token, logprobs = self.draw(logits, uniforms[step], forced[step].long())
             self.drawn[step, 0, :width] = token
             self.drawn[step, 1, :width] = logprobs
-            if before:
+            if self.cache.keeps_states:
                 stopped = (token[:, None] == self.stops).any(1)
-                left = torch.where(stopped, 0, left - 1)
+                left = (left - 1) * ~stopped
 
     def capture(self, width: int, span: int):
         """Capture the static steps as a CUDA graph, or return None where no graph can hold it."""

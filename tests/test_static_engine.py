@@ -41,7 +41,7 @@ def graphs(monkeypatch):
     captured = []
 
     def capture(engine, rows, span):
-        held = [engine.inputs, engine.drawn, *engine.cache.tensors.values(), *engine.cache.states.values()]
+        held = [engine.inputs, engine.drawn, *engine.cache.tensors.values(), *getattr(engine.cache, "states", {}).values()]
         kept = [t.clone() for t in held]
         graph = Recorded(lambda: engine.static_steps(rows, span))
         for t, old in zip(held, kept, strict=True):
