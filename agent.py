@@ -11,12 +11,13 @@ import runpy
 import time
 from dataclasses import dataclass, field
 from functools import wraps
+from importlib import import_module
 from itertools import product
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from envs import Limits, limits_of
+from envs import Limits, limits_of, options_of, rewards_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
 from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
@@ -30,6 +31,7 @@ from lora import merged
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
+SERVERS = "llm.vllm"  # which only --sampler imports
 
 
 @dataclass
@@ -109,11 +111,8 @@ class Episode:
     @ends_on_fault
     def reset(self):
         """Reset the environment and render the prompt."""
-        question, system_prompt, max_turns = self.session.start()
+        messages, max_turns = self.session.start()
         self.max_turns = self.limits.max_turns or max_turns
-        messages = [{"role": "user", "content": question}]
-        if system_prompt:
-            messages.insert(0, {"role": "system", "content": system_prompt})
         self.set_prompt(messages)
 
     def set_prompt(self, messages: list[dict]):
@@ -249,7 +248,7 @@ class Episode:
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            run=None, engine=None, on_end=None) -> list[Trajectory]:
+            env_options=None, run=None, engine=None, on_end=None, rewards=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     An episode draws its own random numbers, seeded by (seed, step, first_task + index of the task,
@@ -259,10 +258,10 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
+        env_options, rewards: what `envs.options_of` and `envs.rewards_of` return.
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
-        engine: what samples: an engine (llm/engine.py states the protocol), or a function that
-            makes one from the arguments that `make_engine` takes, the default.
+        engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
         on_end: a function that is called with each trajectory as its episode ends.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
@@ -271,13 +270,12 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """
     began = time.monotonic()
     is_first = run is None or not (run.watch or run.checkpoint)
-    classes, chats = load_environments(tokenizer, env_name, model.generation_config)
+    classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes = {}
-    model.eval()
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    with merged(model), watch:
+    with getattr(engine, "policy", decoded_here)(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:
@@ -298,7 +296,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature, top_k=top_k, top_p=top_p)
-            play_all(engine, started, run, on_end)
+            play_all(engine, started, run, on_end, rewards)
         watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
@@ -308,8 +306,13 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 
 
-def play_all(engine, episodes, run, on_end=None):
-    """Play the episodes (row -> Episode) to their ends, with a progress bar."""
+def decoded_here(model):
+    """Return the context in which this process plays the model. Servers have one of their own."""
+    return merged(model.eval())
+
+
+def play_all(engine, episodes, run, on_end=None, rewards=None):
+    """Play the episodes (row -> Episode) to their ends, with a progress bar, and pay them."""
     if run and not (run.watch or run.checkpoint):
         limits = next(iter(episodes.values())).limits
         print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
@@ -323,6 +326,8 @@ def play_all(engine, episodes, run, on_end=None):
             for episode in episodes.values():
                 if not episode.trajectory.stop_reason:
                     episode.spoil(why)
+    if rewards:
+        rewards.pay(list(episodes.values()))
 
 
 def play_turns(engine, episodes: dict, run=None, on_end=None):
@@ -363,8 +368,12 @@ def next_turn(engine, row, episode, on_end=None):
 
 def rollout_options(config, run=None) -> dict:
     """Return the arguments of `rollout` that a Config names, and the run."""
-    return {"limits": limits_of(config, config.env), "temperature": config.temperature,
-            "seed": config.seed, "run": run}
+    options = {"limits": limits_of(config, config.env), "temperature": config.temperature,
+               "seed": config.seed, "env_options": options_of(config),
+               "rewards": rewards_of(config), "run": run}
+    if getattr(config, "sampler", None):
+        options["engine"] = import_module(SERVERS).servers_of(config.sampler, run)
+    return options
 
 
 # --------------------------------------------------------------------- episodes in numbers

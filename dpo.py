@@ -238,7 +238,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                                  "default: none for --dataset, else the recorded episodes', or "
                                  "equations")
     dataset: str | None = flag(None, "pairs: rows {prompt, chosen, rejected} (.jsonl, .csv, "
-                                     ".parquet); default: play", aliases=())
+                                     ".parquet, hub:owner/name); default: play", aliases=())
     tasks: str | None = flag(None, "tasks to play; beside --dataset or --trajectories: to evaluate "
                                    "on; default: the environment's own")
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --tasks")
@@ -307,7 +307,7 @@ def settle(config: Config) -> Config:
 def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
     """Return the pairs of the given files, or [] if none are given: they are then played."""
     if config.dataset:
-        return read_pairs(config.dataset, tokenizer, config.env)
+        return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []
     vocabulary = model.get_input_embeddings().num_embeddings

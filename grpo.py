@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate, rollout, rollout_options
-from episodes.groups import collect_groups, group_shares
+from episodes.groups import collector, group_shares
 from episodes.tasks import train_and_held_out
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, main, members,
@@ -135,6 +135,13 @@ def masked(x, mask):
 def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
     """Return sg(min(pi_trainer / pi_sampler, cap)) (B, T): fengyao.notion.site/off-policy-rl"""
     return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
+
+
+def weight_shares(weights, mask, cap):
+    """Return what to log of the importance weights: their mean, and the share that is capped."""
+    weights = weights[mask.bool()]  # (n,)
+    return {"importance_weight": weights.mean().item(),
+            "importance_capped": (weights >= cap).float().mean().item()}
 
 
 # A normalizer takes the tokens' losses (B, T), the mask (B, T) and the step's `Counts`, and returns
@@ -251,6 +258,8 @@ PAPER_SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
     "rloo": {"scale_rewards": "none"},
 }
+# Another engine samples: its rounding is not ours (the caps of TRL and verl). vespo has a weight.
+SAMPLER = {"importance_correction": 2.0}
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
 # make the policy drift; a KL penalty prevents that. The gradient norm is 0.02: 0.05 clips outliers.
 TINY = {"learning_rate": 4e-3, "kl_coef": 0.1, "updates_per_step": 2, "max_grad_norm": 0.05,
@@ -286,9 +295,11 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
     kl_estimator: str = flag("k3_ratio", "of the KL in the loss", choices=("k2", "k3", "k3_ratio"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    importance_correction: float | None = flag(
+    importance_correction: float | None = auto(
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
-        "advantages are weighted by min(trainer / sampler, C)", above=0)
+        "advantages are weighted by min(trainer / sampler, C); 2 with --sampler", above=0)
+    rollout_ahead: int = flag(0, "1: the next step's episodes are played, one version old, while "
+                              "this step's update runs; needs --sampler", low=0, high=1)
     updates_per_step: int | None = auto(1, "passes over a step's episodes, an update each", low=1)
     num_epochs: int | None = flag(None, f"passes over the tasks; default: {DEFAULT_STEPS} steps")
 
@@ -297,12 +308,16 @@ def settle(config):
     """Fill in what the loss, the model and the environment decide; refuse options that clash."""
     papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
     tiny = TINY if is_tiny(config.model_path) else {}
+    sampler = SAMPLER if config.sampler and config.loss != "vespo" else {}
     # The first table that has a field wins, and what the user said wins over all.
-    config = fill(config, *papers, tiny, envs.lengths(config.env))
+    config = fill(config, *papers, tiny, sampler, envs.lengths(config.env))
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
+    if config.rollout_ahead and not config.sampler:
+        raise UserError("--rollout_ahead needs --sampler: this process's engine plays with the "
+                        "weights that the update changes")
     # batch_size decides memory, rounding and what dropout draws; accumulation has to agree with it.
     check_accumulation(config, config.tasks_per_step * config.group_size)
     return config
@@ -349,13 +364,14 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
-    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
-    test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
+    flags = rollout_options(config, run)
+    collect = collector(partial(rollout, model, tokenizer, config.env, **flags), tasks, config, run)
+    test = partial(evaluate, model, tokenizer, config.env, held_out, **flags)
     total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
     with run:  # ended early, it saves the last whole step, unless the next one's updates have begun
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each drawn task.
-            trajectories = collect_groups(play, tasks, config, step, run)
+            trajectories = collect(step)
             run.log_episodes(trajectories)
             if unusable(trajectories):
                 continue
@@ -366,10 +382,11 @@ def train(config: Config) -> dict:
             advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
             old_logprobs = sampled_logprobs
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
-            if config.importance_correction:
+            if cap := config.importance_correction:
                 old_logprobs = score_by(merged(model, update=True))  # trainer_logprobs, (B, T)
-                advantages = advantages * truncated_importance_weights(
-                    old_logprobs, sampled_logprobs, mask, config.importance_correction)
+                weights = truncated_importance_weights(old_logprobs, sampled_logprobs, mask, cap)
+                advantages = advantages * weights
+                run.log(**weight_shares(weights, mask, cap))
             if config.kl_coef:
                 ref_logprobs = score_by(reference(model, start_policy))  # (B, T)
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)

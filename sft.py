@@ -32,8 +32,8 @@ import envs
 from agent import collate, evaluate
 from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
 from episodes.tasks import with_env
-from experiment import (MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags, auto, fill, flag,
-                        imitation_learning_rate, main, replace_file, to_json)
+from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
+                        auto, fill, flag, imitation_learning_rate, main)
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
@@ -54,7 +54,7 @@ TINY_SFT = {
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
@@ -65,13 +65,14 @@ class Config(ModelFlags, MemoryFlags, TrainingFlags, RunFlags):
     env: str | None = flag(None, "environment, or several (a,b); also path/to/file.py:Class; "
                                  "default: none for --dataset, else the recorded episodes', or "
                                  "equations")
-    dataset: str | None = flag(None, "what to imitate (.jsonl, .csv, .parquet): {messages}, "
+    dataset: str | None = flag(None, "what to imitate, files or hub:owner/name: {messages}, "
                                      "{conversations}, {prompt, completion}, {instruction, "
                                      "output}, {text}, or what --env reads")
     trajectories: str | None = flag(None, "recorded episodes (trajectories.jsonl) to imitate")
     tasks: str | None = flag(None, "tasks that the expert of --env plays; beside --dataset or "
                                    "--trajectories: tasks to evaluate on")
     eval_dataset: str | None = flag(None, "held-out rows of what is learned from; default: a tenth")
+    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     min_reward: float | None = flag(None, "with --trajectories: skip episodes of less reward")
     max_samples: int = flag(3000, "demonstrations", low=1)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
@@ -107,7 +108,8 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
     limits = envs.limits_of(config, config.env)
-    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run)
+    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run,
+                      env_options=envs.options_of(config), rewards=envs.rewards_of(config))
     return {**played, **run.ranks.total(losses), "demonstrations": len(held_out)}
 
 
@@ -170,8 +172,8 @@ def teach_tiny(config, run) -> str:
     """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
 
     The folder is `base/` in the output folder: a plain model, which the run's adapters point to.
-    A resumed run finds it there and teaches nothing. Where the config names another model, that one
-    is returned as it is.
+    A resumed run finds it there and teaches nothing. The SFT is a run of its own, in `schooling/`.
+    Where the config names another model, that one is returned as it is.
 
     Args:
         config: of the algorithm that starts from the tiny model (`output_dir`, `env`, `seed`).
@@ -181,23 +183,23 @@ def teach_tiny(config, run) -> str:
         return config.model_path
     run.begin()
     base = run.folder / "base"
-    # This file is written last: where it exists, the folder is complete.
-    taught = base / "made.json"
-    if run.ranks.first(taught.exists):
+    # The folder gets its name when it is whole.
+    if run.ranks.first(base.exists):
         return str(base)
     envs.need_expert(config.env or "equations")
     print(f"tiny model: made in {base}, and taught the format by {TINY_SFT['max_steps']} SFT steps "
           "on noisy demonstrations")
-    folder = base / "sft"
+    folder = run.folder / "schooling"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       env_options=config.env_options, unsafe_code=config.unsafe_code,
+                       rewards=config.rewards,
                        eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     with redirect_stdout(io.StringIO()):
-        seconds = train(schooling)["seconds"]
-    run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
-    run.ranks.first(lambda: replace_file(taught, to_json({"seconds": seconds})))
+        train(schooling)
+        run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
     return str(base)
 
 

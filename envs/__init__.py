@@ -2,29 +2,38 @@
 
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
-    gsm8k.py      word problems and a calculator
+    gsm8k.py      word problems and a calculator, or Python
+    code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
+    search.py     questions over documents; beside it writing.py and business.py
+    sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
+    options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them
     gymnasium.py  the same as step(env, name, arguments)
+    rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
+    play.py       python -m envs.play NAME: play one yourself
+    check.py      python -m envs.check NAME: the test that each of them passes
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
-the total of the episode. All calls of an episode, the constructor's too, come from one thread. They
-may be async: those run in one loop that all episodes share. All else is optional and invisible to
-TRL:
+the total of the episode, and may be missing where --rewards names functions. A task's "prompt",
+text or messages, comes before what `reset` returns, unless `reset` takes an argument "prompt". All
+calls of an episode, the constructor's too, come from one thread. They may be async: those run in
+one loop that all episodes share. All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
+    options                     attribute of the class: what --env_options may set, and the
+                                defaults, such as {"corpus": ""}; read from self or cls
     limits                      attribute of the class: recommended LIMITS, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
-    _row(row)                   static: checks or converts one row of a task file, or ValueError
-    _conversation(row)          static: the messages in a row of a data file of its own form, for
-                                sft.py --dataset, or ValueError
-    _reply(text)                the model answered without a tool: a user message to continue
-                                with, or None to end
+    _row(row)                   static: checks or converts one row of a task file, or ValueError;
+                                None drops it
+    _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
+    _reply(text)                the user's reply to a turn without a tool call, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or its text; [] when it has finished
     _check()                    true success, apart from the shaped reward
@@ -32,7 +41,8 @@ TRL:
     _from_text(text)            static: the task row in what a person typed into a chat, or
                                 ValueError; None in it stands for an answer that nobody knows
 
-`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own.
+`--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own, and
+`--env gymnasium:FrozenLake-v1` one of another package (ADAPTERS).
 """
 import importlib.util
 import inspect
@@ -53,10 +63,18 @@ ENVS = {
     "equations": "envs.equations:Equations",
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
+    "code": "envs.code:Code",
+    "search": "envs.search:Search",
+    "writing": "envs.writing:Writing",
+    "business": "envs.business:Business",
     "meetings": "bench.meetings:Meetings",
 }
+# Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
+ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 
+REWARDS, TRL = "envs.rewards", "envs.trl"  # loaded when a run needs them
+COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
 
@@ -77,6 +95,7 @@ class Limits:
     tool_timeout: float = 10.0  # seconds of one call into the environment
 
 
+OPTIONS = "envs.options"  # only --env_options needs it
 LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
 
 
@@ -97,40 +116,76 @@ def load(name: str) -> type:
     """Return the class of an environment.
 
     Args:
-        name: a name of ENVS, `package.module:Class` or `path/to/file.py:Class`. It comes from the
-            person who runs the program, never from data: the code behind it is run.
+        name: a name of ENVS, `package.module:Class`, `path/to/file.py:Class`, or `package:name`
+            of one of ADAPTERS. It comes from the person who runs the program, never from data: the
+            code behind it is run.
     """
     target = ENVS.get(name, name)
     if ":" not in target:
         known = f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"
         raise UserError(f"unknown environment {name!r}; {nearest(name, ENVS, otherwise=known)}")
     place, class_name = target.rsplit(":", 1)
-    try:
-        if place.endswith(".py"):
-            module = _import_file(os.path.abspath(place))
-        else:
-            module = importlib.import_module(place)
-    except (OSError, ImportError, SyntaxError) as error:
-        raise UserError(f"environment {name!r}: {error}") from None
-    cls = getattr(module, class_name, None)
+    wanted = f"environment {name!r}"
+    if place in ADAPTERS:
+        return module_at(f"envs.{place}_text", wanted).make(class_name)
+    cls = getattr(module_at(place, wanted), class_name, None)
     if not inspect.isclass(cls):
         raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
                         "notebook or function is found in a file: --env path/to/file.py:ClassName")
-    for method in ("reset", "get_reward"):
-        if not callable(getattr(cls, method, None)):
-            raise UserError(f"environment {name!r}: {class_name} has no {method}(); "
-                            "see envs/template.py")
+    if not callable(getattr(cls, "reset", None)):
+        raise UserError(f"environment {name!r}: {class_name} has no reset(); see envs/template.py")
     return cls
 
 
-def sources(env_names: str | None) -> list[str]:
-    """Return the files that define these environments, and what they import from their folders.
+def module_at(place: str, wanted: str):
+    """Import a module, or a file that ends in .py. `wanted` opens the message of a UserError."""
+    try:
+        if place.endswith(".py"):
+            return _import_file(os.path.abspath(place))
+        return importlib.import_module(place)
+    except (OSError, ImportError, SyntaxError) as error:
+        package = (getattr(error, "name", None) or "").partition(".")[0]
+        hint = f"; pip install {package}" if package in ADAPTERS else ""
+        if package in LIBRARY:
+            hint = f"; {package} is a package of this project: rename yours"
+        raise UserError(f"{wanted}: {error}{hint}") from None
+
+
+def with_options(cls, options: dict | None) -> type:
+    """Return the class with those of the options that it declares, as a subclass if it has any."""
+    declared = getattr(cls, "options", {})
+    given = {name: value for name, value in (options or {}).items() if name in declared}
+    if not given:
+        return cls
+    return type(cls.__name__, (cls,), {"options": declared | given, "__module__": cls.__module__})
+
+
+def options_of(config) -> dict:
+    """Return what --env_options says by name, and "unsafe_code": True where the flag is given."""
+    options = {"unsafe_code": True} if config.unsafe_code else {}
+    if config.env_options:
+        options.update(importlib.import_module(OPTIONS).parse(config.env_options, config.env))
+    return options
+
+
+def rewards_of(config):
+    """Return what --rewards names (rewards.Rewards), or None if the environments pay alone."""
+    classes = map(load, names_of(config.env))
+    if config.rewards or not all(hasattr(cls, "get_reward") for cls in classes):
+        return importlib.import_module(REWARDS).load(config)
+
+
+def sources(config) -> list[str]:
+    """Return the files of environments and rewards, and what they import from their folders.
 
     A class of a notebook has no file.
     """
     paths = []
-    for name in names_of(env_names):
-        path = getattr(sys.modules[load(name).__module__], "__file__", None)
+    modules = [load(name).__module__ for name in names_of(config.env)]
+    if rewards := rewards_of(config):
+        modules += rewards.modules
+    for module_name in modules:
+        path = getattr(sys.modules[module_name], "__file__", None)
         if path:
             finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
             finder.run_script(path)

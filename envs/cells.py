@@ -17,14 +17,15 @@ def read_cells(method, row: dict) -> dict:
     for name, text in row.items():
         hint = hints.get(name, str)
         try:
-            out[name] = _read_cell(text, hint)
+            out[name] = read_cell(text, hint)
         except (TypeError, ValueError):
             kind = hint_name(hint)
             raise ValueError(f"{name}: {text[:40]!r} cannot be read as {kind}") from None
     return out
 
 
-def _read_cell(text: str, hint):
+def read_cell(text: str, hint):
+    """Return the value of a cell, or raise TypeError or ValueError."""
     with suppress(TypeError):
         return fit(text, hint)
     # Spreadsheets and pandas write True, not true.

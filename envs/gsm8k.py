@@ -1,5 +1,6 @@
 r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168) with a calculator.
 
+`--env_options tools=calculator+python` adds Python in a process that the kernel confines.
 The model answers with the tool `answer`, or in text by a line `#### 42` or by `\boxed{42}`. Only
 what the model wrote is read, never the output of a tool. An answer holds one value: two different
 ones are wrong, and so is one that is no plain number. With `num_turns` > 1 the model may try again
@@ -11,11 +12,11 @@ import math
 import operator
 import os
 import re
-import threading
 import urllib.request
 from decimal import Decimal
 from pathlib import Path
 
+from envs.sandbox import check, parse, run
 from experiment.data import read_rows
 from experiment.errors import UserError
 from experiment.seeds import shuffled
@@ -33,8 +34,6 @@ FUNCTIONS = {f.__name__: f for f in (abs, math.ceil, math.floor, max, min, round
 ERRORS = {ZeroDivisionError: "division by zero", OverflowError: "number too large",
           ValueError: "not a real number"}
 HELP = f"use numbers, + - * / // % (remainder) ** ( ) and {', '.join(FUNCTIONS)}"
-# CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
-PARSING = threading.Lock()
 NUMBER = re.compile(r"[+-]?(\\?\$)?([0-9]{1,3}(,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?"
                     r"(\\?%)?\.?")
 BOXED = re.compile(r"\\boxed\{([^}\n]*)\}?")
@@ -79,15 +78,23 @@ def calculator(text: str) -> str:
     if not re.search("[a-z]{3}", text):
         text = re.sub(",(?=[0-9]{3})", "", text)
     try:
-        with PARSING:
-            tree = ast.parse(text, mode="eval")
-        value = _value(tree.body)
+        value = _value(parse(text, mode="eval").body)
     except Exception as error:
         return f"error: {ERRORS.get(type(error), HELP)}"
     if type(value) is float and not (value.is_integer() and abs(value) < 2**53):
         # 0.1 + 0.2 is 0.3.
         return f"{value:.12g}"
     return str(int(value))
+
+
+def python(self, code: str) -> str:
+    """Run Python code, each time in a new process, and return what it prints.
+
+    Args:
+        code: Python code, for example "print(sum(range(10)))".
+    """
+    result = run(code, unsafe=self.options["unsafe_code"])
+    return f"{result.output}{result.error}".strip() or "nothing was printed; use print"
 
 
 def _number(text: str) -> Decimal | None:
@@ -122,8 +129,20 @@ class GSM8K:
     system_prompt = ("Solve the problem step by step. Compute with the calculator. "
                      "Give the result, one number, with the answer tool, or in text on a last "
                      "line: #### number")
+    # calculator, or calculator+python; and whether Python runs without confinement.
+    options = {"tools": "calculator", "unsafe_code": False}
     max_turns = 12  # the longest solution has 9 calculations
     limits = {"max_new_tokens": 512, "max_tokens": 2048}
+
+    def __init_subclass__(cls):
+        """Give the class the python tool if its options say so."""
+        tools = cls.options["tools"]
+        if tools == "calculator+python":
+            check(cls.options["unsafe_code"])
+            cls.python = python
+            cls.system_prompt = cls.system_prompt.replace("calculator", "calculator or python")
+        elif tools != "calculator":
+            raise UserError(f"--env_options tools={tools}: calculator, or calculator+python")
 
     def reset(self, question: str, answer: str | None, num_turns: int | None = None, **_) -> str:
         """Begin with a question and its answer: a solution ending in "#### 72", or the number.

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from concurrent import futures
+from importlib import import_module
 
 import envs
 from envs.calls import BY_ARGUMENTS, awaited, call_tool, message_of
@@ -36,7 +37,7 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
-        self.is_closed = False
+        self.is_entered = self.is_closed = False
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
@@ -44,6 +45,7 @@ class Watch:
         self.broken = None  # the fault that came too often, in words
 
     def __enter__(self):
+        self.is_entered = True
         threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
@@ -61,8 +63,10 @@ class Watch:
 
     def _set_timer(self):
         """Start the timer anew if calls run, else stop it."""
+        if not self.is_entered or self.is_closed:
+            return
         faulthandler.cancel_dump_traceback_later()
-        if self.running and not self.is_closed:
+        if self.running:
             faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
 
     def call_began(self, session):
@@ -78,6 +82,8 @@ class Watch:
     def call_ended(self, session):
         with self.lock:
             self.running.discard(session)
+            if not self.running:
+                self._set_timer()
 
     def count(self, kind, fault: str | None):
         """Count the faults in a row. A call of this kind met one, or none."""
@@ -102,12 +108,15 @@ class Watch:
                 f"ValueError; the last: {self.broken}")
 
 
-def load_environments(tokenizer, env_names: str, generation_config=None) -> tuple[dict, dict]:
+def load_environments(tokenizer, env_names: str, generation_config=None,
+                      env_options=None) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
-    They are those that the caller names: data never chooses which code runs.
+    They are those that the caller names: data never chooses which code runs. `env_options` are
+    what `envs.options_of` returns.
     """
-    classes = {name: envs.load(name) for name in envs.names_of(env_names)}
+    classes = {name: envs.with_options(envs.load(name), env_options)
+               for name in envs.names_of(env_names)}
     try:
         chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
                  for name, cls in classes.items()}
@@ -122,6 +131,7 @@ class Session:
     Every method raises EnvironmentFault if the environment fails.
 
     Attributes:
+        pays: False without get_reward(): `reward` then is the environment's own affair, as in TRL.
         reward: the running total as of the last call, as a plain float.
         paid: the part of it that turns were paid, which is all but what it was after `reset`.
         done: True once the environment has ended the episode.
@@ -134,7 +144,9 @@ class Session:
         self.watch = watch
         self.name = name
         self.cls = cls
-        self.task = {key: value for key, value in task.items() if key != "env"}
+        self.pays = True
+        self.task = {key.removeprefix(envs.COLUMN): value for key, value in task.items()
+                     if key != "env"}
         self.reward = self.reward_at_reset = 0.0
         self.done = False
         self.stuck = False
@@ -148,8 +160,8 @@ class Session:
     def paid(self) -> float:
         return self.reward - self.reward_at_reset
 
-    def start(self) -> tuple[str, str | None, int]:
-        """Make and reset the environment. Return the question, the system prompt and max_turns."""
+    def start(self) -> tuple[list[dict], int]:
+        """Make and reset the environment. Return the first messages and max_turns."""
         return self._ask(self._start)
 
     def submit(self, calls: list[dict]):
@@ -208,15 +220,20 @@ class Session:
     def _start(self):
         self._enter("__init__()")
         self.env = self.cls()
-        question = text_or_none(awaited(self._get("reset()")(**self.task)))
+        self.pays = hasattr(type(self.env), "get_reward")
+        observation = text_or_none(awaited(self._get("reset()")(**self.task)))
         system_prompt = text_or_none(self._get("system_prompt"))
-        if not question and not system_prompt:
-            raise ValueError("reset() returned no question and there is no system_prompt (a "
-                             'column "prompt", as in TRL, is an argument of reset, nothing more)')
+        messages = [{"role": "user", "content": observation or ""}]
+        if "prompt" in self.task:
+            messages = import_module(envs.TRL).opening(self.env.reset, self.task, observation or "")
+        if system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        if not any(message["content"] for message in messages):
+            raise ValueError("reset() returned no question and there is no system_prompt")
         max_turns = int(self._get("max_turns", 8))
         self._gain()
         self.reward_at_reset = self.reward
-        return question or "", system_prompt, max_turns
+        return messages, max_turns
 
     def _play(self):
         for call in self.calls:
@@ -235,7 +252,7 @@ class Session:
         return message, gain
 
     def _score(self):
-        total = float(awaited(self._get("get_reward()")()))
+        total = float(awaited(self._get("get_reward()")())) if self.pays else 0.0
         parts = self._get("_reward_parts", {})
         parts = {name: float(value) for name, value in parts.items()}
         check = self._get("_check()")
@@ -255,7 +272,7 @@ class Session:
         """Return what the running total gained since the last call."""
         before = self.reward
         # Environments also count in NumPy's numbers, which JSON does not take.
-        self.reward = float(self._get("reward", 0.0))
+        self.reward = float(self._get("reward", 0.0)) if self.pays else 0.0
         return self.reward - before
 
     # --------------------------------------------------------------------------- and around it

@@ -36,19 +36,22 @@ class Conversation(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------- rows
-def read_demonstrations(path: str, env: str | None) -> list[Conversation]:
+def read_demonstrations(path: str, config) -> list[Conversation]:
     """Return the conversations in the rows of a file. UserError: `FILE:LINE: what is wrong`.
 
-    env: the environment, whose `_conversation` reads rows of its own form.
+    config: names the environment, whose `_conversation` reads rows of its own form.
     """
-    cls = single_environment(env)
-    return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place)))
+    cls = single_environment(config)
+    return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place),
+                        config.fields, config.seed))
 
 
-def single_environment(env: str | None) -> type | None:
-    """Return the class of an environment. Of several (a,b) none is taken."""
-    names = envs.names_of(env)
-    return envs.load(names[0]) if len(names) == 1 else None
+def single_environment(config) -> type | None:
+    """Return the class of the environment of a config. Of several (a,b) none is taken."""
+    names = envs.names_of(config.env)
+    if len(names) != 1:
+        return None
+    return envs.with_options(envs.load(names[0]), envs.options_of(config))
 
 
 def messages_in(row: dict, env: type | None) -> list[dict]:
@@ -122,13 +125,13 @@ def without_loss(messages):
 class Encoder:
     """Turns conversations into token ids and a loss mask: the same ids as in a rollout.
 
-    env: the environment whose tools and system message a conversation gets that brings none, or
-    None.
+    config: names the environment whose tools and system message a conversation gets that brings
+    none.
     """
 
-    def __init__(self, tokenizer, env: str | None = None):
-        self.env, self.tokenizer = env, tokenizer
-        cls = single_environment(env)
+    def __init__(self, tokenizer, config):
+        self.env, self.tokenizer = config.env, tokenizer
+        cls = single_environment(config)
         self.system_prompt = getattr(cls, "system_prompt", None)
         self.schemas = envs.schemas(cls) if cls else []
         # Preparing a chat costs many renderings of the template; most files have one list of tools.

@@ -37,7 +37,7 @@ def read_dataset(config) -> tuple[list, list]:
     """
     if not config.dataset:
         return [], []
-    read = partial(read_demonstrations, env=config.env)
+    read = partial(read_demonstrations, config=config)
     learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
     print(f"{config.dataset}: {len(learned)} conversations to learn from, {len(held_out)} held out")
     return learned, held_out
@@ -54,7 +54,7 @@ def demonstrations(config, conversations, tokenizer, vocabulary: int):
     elif config.dataset:
         learned, held_out = conversations
         count_control_tokens(learned, tokenizer)
-        encode = Encoder(tokenizer, config.env)
+        encode = Encoder(tokenizer, config)
         learned, held_out = list(map(encode, learned)), list(map(encode, held_out))
     else:
         learned = play_expert(config, tokenizer, "train", config.max_samples)
@@ -125,7 +125,8 @@ def evaluation_tasks(config, learned) -> list[dict]:
     """
     learns_from_file = config.dataset or config.trajectories
     files = (None, config.tasks) if learns_from_file else (config.tasks, config.eval_dataset)
-    tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files)
+    tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files,
+                       envs.options_of(config), config.fields)
     return drop_seen(tasks, tasks_of(learned))
 
 
@@ -135,7 +136,9 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
 
     No episode is of a task in `seen`.
     """
-    tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset)
+    options = envs.options_of(config)
+    tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset,
+                       options, config.fields)
     tasks = drop_seen(tasks, seen)
     if config.tasks:
         print(f"{config.tasks}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
@@ -143,14 +146,14 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
              for i, task in enumerate(tasks)]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
     limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
-    return demonstrate(tokenizer, config.env, tasks, limits)
+    return demonstrate(tokenizer, config.env, tasks, limits, options)
 
 
 def demonstrate(tokenizer, env_name: str, tasks: list[dict],
-                limits: Limits = Limits()) -> list[Trajectory]:
+                limits: Limits = Limits(), env_options: dict | None = None) -> list[Trajectory]:
     """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
     envs.need_expert(env_name)
-    classes, chats = load_environments(tokenizer, env_name)
+    classes, chats = load_environments(tokenizer, env_name, env_options=env_options)
     trajectories = []
     with Watch(limits.tool_timeout) as watch:
         for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):

@@ -21,14 +21,14 @@ from llm.batches import prompt_of
 
 
 # ----------------------------------------------------------------------------------------- reading
-def read_pairs(path: str, tokenizer, env: str | None) -> list[tuple]:
-    """Return the pairs (chosen, rejected) of a file as episodes.
+def read_pairs(config, tokenizer) -> list[tuple]:
+    """Return the pairs (chosen, rejected) of --dataset as episodes.
 
     The loss falls on what follows the prompt. Conversations without tools or system message get
     those of the environment. UserError: `FILE:LINE: what is wrong`.
     """
-    encode = Encoder(tokenizer, env)
-    pairs = list(read_as(path, preference))
+    encode = Encoder(tokenizer, config)
+    pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
     return [(encode(chosen), encode(rejected))
             for chosen, rejected in tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)]
 

@@ -1,5 +1,4 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
-import inspect
 import json
 import zlib
 from dataclasses import replace
@@ -9,8 +8,8 @@ from itertools import chain
 import numpy as np
 
 import envs
-from experiment.config import nearest
-from experiment.data import read_rows, reading
+from experiment.config import MIXTURES
+from experiment.data import reading
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 
@@ -18,18 +17,19 @@ CELLS = "envs.cells"  # only a .csv file needs it
 
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
-               eval_dataset: str | None = None, env_options: str | None = None) -> list[dict]:
+               eval_dataset: str | None = None, env_options: dict | None = None,
+               fields: str | None = None) -> list[dict]:
     """Return at most n task rows in an order fixed by the seed. Each is what `reset` takes.
 
-    There are none without an environment.
-
     Args:
-        name: the environment. Several ("a,b") take turns.
+        name: the environment. Several ("a,b") take turns, and None has no tasks.
         split: "train" or "test". The two never share a row of a file.
-        dataset: a task file, or None: the environment makes the tasks (`_tasks`).
+        dataset: task files (experiment/mixtures.py), or None: the environment makes the tasks. Of
+            several environments, a row's "env" says which one it is for.
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
-        env_options: "name=value,..." which every task passes to `reset` as well.
+        env_options: what `envs.options_of` returns. Every row gets them.
+        fields: "question=problem,...", where the files have other names of columns.
 
     Each row gets "env": the name of its environment.
     """
@@ -37,24 +37,23 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     if not names or n == 0:
         return []
     path = eval_dataset if split == "test" and eval_dataset else dataset
-    if path and len(names) > 1:
-        raise UserError(f"{path}: tasks of one environment, --env names {len(names)}")
-    extra = parse_env_options(env_options, names)
     share = None if n is None else -(-n // len(names))
     columns = []
     for env_name in names:
+        cls = envs.with_options(envs.load(env_name), env_options)
         if path:
-            rows = _tasks_of_file(env_name, split, seed, path, eval_dataset)
+            rows = _tasks_of_file(env_name, names, cls, split, seed, path, eval_dataset, fields)
         else:
-            rows = _tasks_of_environment(env_name, split, share, seed)
-        # Data never chooses which code runs: a row's own "env" is overwritten.
-        columns.append([{**row, "env": env_name, **extra} for row in rows])
+            rows = _tasks_of_environment(env_name, cls, split, share, seed)
+        # Data chooses among the environments that the user named, and no other code.
+        columns.append([{**row, "env": env_name, **(env_options or {})} for row in rows])
+    if path and len(names) > 1:
+        return shuffled(list(chain.from_iterable(columns)), seed)[:n]
     return list(chain.from_iterable(zip(*columns)))[:n]
 
 
-def _tasks_of_environment(name, split, n, seed) -> list[dict]:
+def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself."""
-    cls = envs.load(name)
     if not hasattr(cls, "_tasks"):
         raise UserError(f"environment {name!r} makes no tasks of its own; "
                         "give --tasks path/to/tasks.jsonl")
@@ -64,20 +63,26 @@ def _tasks_of_environment(name, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(name, split, seed, path, is_whole) -> list[dict]:
-    """Return the rows of a task file, or only those of the split, in random order."""
-    cls = envs.load(name)
-
-    def convert(row, _):
+def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
+    """Return an environment's rows of a task file, or only those of the split, in random order."""
+    def convert(row, place):
+        if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
+            return False, None
         in_split = is_whole or is_held_out(row) == (split == "test")
-        if path.endswith(".csv"):
+        if ".csv:" in place:
             row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
-        return in_split, _as_task(cls, row)
+        task = _as_task(cls, row)
+        if len(names) == 1 and "env" in (task or ()):
+            task = {**task, f"{envs.COLUMN}env": task["env"]}
+        return in_split, task
 
-    rows = [task for in_split, task in read_as(path, convert) if in_split]
+    rows = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
+    if dropped := rows.count(None):
+        print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
+    rows = [task for task in rows if task is not None]
     if not rows:
-        raise UserError(f"{path}: too few rows to hold some out; "
+        raise UserError(f"{path}: {name}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
     return shuffled(rows, seed)
 
@@ -92,7 +97,10 @@ def _as_task(cls, row: dict) -> dict:
         # A missing column says more than the error that it leads to.
         need(row, *required, otherwise=hint)
         raise
-    need(task, *required, otherwise=hint)
+    if task is not None:
+        need(task, *required, otherwise=hint)
+        if "prompt" in task:
+            import_module(envs.TRL).opening(cls.reset, task, "")
     return task
 
 
@@ -125,36 +133,8 @@ def recorded_env(trajectories: str) -> str | None:
     def env_of(row, _):
         return str(dict(row.get("info", {})).get("env"))
 
-    named = set()
-    for path in trajectories.split(","):
-        named.update(read_as(path.strip(), env_of))
+    named = set(read_as(trajectories, env_of))
     return ",".join(sorted(named & envs.ENVS.keys())) or None
-
-
-def parse_env_options(text: str | None, env_names: list[str]) -> dict:
-    """Return what --env_options says: "num_turns=3,hard=true" is {"num_turns": 3, "hard": True}.
-
-    Values are JSON; what is not is text. `reset` of one of the environments must know the names.
-    """
-    known = {}
-    for env_name in env_names:
-        known.update(inspect.signature(envs.load(env_name).reset).parameters)
-    # By convention **_ is thrown away, and **kwargs is read.
-    known.pop("_", None)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    options = {}
-    for item in filter(str.strip, (text or "").split(",")):
-        name, equals, value = (side.strip() for side in item.partition("="))
-        if not equals:
-            raise UserError(f"--env_options {name!r}: write name=value,name=value")
-        if name not in known and not takes_any:
-            raise UserError(f"--env_options {name}: {', '.join(env_names)}: no such argument of "
-                            f"reset; {nearest(name, known, otherwise='see its signature')}")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
 
 
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
@@ -190,7 +170,7 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     files = (config.tasks, config.eval_dataset)
     if not n:
         files = (None, config.eval_dataset or config.tasks)
-    options = (config.seed, *files, config.env_options)
+    options = (config.seed, *files, envs.options_of(config), config.fields)
     train = load_tasks(config.env, "train", n, *options)
     held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
     return train, drop_seen(held_out, train)
@@ -222,13 +202,12 @@ KINDS = {
 }
 
 
-def read_as(path: str, convert):
-    """Yield convert(row, place) for every row of a file.
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
 
     `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
     """
-    for line, row in read_rows(path):
-        place = f"{path}:{line}"
+    for place, row in import_module(MIXTURES).read_data(data, fields, seed):
         with reading(place):
             item = convert(row, place)
         yield item

@@ -20,7 +20,8 @@ def check_installation():
     if sys.version_info < (3, 11):
         sys.exit(f"this is Python {sys.version.split()[0]}; 3.11 or later is needed")
     from packaging.requirements import Requirement
-    for line in Path(__file__).parents[1].joinpath("requirements.txt").read_text().splitlines():
+    path = Path(__file__).parents[1] / "requirements.txt"
+    for line in path.read_text().splitlines() if path.exists() else ():
         needed = Requirement(line)
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(needed.name)
@@ -32,9 +33,9 @@ def check_installation():
 check_installation()
 
 from experiment.bars import NO_BAR, EpisodeBar
-from experiment.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                               check_accumulation, fill, flag, imitation_learning_rate, nearest,
-                               preference_learning_rate)
+from experiment.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RolloutFlags, RunFlags,
+                               TrainingFlags, auto, check_accumulation, fill, flag,
+                               imitation_learning_rate, nearest, preference_learning_rate)
 from experiment.episodes import (is_finite, members, pass_at_k, problem, shift_and_scale, summarise,
                                  unusable, without_faults, without_too_long)
 from experiment.errors import EnvironmentFault, UserError

@@ -9,8 +9,10 @@ import os
 import shutil
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
+from experiment.config import MIXTURES
 from experiment.data import read_json, reading
 from experiment.errors import UserError
 from experiment.files import fingerprint, replace_file, set_aside, sync, to_json
@@ -167,8 +169,8 @@ def ingredients(config, sources, program, base):
     if model != "tiny":
         paths |= _model_files(model)
     for name in DATA_FLAGS:
-        for path in (getattr(config, name, None) or "").split(","):
-            paths[path.strip()] = path.strip()
+        if data := getattr(config, name, None):
+            paths |= {path: path for path, _ in import_module(MIXTURES).data_sources(data)}
     for path in sources:
         place = os.path.relpath(path, os.path.dirname(sources[0]))
         paths[f"environment {os.path.basename(path) if place.startswith('..') else place}"] = path

@@ -5,6 +5,7 @@ values. Only the standard library is imported at the top, so that --help answers
 """
 import dataclasses
 import difflib
+import importlib
 import inspect
 import operator
 import re
@@ -17,7 +18,8 @@ from pathlib import Path
 from experiment.errors import UserError
 
 # Permissions for one call: a file neither gives nor repeats them.
-ONCE = ("overwrite", "resume")
+ONCE = ("overwrite", "resume", "unsafe_code")
+MIXTURES = "experiment.mixtures"  # knows the revision of data
 CODE = ("env", "rewards")  # they may name files of code, which a config file does not choose
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
@@ -61,7 +63,7 @@ def fill(config, *tables):
     """Return a copy of the config in which every `auto` field has a value.
 
     What the user said stays. A field that is still None gets the value of the first table that has
-    it, or else its stated default.
+    it, or else its stated default. Data sets of the hub get their revision.
     """
     flags = options(type(config))
     given = ChainMap(*tables)
@@ -75,6 +77,8 @@ def fill(config, *tables):
         if getattr(config, name) is None:
             default = flags[name].default
             setattr(config, name, default(config) if callable(default) else default)
+    if any("hub:" in str(value) for value in vars(config).values()):
+        importlib.import_module(MIXTURES).pin_revisions(config)
     return config
 
 
@@ -170,16 +174,27 @@ class MemoryFlags:
 
 
 @dataclass(kw_only=True)
-class PlayFlags:
-    """Which environment is played, and how."""
+class EnvironmentFlags:
+    """What the environment is told."""
 
     heading = "environment and rollout"
+    env_options: str | None = flag(
+        None, "name=value,...: options of the environment, or arguments of every reset")
+    unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
+    rewards: str | None = flag(
+        None, "name=weight,...: functions that pay, too (envs/rewards.py); also module:function")
+
+
+@dataclass(kw_only=True)
+class PlayFlags(EnvironmentFlags):
+    """Which environment is played, and how."""
+
     env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
     dataset: str | None = flag(
-        None, "tasks (.jsonl, .csv, .parquet); default: the environment's own", aliases=("tasks",))
+        None, "tasks (.jsonl, .csv, .parquet, hub:owner/name[:config][:split]), or several: a,b or "
+        "in shares a=0.7,b=0.3; default: the environment's own", aliases=("tasks",))
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
-    env_options: str | None = flag(
-        None, "name=value,... that every task passes to the environment's reset")
+    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     group_size: int = flag(8, "episodes of each task", low=1,
                            aliases=("samples_per_prompt", "num_samples", "num_generations"))
     temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)
@@ -202,6 +217,8 @@ class RolloutFlags(PlayFlags):
     """How many tasks are played in training, and how their rewards are changed."""
 
     max_samples: int = flag(10_000, "training tasks", low=1)
+    sampler: str | None = flag(
+        None, "addresses of vLLM servers that sample, separated by commas; default: this process")
     reward_scaling: float = flag(1.0, "reward = (reward - reward_bias) x this")
     reward_bias: float = flag(0.0, "subtracted from the reward of each episode")
 

@@ -5,13 +5,13 @@ Every failure becomes one line, `FILE:LINE: what is wrong`.
 import importlib
 import json
 import math
-import os
 from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
 
-READERS = {".jsonl": "experiment.data:json_rows", ".csv": "experiment.tables:csv_rows",
-           ".parquet": "experiment.tables:parquet_rows"}
+TABLES = "experiment.tables"  # most data is .jsonl
+READERS = {".csv": "csv_rows", ".parquet": "parquet_rows", "hub:": "hub_rows", "[": "list_rows"}
+LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
 
 
 @contextmanager
@@ -32,7 +32,8 @@ def reading(path, line=None):
 
 def _reason(error):
     """Return what is wrong with a file, for an exception that reading it raised."""
-    if isinstance(error, FileNotFoundError):
+    # A library's own error of this type, without a number, says more.
+    if isinstance(error, FileNotFoundError) and error.errno:
         return "no such file"
     if isinstance(error, KeyError):
         return f"no {error} in it"
@@ -123,16 +124,17 @@ def objects(path, wanted=None):
 
 # --------------------------------------------------------------------------------------- rows
 def read_rows(path: str):
-    """Yield (line number, row) of a .jsonl, .csv or .parquet file, where no rows are an error.
+    """Yield (line number, row) of a .jsonl file or a source of READERS. No rows are an error.
 
-    The cells of a .csv file are text. Reading .parquet needs pyarrow.
+    The cells of a .csv file are text. Reading .parquet needs pyarrow, hub:owner/name datasets.
     """
-    module, _, function = READERS.get(os.path.splitext(path)[1], "").partition(":")
-    if not module:
+    kind = next((kind for kind in READERS if path.startswith(kind) or path.endswith(kind)), None)
+    if not kind and not path.endswith(".jsonl"):
         raise UserError(f"{path}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
-                        "header) or .parquet")
+                        "header), .parquet or hub:owner/name")
+    read = getattr(importlib.import_module(TABLES), READERS[kind]) if kind else json_rows
     number = None
-    for number, row in getattr(importlib.import_module(module), function)(path):
+    for number, row in read(path):
         yield number, row
     if number is None:
         raise UserError(f"{path}: no rows")
@@ -154,7 +156,7 @@ def json_rows(path):
 def read_yaml(path):
     """Yield (line number, name, value) for each option in a YAML file.
 
-    A value is the text as typed, or None. The node graph is read, because
+    A value is the text as typed, None, or a list of rows as JSON. The node graph is read, because
     `yaml.safe_load` makes a string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
     """
     # PyYAML arrives with transformers.
@@ -168,7 +170,10 @@ def read_yaml(path):
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
-        yield key.start_mark.line + 1, _scalar(path, key) or "null", _scalar(path, node)
+        name = _scalar(path, key) or "null"
+        is_list = node.id == "sequence" and name.replace("-", "_") in LISTS
+        read = importlib.import_module(TABLES).rows_as_text if is_list else _scalar
+        yield key.start_mark.line + 1, name, read(path, node)
 
 
 def _scalar(path, node):

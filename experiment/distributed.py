@@ -5,19 +5,25 @@ step's tasks, the episodes of a task together, and then all ranks have all episo
 share of the step's micro-batches, whose losses are divided by counts over the whole step, so that
 one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
 
-A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails.
+A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails. Of
+a machine that is cut off nobody is told: a rank waits for others while they live (alive.py).
 """
 import atexit
 import functools
 import os
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
+from importlib import import_module
 
 from experiment.errors import RankLost, Stop, UserError, first_line
 
-TIMEOUT = timedelta(hours=24)  # of a collective: a rank may wait so long for another one's rollout
+WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
+TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there
+ALIVE = "experiment.alive"  # which a single process does not import
 
 
 @functools.cache
@@ -35,6 +41,7 @@ class Ranks:
 
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
+        self.group = self.meeting = None
         if world == 1:
             return
         import torch
@@ -43,17 +50,38 @@ class Ranks:
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             self._choose_gpu()
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        try:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+            self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+        except RuntimeError as error:
+            raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
+                            "GLOO_SOCKET_IFNAME to the interface between the machines") from None
+        self.others = import_module(ALIVE).Others(rank, world)
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:
             self._be_silent()
 
+    def apart(self):
+        """Return the same ranks for another thread: `gather` does not meet that of this one."""
+        ranks = copy(self)
+        if self.world > 1:
+            import torch.distributed as dist
+            ranks.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            ranks.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+        return ranks
+
     def launcher(self):
         """Return the words of a command line that start as many processes on this machine."""
         if self.world == 1:
             return ["python"]
-        return ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', self.world)}"]
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        words = ["torchrun", f"--nproc_per_node={here}"]
+        if here < self.world:
+            words += [f"--nnodes={self.world // here}", f"--node_rank={os.environ['GROUP_RANK']}",
+                      f"--master_addr={os.environ['MASTER_ADDR']}",
+                      f"--master_port={os.environ['MASTER_PORT']}"]
+        return words
 
     def _choose_gpu(self):
         import torch
@@ -88,7 +116,7 @@ class Ranks:
             return [item]
         import torch.distributed as dist
         items = [None] * self.world
-        self._together(dist.all_gather_object, items, item)
+        self._together(dist.all_gather_object, items, item, self.group)
         return items
 
     def first(self, act):
@@ -150,8 +178,15 @@ class Ranks:
                             "files and versions")
 
     def _together(self, collective, *args):
-        """Call a collective. Raises RankLost if it fails because another rank has ended."""
+        """Call a collective when all are there. Raises RankLost if another rank has ended."""
+        import torch
+        import torch.distributed as dist
         try:
+            arrival = dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True)
+            while not arrival.is_completed():
+                self.others.check()
+                time.sleep(0.002)
+            arrival.wait()
             collective(*args)
         except RuntimeError as error:
             raise RankLost(f"another rank is gone ({first_line(error)})") from None

@@ -91,8 +91,10 @@ def summarise(trajectories: list) -> dict:
     turns = sum(len(t.rewards) for t in trajectories)
     tried = total("tool_calls") + total("unreadable_calls")
     parts = sorted({name for t in trajectories for name in t.reward_parts})
-    rewards = {f"reward/{name}": mean(t.reward_parts.get(name, 0.0) for t in trajectories)
-               for name in parts}
+    rewards = {}
+    for name in parts:
+        values = [t.reward_parts[name] for t in trajectories if name in t.reward_parts]
+        rewards[f"reward/{name}"] = sum(values) / len(values)
     return {
         "episodes": len(trajectories),
         "success": mean(t.info["success"] for t in trajectories),

@@ -12,7 +12,8 @@ HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncate
             "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
 COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count": "pairs"}
 SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
-KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "dtype")  # of the run, for the next
+# Of a run, for the next one.
+KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "dtype")
 STEP_NUMBERS = ("success", "reward", "entropy", "kl")
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
@@ -86,8 +87,8 @@ def next_command(program, config, *words):
     learns_from = [getattr(config, name, None) for name in ("dataset", "trajectories")]
     for name in KEPT_FLAGS:
         value = getattr(config, name, None)
-        # What is held out of other data is no file of tasks.
-        if name == "eval_dataset" and set(learns_from) - {None, config.tasks}:
+        # What is held out of other data is no file of tasks, nor are its columns theirs.
+        if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
             continue
         if value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]
@@ -112,8 +113,9 @@ def first_notes(metrics, config, model, has_expert):
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
-        if config.tasks:
-            words += ["--tasks", config.tasks]
+        for name in ("tasks", "env_options"):
+            if getattr(config, name, None):
+                words += [f"--{name}", getattr(config, name)]
         advice = f"SFT first: {shlex.join(words)}" if has_expert else (
             "a model that knows tools is a better start, or an _expert() for sft.py to imitate "
             "(envs/template.py has one)")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiment.checkpoint import (check_ingredients, checkpoints, newest_checkpoint, read_state,
                                    whole_logs)
-from experiment.config import ONCE, convert, options
+from experiment.config import MIXTURES, ONCE, convert, options
 from experiment.data import read_json, read_yaml, reading
 from experiment.errors import UserError
 from experiment.files import replace_file, set_aside, sync, to_json
@@ -20,9 +20,9 @@ EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 THINNING = "experiment.thinning"  # few runs need it
-NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
+NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
 # What a resumed run may change. The two that make an update may change together.
-FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing")
+FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 
@@ -111,8 +111,7 @@ class OutputFolder:
         for name, value in values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue
-            # --trajectories may be several files.
-            for path in map(str.strip, value.split(",")):
+            for path, _ in importlib.import_module(MIXTURES).data_sources(value):
                 if os.path.exists(path) and Path(path).resolve().is_relative_to(folder):
                     raise UserError(f"--{name} {path} lies in the folder to overwrite; "
                                     "give another --output_dir")
@@ -147,7 +146,8 @@ class OutputFolder:
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         text = yaml.safe_dump(kept, sort_keys=False)
         again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
-        self.write(CONFIG, f"# {self.algorithm} run; {again}\n{text}")
+        unsafe = " with --unsafe_code" if self.values.get("unsafe_code") else ""
+        self.write(CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""

@@ -26,7 +26,8 @@ def main(config_class, train, doc):
     # What the terminal cannot show is escaped, and every line is written at once, into a file too.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        for library in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     words, code = "", 0
     try:
         with Signals() as signals:

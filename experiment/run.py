@@ -67,7 +67,7 @@ class Run:
         holds a run that is neither to be resumed nor to be overwritten.
         """
         self.config, self.algorithm = config, algorithm
-        self.sources = envs.sources(config.env) if envs else []
+        self.sources = envs.sources(config) if envs else []
         self.has_expert = bool(envs) and envs.has_expert(config.env)
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")

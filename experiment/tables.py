@@ -1,6 +1,11 @@
-"""Reading rows of .csv and .parquet files. `read_rows` loads this module when it meets one."""
+"""Rows that are no .jsonl file: .csv, .parquet, data sets of the Hugging Face hub, lists in YAML.
+
+`read_rows` loads this module when it meets one of them.
+"""
 import csv
 import json
+import re
+from contextlib import suppress
 
 from experiment.data import lines_of, parse_object, reading
 from experiment.errors import UserError
@@ -42,18 +47,93 @@ def parquet_rows(path):
                         "or convert to .jsonl") from None
     with reading(path):
         batches = parquet.ParquetFile(path).iter_batches(1000)
-    number, rows = 0, [None]
-    while rows:
-        with reading(path):
-            batch = next(batches, None)
-            rows = batch.to_pylist() if batch else []
-        for number, row in enumerate(rows, number + 1):
-            with reading(path, number):
-                # The same rules as for .jsonl: no dates, no bytes, no NaN.
-                row = parse_object(json.dumps(row), _without_nulls)
-            yield number, row
+        yield from _as_json(path, (row for batch in batches for row in batch.to_pylist()))
+
+
+def _as_json(path, rows):
+    """Yield (row number, row) by the rules of .jsonl: no dates, no bytes, no NaN."""
+    for number, row in enumerate(rows, 1):
+        with reading(path, number):
+            row = parse_object(json.dumps(row), _without_nulls)
+        yield number, row
 
 
 def _without_nulls(pairs):
     # Arrow gives all objects of a column the keys of all others.
     return {key: value for key, value in pairs if value is not None}
+
+
+# ------------------------------------------------------------------------- hub:owner/name
+def hub_rows(source):
+    """Yield (row number, row) of hub:owner/name[@revision][:config][:split]; the split is train."""
+    builder, split = _hub_data(source)
+    with reading(source):
+        builder.download_and_prepare()
+        yield from _as_json(source, builder.as_dataset(split))
+
+
+def pinned(source):
+    """Return the source with its revision, config and split. Raises UserError.
+
+    The revision is the commit, or of a local folder in the form of a data set what tells that its
+    files have changed.
+    """
+    builder, split = _hub_data(source)
+    name = re.split("[@:]", source)[1]
+    return f"hub:{name}@{builder.hash}:{builder.config.name}:{split}"
+
+
+def _hub_data(source):
+    """Return the builder of a data set, which knows its revision, and the name of the split."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f'{source}: reading it needs "pip install datasets"; or download the data '
+                        "set as .jsonl or .parquet") from None
+    # A colon in brackets is that of a slice: train[:100].
+    name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix("hub:"), maxsplit=2)
+    name, _, revision = name.partition("@")
+    with reading(source):
+        if len(rest) == 1:
+            builder = None
+            # One word is the name of a config, or else of a split.
+            with suppress(ValueError):
+                builder = datasets.load_dataset_builder(name, rest[0], revision=revision or None)
+            rest = [rest[0], "train"] if builder else [None, rest[0]]
+        config, split = rest or (None, "train")
+        builder = datasets.load_dataset_builder(name, config, revision=revision or None)
+        # Without a network the newest revision that was downloaded is found, whatever was asked.
+        if re.fullmatch("[0-9a-f]{16,}", revision) and builder.hash != revision:
+            raise ValueError(f"this machine has revision {builder.hash} of it, which is another")
+    return builder, split
+
+
+# ---------------------------------------------------------------------------- lists of rows
+def list_rows(text):
+    """Yield (number, row) of a JSON list. What is no object is a row {"prompt": it}."""
+    with reading("the list of rows"):
+        rows = parse_object(f'{{"rows": {text}}}')["rows"]
+    for number, row in enumerate(rows, 1):
+        yield number, row if isinstance(row, dict) else {"prompt": row}
+
+
+def rows_as_text(path, node):
+    """Return a list of a YAML file as JSON. A row is a mapping, or the text of a prompt."""
+    with reading(path, node.start_mark.line + 1):
+        rows = [json.dumps(row.value) if row.id == "scalar" else _as_text(row)
+                for row in node.value]
+    return f"[{', '.join(rows)}]"
+
+
+def _as_text(node):
+    """Return the JSON of a YAML node. Only JSON's numbers and words are no text: `no` is text."""
+    if node.id == "sequence":
+        return f"[{', '.join(map(_as_text, node.value))}]"
+    if node.id == "mapping":
+        pairs = [f"{json.dumps(key.value)}: {_as_text(value)}" for key, value in node.value]
+        return f"{{{', '.join(pairs)}}}"
+    with suppress(ValueError):
+        if node.style is None:
+            json.loads(node.value)
+            return node.value
+    return json.dumps(node.value)

@@ -176,7 +176,7 @@ def tensor_reader(folder: str, model):
 
 
 def fill(model, read, device, chosen: Techniques):
-    """Give a skeleton its weights, which read(name) returns, on the device or, streamed, the host."""
+    """Give a skeleton its weights, which read(name) returns, on the device or (streamed) host."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     host = torch.device("meta" if device.type == "meta" else "cpu")

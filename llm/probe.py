@@ -66,7 +66,7 @@ def probe(model, source: str):
 
 
 def disagreement(limit, stock, run) -> str:
-    """Return what is wrong with the log-probabilities that run() returns, or "" within the limit."""
+    """Say what is wrong with the log-probabilities that run() returns: "" within the limit."""
     try:
         logprobs = run().detach()
     except torch.OutOfMemoryError:

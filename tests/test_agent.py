@@ -705,10 +705,21 @@ def test_trls_async_reset_and_get_reward_are_awaited(monkeypatch):
 
 
 def test_an_episode_without_a_question_is_a_fault_and_not_an_empty_message(monkeypatch):
-    """A TRL data set brings its question in a column "prompt", which reset() may forget to return."""
     monkeypatch.setattr(Box, "reset", lambda self, **_: None)
-    t = play(monkeypatch, "fine", tasks=[{"prompt": "How many?"}])
+    t = play(monkeypatch, "fine")
     assert t.stop_reason == "error" and "reset() returned no question and there is no system_prompt" in t.info["error"]
+
+
+@pytest.mark.parametrize("prompt, system, messages", [
+    ("How many? ", None, [("user", "How many? go")]), ("How many? ", "Rules.", [("system", "Rules."), ("user", "How many? go")]),
+    ([{"role": "system", "content": "Theirs."}, {"role": "user", "content": "a"}], "Ours.", [("system", "Theirs."), ("user", "ago")]),
+    ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}], None, [("user", "a"), ("assistant", "b"), ("user", "cgo")])])
+def test_the_prompt_of_the_data_comes_before_what_reset_returns(monkeypatch, prompt, system, messages):
+    """As in TRL, which adds the observation to the last message."""
+    monkeypatch.setattr(Box, "reset", lambda self, **_: "go")
+    monkeypatch.setattr(Box, "system_prompt", system, raising=False)
+    t = play(monkeypatch, "fine", tasks=[{"prompt": prompt}])
+    assert [(m["role"], m["content"]) for m in t.messages[:-1]] == messages
 
 
 @pytest.mark.parametrize("total", [None, "many", 1j])

@@ -58,7 +58,7 @@ def lines(*rows):
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
-UNKNOWN = "unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"
+UNKNOWN = "unknown type; use .jsonl (one JSON object a line), .csv (with a header), .parquet or hub:owner/name"
 FILES = [  # name, its content, the whole line: all of it is told without a model
     ("train.jsonl", None, "train.jsonl: no such file"),  # 1
     ("folder", None, f"folder: {UNKNOWN}"),  # 2

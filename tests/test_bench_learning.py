@@ -1,4 +1,4 @@
-"""bench/learn_vs_trl.py, tricks.py and staleness.py at toy size: rows, last line, what is not run again, and the pieces."""
+"""bench/learn_vs_trl.py, tricks.py, staleness.py and reward_hacking.py at toy size: rows, last line, what is not run again, and the pieces."""
 import json
 import subprocess
 import sys
@@ -14,7 +14,7 @@ import grpo
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from bench import learn_vs_trl, learning, staleness, tricks  # noqa: E402
+from bench import learn_vs_trl, learning, reward_hacking, staleness, tricks  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
 
 
@@ -23,7 +23,6 @@ def out(tmp_path):
     """An output folder with a base that was taught nothing, so that no test teaches one."""
     model, tokenizer = make_tiny()
     model.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "made.json").write_text("{}")
     return tmp_path
 
 
@@ -142,3 +141,30 @@ def test_dense_gsm8k_pays_the_steps_of_the_solution_and_counts_only_the_answer()
     env.answer("13")
     assert env.get_reward() == pytest.approx(0.1) and not env._check()
     assert envs.schemas(dense) == envs.schemas(envs.load("gsm8k"))
+
+
+# ------------------------------------------------------------------------------------------------- reward_hacking.py
+def test_a_reward_for_every_call_is_paid_for_going_in_circles():
+    circle = [("subtract_terms", "7"), ("add_terms", "7")] * 2
+    paid = {}
+    for cls in (reward_hacking.Gamed, reward_hacking.Equations):
+        env = cls()
+        env.reset("3x + 7 = 16")
+        for name, terms in circle:
+            getattr(env, name)(terms)
+        assert env.multiply_terms("0").startswith("error")
+        paid[cls.__name__] = [env.get_reward()]
+        for name, terms in (("subtract_terms", "7"), ("divide_terms", "3"), ("state_answer", "3")):
+            getattr(env, name)(terms)
+        assert env._check()
+        paid[cls.__name__].append(env.get_reward())
+        assert sum(env._reward_parts.values()) == env.get_reward()
+    # Four calls that lead nowhere; then two that help, and the right answer.
+    assert paid == {"Gamed": [20, 35], "Equations": [2, 9]}
+
+
+def test_reward_hacking(out, monkeypatch, capsys):
+    printed, result = call_here(reward_hacking, out, "gamed", monkeypatch, capsys)
+    row = result["rows"]["gamed"]["0"]
+    assert "| every call that works is paid | 0 | " in printed and len(row["reward"]) == 1 and row["success_before"] == row["success_after"] == 0
+    assert row["last_episode"][0]["role"] == "system" and (out / "results" / "reward_hacking.png").exists()

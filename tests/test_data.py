@@ -48,7 +48,7 @@ def test_broken_task_files(tmp_path, data, says):
 
 def test_paths_that_are_no_task_file(tmp_path):
     write(tmp_path, "a,b", "train.txt"), write(tmp_path, b"x", "train.jsonl.gz"), (tmp_path / "folder.csv").mkdir()
-    unknown = "unknown type; use .jsonl (one JSON object a line), .csv (with a header) or .parquet"
+    unknown = "unknown type; use .jsonl (one JSON object a line), .csv (with a header), .parquet or hub:owner/name"
     for name, says in [("trian.jsonl", "no such file"), ("no/where.csv", "no such file"), ("", unknown), ("train.txt", unknown), ("train.jsonl.gz", unknown),
                        ("folder.csv", "Is a directory"), ("x" * 5000 + ".jsonl", "File name too long")]:
         path = f"{tmp_path}/{name}".rstrip("/")

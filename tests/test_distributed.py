@@ -16,7 +16,7 @@ from programs import Program
 from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
 
-from experiment import run
+from experiment import alive, run
 from experiment.checkpoint import newest_checkpoint, read_state
 from experiment.distributed import Ranks
 
@@ -245,3 +245,17 @@ def test_wherever_a_rank_dies_the_others_do_not_wait_for_it(start, tmp_path, whe
     errors = [p.communicate()[1] for p in pair][1 - int(dead)]
     assert pair[int(dead)].returncode == 9 and pair[1 - int(dead)].returncode == 5, errors[-3000:]
     assert "Traceback" not in errors and "another rank is gone" in errors, errors[-3000:]
+
+
+def test_a_rank_or_a_store_that_is_silent_is_told(monkeypatch):
+    monkeypatch.setattr(alive.Others, "listen", lambda self: None)
+    others = alive.Others(0, 2)
+    now = time.monotonic()
+    others.heard = {0: (9, now), 1: (8, now)}
+    others.check()
+    others.heard[1] = 8, now - alive.SILENCE - alive.BEAT - 1
+    with pytest.raises(RuntimeError, match="nothing was heard of rank 1 for 60 s"):
+        others.check()
+    others.listened = now - alive.SILENCE - 1
+    with pytest.raises(RuntimeError, match="store has not answered for 60 s"):
+        others.check()

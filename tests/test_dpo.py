@@ -306,7 +306,7 @@ def paired(files, pairs="all", **options):
 def read_pairs(path, rows, tokenizer, env=None):
     """What dpo.py makes of a file with these rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return dpo.read_pairs(str(path), tokenizer, env)
+    return dpo.read_pairs(dpo.Config(dataset=str(path), env=env), tokenizer)
 
 
 def rewards(pairs):

@@ -1,17 +1,21 @@
 """envs/__init__.py: finding environments, tools, fitted calls, strict task files, splits; and a small environment in ours and in TRL's trainer."""
 import asyncio
 import enum
+import inspect
 import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from episodes.tasks import draw_tasks, drop_seen, load_tasks, parse_env_options
+from episodes.tasks import draw_tasks, drop_seen, load_tasks
 import envs
+from envs.session import load_environments
 from experiment.errors import UserError
+from llm.tiny import make_tiny
 
 ROOT = Path(envs.__file__).parent.parent
 README_ENV = '''
@@ -165,7 +169,6 @@ CONTRACT = "class Environment:\n    def reset(self, **_):\n        pass\n    def
 
 
 @pytest.mark.parametrize("text, says", [
-    ("class Environment:\n    def reset(self):\n        pass\n", "Environment has no get_reward()"),
     (CONTRACT + "    reset = 3\n", "Environment has no reset()"),
     (CONTRACT + "    _tasks = staticmethod(lambda *_: [])\n", "made no tasks")])
 def test_an_environment_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
@@ -205,6 +208,10 @@ def test_limits_are_the_largest_that_the_environments_state(tmp_path):
             envs.limits(name)
 
 
+def options_of(text, env_names="equations", unsafe_code=False):
+    return envs.options_of(SimpleNamespace(env=env_names, env_options=text, unsafe_code=unsafe_code))
+
+
 def test_options_reach_reset(monkeypatch):
     class Anything:
         def reset(self, **options):
@@ -213,14 +220,98 @@ def test_options_reach_reset(monkeypatch):
         def get_reward(self):
             pass
     monkeypatch.setattr(envs, "load", lambda name, load=envs.load: Anything if name == "anything" else load(name))
-    assert parse_env_options('num_turns=3, shaped=true,name=a b,x=1.5,none=null,quoted="7"', ["anything"]) == {
+    assert options_of('num_turns=3, shaped=true,name=a b,x=1.5,none=null,quoted="7"', "anything") == {
         "num_turns": 3, "shaped": True, "name": "a b", "x": 1.5, "none": None, "quoted": "7"}
-    assert parse_env_options(None, ["equations"]) == parse_env_options("", ["equations"]) == {}
-    for text, says in [("num_turns", "write name=value"), ("noize=1", "did you mean noise")]:
+    assert options_of(None) == options_of("") == options_of(None, None) == {}
+    assert options_of("noise=1, num_turns=3", "equations,gsm8k") == {"noise": 1.0, "num_turns": 3}
+    for text, says in [("num_turns", "write name=value"), ("noize=1", "did you mean noise"),
+                       ("zzz=1", "equations has no such option; known: self, equation, noise, noise_seed")]:
         with pytest.raises(UserError, match=says):
-            parse_env_options(text, ["equations"])
-    tasks = load_tasks("equations", "train", 3, 0, env_options="noise=0.5")
+            options_of(text)
+    with pytest.raises(UserError, match="None has no such option"):
+        options_of("noise=1", None)
+    tasks = load_tasks("equations", "train", 3, 0, env_options=options_of("noise=0.5"))
     assert [task.pop("noise") for task in tasks] == [0.5] * 3 and tasks == load_tasks("equations", "train", 3, 0)
+
+
+def take(self, n: int) -> str:
+    """Take some.
+
+    Args:
+        n: how many
+    """
+
+
+class Shelf:
+    """An environment with options: what is on the shelf, and a tool that one of them adds."""
+    options = {"books": "", "limit": 3, "open": False}
+
+    def __init_subclass__(cls):
+        if cls.options["limit"] < 1:
+            raise UserError("limit must be at least 1")
+        if cls.options["open"]:
+            cls.take = take
+
+    def reset(self, **_):
+        self.reward = 0.0
+        return self.options["books"]
+
+    def get_reward(self):
+        return self.reward
+
+    @classmethod
+    def _tasks(cls, split, n, seed):
+        return [{"book": f"{cls.options['books']} {split} {i}"} for i in range(min(n, cls.options["limit"]))]
+
+
+def test_options_of_an_environment_reach_its_class(monkeypatch):
+    """Tasks, tools and instances see them; the class itself stays as it was."""
+    monkeypatch.setattr(envs, "load", lambda name, load=envs.load: Shelf if name == "shelf" else load(name))
+    options = options_of("books=2024, limit=2,open=True", "equations,shelf")
+    assert options == {"books": "2024", "limit": 2, "open": True}
+    cls = envs.with_options(Shelf, options)
+    assert cls().reset() == "2024" and list(envs.tools(cls)) == ["take"] and cls.__name__ == "Shelf" and issubclass(cls, Shelf)
+    assert Shelf().reset() == "" and not envs.tools(Shelf) and envs.with_options(Shelf, {"noise": 1}) is envs.with_options(Shelf, None) is Shelf
+    assert load_tasks("shelf", "train", 9, 0, env_options=options) == [{"book": f"2024 train {i}", "env": "shelf", **options} for i in (0, 1)]
+    classes, chats = load_environments(make_tiny()[1], "equations,shelf", None, options)
+    assert chats["shelf"].tool_names == ["take"] and classes["equations"] is envs.load("equations")
+    assert inspect.getsourcefile(cls) == __file__
+    for text, says in [("limits=3", "did you mean limit"), ("limit=x", "cannot be read as int"), ("limit=1.5", "cannot be read as int"),
+                       ("open=1", "cannot be read as bool"), ("unsafe_code=true", "did you mean --unsafe_code")]:
+        with pytest.raises(UserError, match=says):
+            options_of(text, "shelf")
+    with pytest.raises(UserError, match="limit must be at least 1"):
+        envs.with_options(Shelf, options_of("limit=0", "shelf"))
+
+
+def test_options_are_what_every_program_plays_with(tmp_path, capsys):
+    """The expert and the evaluation of SFT, the SFT of the tiny model, rollouts, the chat; and --unsafe_code is recorded."""
+    import grpo
+    import sft
+    from window import chat
+    shelf = "from experiment.errors import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
+    (tmp_path / "my.py").write_text(shelf + """
+    def _expert(self):
+        if self.reward:
+            return []
+        self.reward = 1.0
+        return [{"name": "take", "arguments": {"n": 1}}]
+""")
+    name, said = f"{tmp_path / 'my.py'}:Shelf", dict(env_options="limit=2,open=true,books=atlas", unsafe_code=True)
+    short = dict(env=name, max_steps=1, eval_tasks=2, max_new_tokens=8, max_tokens=1024, **said)
+    sft.train(sft.Config(output_dir=str(tmp_path / "sft"), max_samples=2, batch_size=2, **short))
+    grpo.train(grpo.Config(model_path=str(tmp_path / "sft"), output_dir=str(tmp_path / "grpo"), tasks_per_step=1, group_size=2, batch_size=2, **short))
+    for folder in ("sft", "grpo"):
+        text = (tmp_path / folder / "config.yaml").read_text()
+        assert "env_options: limit=2,open=true,books=atlas" in text and "\nunsafe_code" not in text and "# " + folder + " run with --unsafe_code; " in text
+        assert json.loads((tmp_path / folder / "result.json").read_text())["held_out_tasks"] == 2
+    rows = [json.loads(line) for line in (tmp_path / folder / "trajectories.jsonl").read_text().splitlines()]
+    assert {row["info"]["task"]["unsafe_code"] for row in rows} == {True}
+    assert all("atlas" in row["messages"][0]["content"] for row in rows)
+    capsys.readouterr()
+    config = chat.Config(model_path=str(tmp_path / "grpo"), num_tasks=1, max_new_tokens=8, max_tokens=1024, env=name, env_options=said["env_options"])
+    chat.command(config)
+    assert "atlas" in capsys.readouterr().out
 
 
 def test_an_expert_is_asked_for_at_once(tmp_path):
@@ -232,7 +323,6 @@ def test_an_expert_is_asked_for_at_once(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------------ tools
 def test_tools_are_what_trl_takes_for_tools():
-    import inspect
     for cls in (Kit, envs.load("equations"), envs.load("gsm8k")):
         seen_by_trl = {name for name, _ in inspect.getmembers(cls, predicate=inspect.isfunction)
                        if name not in ("reset", "get_reward") and not name.startswith("_")}

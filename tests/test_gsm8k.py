@@ -331,3 +331,25 @@ def test_pinned_hash_is_that_of_the_train_set():
 def test_no_eval():
     tree = ast.parse(open(gsm8k.__file__, encoding="utf-8").read())
     assert not {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & {"eval", "exec", "compile", "__import__"}
+
+
+# ------------------------------------------------------------------------------------------------------------------ python
+def test_python_is_a_tool_by_an_option():
+    try:
+        cls = envs.with_options(GSM8K, {"tools": "calculator+python"})
+    except UserError as error:
+        pytest.skip(str(error))
+    assert list(envs.tools(cls)) == ["answer", "calculator", "python"] and list(envs.tools(GSM8K)) == ["answer", "calculator"] == list(envs.tools(envs.with_options(GSM8K, {"tools": "calculator"})))
+    assert "calculator or python" in cls.system_prompt and "python" not in GSM8K.system_prompt
+    assert {s["function"]["name"]: s for s in envs.schemas(cls)}["python"]["function"]["parameters"]["required"] == ["code"]
+    env = cls()
+    env.reset("How many?", "#### 45")
+    say = lambda text: envs.call(env, "python", {"code": text})[0]  # noqa: E731
+    assert say("print(sum(range(10)))") == "45" and say("x = 1") == "nothing was printed; use print"
+    assert say("print(1)\nprint(x)") == "1\nline 2: NameError: name 'x' is not defined"
+    assert "PermissionError" in say("open('/etc/passwd')") and "SyntaxError" in say("print(")
+    assert "45" in say("print('#### 45')") and env.reward == 0 and not env.done  # what a tool prints is no answer
+    envs.call(env, "answer", {"value": "45"})
+    assert env._check()
+    with pytest.raises(UserError, match="tools=phyton: calculator, or calculator.python"):
+        envs.with_options(GSM8K, {"tools": "phyton"})

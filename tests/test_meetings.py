@@ -221,7 +221,7 @@ def test_shaped_terms():
     assert env._reward_parts == pytest.approx({"outcome": 1.0, "tools": 0.05, "calibration": 0.25 - (0.9 - env.outcome) ** 2})
     assert env.get_reward() == pytest.approx(sum(env._reward_parts.values()))
     assert set(environment()._reward_parts) == {"outcome"}
-    assert [task["shaped"] for task in load_tasks("meetings", "train", 2, 0, env_options="shaped=true")] == [True] * 2
+    assert [task["shaped"] for task in load_tasks("meetings", "train", 2, 0, env_options={"shaped": True})] == [True] * 2
 
 
 def test_calibration_pays_most_for_the_truth():

@@ -87,7 +87,7 @@ def test_the_name_of_a_class_is_one_that_finds_it():
         cls = envs.load(name)
         config = grpo.Config(env=cls)
         assert envs.load(config.env) is cls and convert(config.env, options(grpo.Config)["env"], "--env") == config.env
-        assert envs.sources(config.env) == envs.sources(name)
+        assert envs.sources(config) == envs.sources(grpo.Config(env=name))
 
     class Local:
         pass

@@ -42,6 +42,7 @@ def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and "\r" not in done.stdout and "\x1b" not in done.stdout
     number = r"-?[\d.e-]+ *"
     lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+    assert re.fullmatch(r"\S+: Qwen3ForCausalLM: training and decoding checked in \d+\.\d s", lines.pop(0))
     assert lines[:3] == ["playing 3 episodes: at most 256 tokens each, 16 a turn", lines[1],
                          "training: 2 steps, each of 2 tasks x 2 episodes of at most 256 tokens"]
     assert re.fullmatch(r"before: success \d.\d{3}, reward -?\d.\d{3}", lines[1])
@@ -90,7 +91,7 @@ def test_the_bar_counts_the_tokens_that_were_sampled_and_bounds_what_is_left(mon
 
     rows = [row(7), row(5), row(3), row(0)]
     episodes = [episode([0, 1]), episode([0] + [1] * 5, calling=True), episode([0] + [1] * 3), episode([0])]
-    with agent.Bar(dict(zip(map(Key, rows), episodes))) as bar:
+    with agent.EpisodeBar(dict(zip(map(Key, rows), episodes))) as bar:
         values = bar.format_dict
         assert (values["n"], values["tokens"]) == (0, 8 + 5 + 6) and "at most" in values["eta"]
         episodes[2].trajectory.stop_reason = "done"  # its row keeps its last turn
@@ -143,7 +144,7 @@ def test_the_schooling_says_one_line(short_schooling, tmp_path, capfd):
     out, errors = capfd.readouterr()
     lines = out.splitlines()
     assert lines[0] == f"tiny model: made in {tmp_path}/r/base, and taught the format by 3 SFT steps on noisy demonstrations"
-    assert lines[1].startswith("playing 2 episodes") and out.count("written: ") == out.count("next: ") == 1 and errors == ""
+    assert "training and decoding checked in" in lines[1] and lines[2].startswith("playing 2 episodes") and out.count("written: ") == out.count("next: ") == 1 and errors == ""
 
 
 def test_an_interrupted_schooling_keeps_its_steps(short_schooling, tmp_path, monkeypatch, capfd):
@@ -159,11 +160,11 @@ def test_an_interrupted_schooling_keeps_its_steps(short_schooling, tmp_path, mon
     monkeypatch.setattr(sft, "clip_grad_norm_", interrupted)
     with pytest.raises(Stop) as stop, Signals():
         grpo.train(config)
-    assert re.fullmatch(rf"stopped by SIGINT after step 1 in {tmp_path}/r/base/sft; continue with: python \S*grpo.py --config \S+ --resume", str(stop.value))
-    assert [path.name for path in checkpoints(tmp_path / "r" / "base" / "sft")] == ["step_000001"]
+    assert re.fullmatch(rf"stopped by SIGINT after step 1 in {tmp_path}/r/schooling; continue with: python \S*grpo.py --config \S+ --resume", str(stop.value))
+    assert [path.name for path in checkpoints(tmp_path / "r" / "schooling")] == ["step_000001"]
     config.resume = True
     grpo.train(config)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "base" / "sft" / "metrics.jsonl").open()]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "schooling" / "metrics.jsonl").open()]
     assert steps == [0, 1, 2] and "after step 1" not in capfd.readouterr().out and clip.calls == 4
 
 

@@ -131,23 +131,23 @@ class Bomb:
         return str(re.fullmatch("(a|a)+b", "a" * 60))
     def nap(self) -> str:
         """Sleep, which does not."""
-        time.sleep(1.5)
+        time.sleep(3.0)
         return "slept"
     def get_reward(self):
         return 0.0
 
-session.HANG_SECONDS = 0.4
+session.HANG_SECONDS = 2.0
 def start(watch):
     one = session.Session(watch, "bomb", Bomb, {})
     one.start()
     return one
 def submit(one, name):
     one.submit([{"name": name, "arguments": {}}])
-watch = session.Watch(0.2)
+watch = session.Watch(0.2).__enter__()
 one = start(watch)
 submit(one, "nap")
 print(one.results(), flush=True)  # timed out
-patient = session.Watch(2.0)
+patient = session.Watch(4.0).__enter__()
 two = start(patient)
 submit(two, "nap")
 print(two.results(), flush=True)
@@ -173,4 +173,4 @@ def test_a_call_that_holds_the_interpreters_lock_ends_the_process_and_is_named(t
     assert done.returncode == 1 and time.monotonic() - began < 100
     timed_out, slept, alive = done.stdout.splitlines()
     assert "TimeoutError" in timed_out and "slept" in slept and alive == "alive"
-    assert done.stderr.startswith("Timeout (0:00:00.6") and 'bomb.py", line 10 in search' in done.stderr, done.stderr
+    assert done.stderr.startswith("Timeout (0:00:02.2") and 'bomb.py", line 10 in search' in done.stderr, done.stderr

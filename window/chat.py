@@ -4,17 +4,19 @@
     python agent.py --model_path path/to/model             a plain chat: no run, no environment
     python agent.py --model_path runs/grpo --env none      the same, whatever the run played
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
+    python agent.py --model_path runs/grpo --serve         OpenAI's API (window/server.py)
 """
 import sys
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 
 import envs
 from agent import Episode, play_turns, rollout_options
-from episodes.tasks import load_tasks, parse_env_options
+from episodes.tasks import load_tasks
 from envs.session import Session, Watch, load_environments
 from experiment.program import main
 from experiment.seeds import mix
@@ -52,6 +54,10 @@ class Config(PlayFlags):
                         above=0, high=1)
     dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=tuple(DTYPES))
     seed: int = flag(0, "of tasks and sampling", low=0)
+    serve: bool = flag(False, "answer requests over HTTP instead (window/server.py)")
+    host: str = flag("127.0.0.1", "with --serve: the address to listen at")
+    port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
+    token: str | None = flag(None, "with --serve: what clients must send as their API key")
 
 
 def command(config: Config):
@@ -60,10 +66,13 @@ def command(config: Config):
     names = envs.names_of(config.env)
     check(config, names)
     tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, config.env_options)
+                       config.dataset, config.eval_dataset, envs.options_of(config), config.fields)
     if config.num_tasks:
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, *load(config), tasks, traces)
+        return
+    if config.serve:
+        load_server().serve(config, *load(config), rollout_options(config)["limits"])
         return
     model, tokenizer = load(config)
     try:
@@ -101,7 +110,8 @@ def as_the_run(config: Config) -> Config:
             if run.get("dataset") or run.get("trajectories"):
                 run["eval_dataset"] = run["tasks"]
             run["dataset"] = run["tasks"]
-        taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options")
+        taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options",
+                                           "fields")
                  if run.get(name) and not getattr(config, name)}
     # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
@@ -146,16 +156,23 @@ def load(config: Config):
     return model, tokenizer
 
 
+def load_server():
+    """Return window/server.py, or raise UserError without the packages that it alone needs."""
+    try:
+        return import_module("window.server")
+    except ImportError as error:
+        raise UserError(f'--serve needs "pip install fastapi uvicorn" ({error})') from None
+
+
 # ---------------------------------------------------------------------------- with the agent
 def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    classes, chats = load_environments(tokenizer, config.env, model.generation_config)
+    options = envs.options_of(config)
+    classes, chats = load_environments(tokenizer, config.env, model.generation_config, options)
     [(name, chat)] = chats.items()
     limits = rollout_options(config)["limits"]
-    options = parse_env_options(config.env_options, [name])
     introduce(name, classes[name], chat)
-    watch = Watch(limits.tool_timeout)
-    with merged(model):
+    with Watch(limits.tool_timeout) as watch, merged(model):
         engine = engine_for(config, model, chat)
         for number in count():
             session = Session(watch, name, classes[name], tasks[number % len(tasks)])

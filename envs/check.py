@@ -1,0 +1,204 @@
+"""The conformance test of an environment. Those of this project pass it, and yours gets it too:
+
+    python -m envs.check my_env.py:MyEnv [--tasks tasks.jsonl]
+
+It prints a line for each check: "pass"; "FAIL" and why; "note" for what is no failure; "-" for what
+cannot be checked. The exit status is 1 if a check failed.
+"""
+import re
+import sys
+import time
+from functools import cache, cached_property, partial
+from random import Random
+
+import envs
+from envs.play import Config, Game, Setup, run
+from episodes.tasks import drop_seen
+from experiment.errors import EnvironmentFault, UserError, first_line, printable
+
+EPISODES = 100  # that each agent plays
+REPLAYED = 10  # tasks that are played a second time
+TRAINING = 1000  # tasks that the held-out ones are compared with
+TASKS_PER_SECOND = 10_000
+
+
+class Conformance:
+    """The test of one environment.
+
+    An agent returns the next turn of a game, as text and calls. A check returns a verdict and why.
+    """
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.held_out = setup.tasks("test", EPISODES)
+        self.has_expert = hasattr(setup.cls, "_expert")
+
+    @cached_property
+    def tools(self) -> list[dict]:
+        return [schema["function"] for schema in envs.schemas(self.setup.cls)]
+
+    def play(self, agent, task: dict, env=None) -> Game:
+        """Return a game that the agent has played to its end."""
+        game = Game(self.setup, task, env)
+        while not game.over:
+            game.take_turn(*agent(game))
+        return game
+
+    @cache
+    def success(self, agent) -> tuple[float, float]:
+        """Return the mean reward of an agent, and the share of tasks that it solves."""
+        rewards, _, solved = zip(*(self.play(agent, task).score for task in self.held_out))
+        return sum(rewards) / len(rewards), sum(solved) / len(solved)
+
+    def expert(self, game):
+        return game.session.expert()
+
+    def doing_nothing(self, game):
+        return "", []
+
+    def repeating_the_question(self, game):
+        return game.seen[0], []
+
+    @cached_property
+    def last_turn(self) -> tuple[str, list[dict]]:
+        """The last turn of the expert in a training task."""
+        if not self.has_expert:
+            return "0", []
+        return self.play(self.expert, self.setup.tasks("train", 1)[0]).record[-2][:2]
+
+    def answering_at_once(self, game):
+        """Give the answer to another task."""
+        return self.last_turn
+
+    def random_calls(self, game):
+        """Call any tool with any arguments. Where there is no tool, say any word."""
+        rng = Random(f"{game.session.task} {len(game.record)}")
+        words = re.findall(r"[\w./-]+", " ".join(game.seen)) or ["0"]
+        if not self.tools:
+            return rng.choice(words), []
+        tool = rng.choice(self.tools)
+        arguments = {name: any_value(schema, words, rng)
+                     for name, schema in tool["parameters"]["properties"].items()}
+        return "", [{"name": tool["name"], "arguments": arguments}]
+
+    def copying_tool_output(self, game):
+        """Call any tool, then put its result, whole, where the answer belongs."""
+        if len(game.seen) == 1:
+            return self.random_calls(game)
+        text, calls = self.last_turn
+        copied = [{**call, "arguments": dict.fromkeys(call["arguments"], game.seen[-1])}
+                  for call in calls]
+        return text and game.seen[-1], copied
+
+    def check_schemas(self):
+        return "pass", ", ".join(tool["name"] for tool in self.tools) or "no tools"
+
+    def check_replay(self, replay):
+        """Check that replay(agent, task, other task) is the same episode as the task alone."""
+        tasks = self.held_out[:REPLAYED]
+        for agent in [self.random_calls] + [self.expert] * self.has_expert:
+            for task, other in zip(tasks, tasks[1:] + tasks[:1]):
+                first = self.play(agent, task).record
+                second = replay(agent, task, other).record
+                for a, b in zip([*first, None], [*second, None]):
+                    if a != b:
+                        return "FAIL", f"task {task!r:.80}: once {a!r:.80}, then {b!r:.80}"
+        return "pass", f"{len(tasks)} tasks"
+
+    def alone(self, agent, task, other):
+        return self.play(agent, task)
+
+    def among_others(self, agent, task, other):
+        """Play a task in an instance that has played another one, in turns with that one again."""
+        env = self.setup.cls()
+        self.play(agent, other, env)
+        games = [Game(self.setup, task, env), Game(self.setup, other)]
+        while playing := [game for game in games if not game.over]:
+            for game in playing:
+                game.take_turn(*agent(game))
+        return games[0]
+
+    def check_success(self, agent, low, high):
+        _, solved = self.success(agent)
+        return "pass" if low <= solved <= high else "FAIL", f"solves {solved:.0%}"
+
+    def check_seed(self):
+        is_same = self.setup.tasks("test", EPISODES) == self.held_out
+        return "pass" if is_same else "FAIL", "asked twice"
+
+    def check_split(self):
+        training = self.setup.tasks("train", TRAINING)
+        if len(drop_seen(self.held_out, training)) < len(self.held_out):
+            return "FAIL", "a test task is also a training task"
+        questions = {Game(self.setup, task).seen[0] for task in training}
+        known = [task for task in self.held_out if Game(self.setup, task).seen[0] in questions]
+        if known and len(questions) > 1:
+            return "note", f"{len(known)} test tasks begin with a question of training: {known[0]}"
+        return "pass", f"{len(self.held_out)} test tasks, {len(training)} training tasks"
+
+    def check_speed(self):
+        began = time.perf_counter()
+        rate = len(self.setup.tasks("train", TRAINING)) / (time.perf_counter() - began)
+        return "pass" if rate >= TASKS_PER_SECOND else "note", f"{rate:,.0f} tasks a second"
+
+    def check_pay(self, agent):
+        """Check that the agent is paid less than the expert."""
+        reward, solved = self.success(agent)
+        honest, _ = self.success(self.expert)
+        words = f"mean reward {reward:.3g}, the expert's {honest:.3g}; solves {solved:.0%}"
+        return "pass" if reward < honest else "FAIL", words
+
+    def verdicts(self):
+        """Yield (check, verdict, reason). A fault of the environment is a failure."""
+        always = {
+            "valid tool schemas": self.check_schemas,
+            "the same task is the same episode": partial(self.check_replay, self.alone),
+            "episodes share no state": partial(self.check_replay, self.among_others),
+            "random calls solve 30 % or less":
+                partial(self.check_success, self.random_calls, 0, 0.3)}
+        of_tasks = {
+            "the same seed gives the same tasks": self.check_seed,
+            "train and test tasks are disjoint": self.check_split,
+            f"{TASKS_PER_SECOND:,} tasks a second": self.check_speed}
+        of_expert = {
+            "the expert solves 95 % or more": partial(self.check_success, self.expert, 0.95, 1)}
+        for agent in (self.doing_nothing, self.repeating_the_question, self.random_calls,
+                      self.answering_at_once, self.copying_tool_output):
+            name = agent.__name__.replace("_", " ")
+            of_expert[f"{name} pays less"] = partial(self.check_pay, agent)
+        for name, check in {**always, **of_tasks, **of_expert}.items():
+            if name in of_tasks and not self.setup.makes_tasks:
+                yield name, "-", "no tasks of its own: not checked"
+            elif name in of_expert and not self.has_expert:
+                yield name, "-", "no expert: not checked"
+            else:
+                try:
+                    yield name, *check()
+                except (UserError, EnvironmentFault) as error:
+                    yield name, "FAIL", first_line(error)
+
+
+def any_value(schema: dict, words: list[str], rng: Random):
+    """Return a value that a JSON schema allows. Text is one of the words."""
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    if "items" in schema:
+        return [any_value(schema["items"], words, rng)]
+    values = {"integer": rng.choice([*range(10), -1, 99]), "number": rng.uniform(-99, 99),
+              "boolean": rng.random() < 0.5, "array": [], "object": {}}
+    return values.get(str(schema.get("type")), rng.choice(words))
+
+
+def command(config: Config):
+    """Print the verdicts, and exit with status 1 if a check failed."""
+    failed = False
+    setup = Setup(config)
+    with setup.watch:
+        for name, verdict, reason in Conformance(setup).verdicts():
+            print(f"{verdict:<5} {name:<35} {printable(reason)}", flush=True)
+            failed |= verdict == "FAIL"
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    run(command, __doc__)

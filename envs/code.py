@@ -1,0 +1,240 @@
+"""Writing Python functions that hidden tests decide about.
+
+    python grpo.py --env code --model_path path/to/model
+    python grpo.py --env code --dataset HumanEval.jsonl --model_path path/to/model
+
+The tasks are generated (envs/code_tasks.py), or rows in the form of HumanEval or MBPP. A few tests
+are shown as examples. The model's code runs in a process that the kernel confines
+(envs/sandbox.py), and what it returns for the arguments of the hidden tests is compared here, with
+values that it never saw.
+"""
+import ast
+import random
+import re
+from functools import lru_cache
+
+from envs.code_style import is_reflective, style_findings
+from envs.code_tasks import LEVELS, generate, read_row, read_tests
+from envs.sandbox import check, parse, run, same
+from experiment.errors import UserError
+
+CODE = 8000  # characters of a function
+SLACK = 1.5  # times the reference's operations count as efficient
+CORRECT, ATTEMPT, EFFICIENCY, STYLE = 0.7, 0.2, 0.2, 0.1  # parts of the reward
+FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+
+
+class Code:
+    """Write one function. The reward is 1 if it is right, efficient and clean.
+
+    A function that fails a hidden test earns at most 0.2, in proportion to those that it passes.
+    """
+
+    system_prompt = ("Write the Python function. Use write_function, try it with run_tests and "
+                     "debug, and submit it. You have one submission.")
+    max_turns = 12
+    limits = {"max_new_tokens": 512, "max_tokens": 4096, "max_tool_tokens": 2048,
+              "tool_timeout": 30.0}
+    # Which levels are generated, such as 1 or 1+2; and whether code runs without confinement.
+    options = {"levels": "1+2+3", "unsafe_code": False}
+
+    def reset(self, prompt: str, entry_point: str, test: str, canonical_solution: str = "",
+              setup: str = "", noise: float = 0.0, noise_seed: int = 0, **_) -> str:
+        """Begin with a task in HumanEval's form, but that `canonical_solution` is the whole code.
+
+        `setup` is run before the model's code. A share `noise` of the functions that the scripted
+        expert writes is wrong; the one that it submits never is. `noise_seed` decides which.
+        """
+        tests = read_tests(test, entry_point)
+        number = min(2, len(tests) // 2)
+        self._examples, self._hidden = tests[:number], tests[number:]
+        # In this order a function cannot tell by the number of its calls which test comes next.
+        random.Random(test).shuffle(self._hidden)
+        self._name = entry_point
+        self._setup = setup
+        self._solution = canonical_solution
+        self._prompt = prompt
+        self._code = None
+        self._results = None
+        self._parts = {"correctness": 0.0, "efficiency": 0.0, "style": 0.0}
+        self._noise = noise
+        self._rng = random.Random(f"{noise_seed} {prompt}")
+        self.done = False
+        return "\n".join([prompt.rstrip(), "", "Examples:", *map(self._shown, self._examples)])
+
+    # ------------------------------------------------------------------------------- the tools
+    def analyze_requirements(self) -> str:
+        """Return what the function takes and returns in the examples, and how it is judged."""
+        lines = [f"{len(self._hidden)} hidden tests decide; few executed lines and clean style "
+                 f"add to it. Write a function {self._name} of at most {CODE} characters."]
+        for arguments, wanted in self._examples:
+            takes = ", ".join(type(argument).__name__ for argument in arguments)
+            lines.append(f"({takes}) -> {type(wanted).__name__}")
+        return "\n".join(lines)
+
+    def write_function(self, code: str) -> str:
+        """Write the function, or write it anew.
+
+        Args:
+            code: Python code that defines the function, with its imports.
+        """
+        if len(code) > CODE:
+            return f"error: at most {CODE} characters"
+        try:
+            tree = parse(code)
+        except (SyntaxError, ValueError) as error:
+            return f"error: {type(error).__name__}: {error}"
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        if self._name not in names:
+            return f"error: the code defines no function {self._name}"
+        self._code = code
+        self._results = None
+        return "\n".join(["written", *style_findings(tree)])
+
+    def run_tests(self) -> str:
+        """Run the examples."""
+        if self._code is None:
+            return "error: nothing is written yet"
+        result = self._run(self._code, self._examples)
+        passed = verdicts(result, self._examples)
+        self._results = all(passed)
+        lines = [f"{sum(passed)} of {len(passed)} pass"]
+        if result.status != "ok":
+            lines.append(f"{result.status}: {result.error}")
+        for example, outcome, right in zip(self._examples, result.outcomes, passed):
+            if not right:
+                got = outcome.get("error") or repr(outcome.get("value"))
+                lines.append(f"{self._shown(example)}, not {got[:200]}")
+        return "\n".join([*lines, result.output[-500:]]).rstrip()
+
+    def debug(self, statements: str) -> str:
+        """Run the function's code and then some statements, and show what they print.
+
+        Args:
+            statements: Python code, for example "print(f([1, 2]))".
+        """
+        result = self._run(f"{self._code or ''}\n\n{statements[:CODE]}")
+        return f"{result.output[-1500:]}{result.error}".strip() or "nothing was printed; use print"
+
+    def submit(self) -> str:
+        """Hand the function in. This ends the episode."""
+        if self.done:
+            return "error: the episode is over"
+        self.done = True
+        if self._code is None:
+            return "nothing was written"
+        result = self._run(self._code, self._hidden, count=True)
+        passed = verdicts(result, self._hidden)
+        if not passed or not all(passed):
+            share = sum(passed) / max(1, len(passed))
+            self._parts["correctness"] = ATTEMPT * share
+            return f"wrong: {sum(passed)} of {len(passed)} hidden tests pass"
+        tree = parse(self._code)
+        findings = len(style_findings(tree))
+        self._parts = {"correctness": CORRECT, "efficiency": EFFICIENCY * self._efficiency(result),
+                       "style": STYLE * max(0.0, 1 - findings / 4)}
+        return "right"
+
+    # ------------------------------------------------------------------------------- the reward
+    def get_reward(self) -> float:
+        return sum(self._parts.values())
+
+    @property
+    def reward(self) -> float:
+        return self.get_reward()
+
+    @property
+    def _reward_parts(self) -> dict:
+        return self._parts
+
+    def _check(self) -> bool:
+        return self._parts["correctness"] == CORRECT
+
+    def _efficiency(self, result) -> float:
+        """Return 1 for at most SLACK times the reference's operations, less in proportion."""
+        if is_reflective(parse(self._code)):
+            return 0.0
+        calls = repr([arguments for arguments, _ in self._hidden])
+        reference = operations(self._setup, self._solution, self._name, calls,
+                               self.options["unsafe_code"])
+        spent = count_operations(result)
+        return min(1.0, SLACK * reference / spent) if reference and spent else 1.0
+
+    # ------------------------------------------------------------------------- the rest of it
+    def _reply(self, text: str) -> str | None:
+        """Take a fenced block of code as the function, and submit it."""
+        if blocks := FENCE.findall(text):
+            problem = self.write_function(blocks[-1])
+            if problem.startswith("error"):
+                return problem
+            self.submit()
+        return None if self.done else "Use write_function, and then submit."
+
+    def _expert(self) -> list[dict]:
+        """Write the reference solution, run the examples, and submit what passes them."""
+        def call(name, **arguments):
+            return [{"name": name, "arguments": arguments}]
+
+        if self.done:
+            return []
+        if self._code is None and self._rng.random() < self._noise:
+            return call("write_function", code=f"def {self._name}(*_):\n    return None\n")
+        if self._code is None or self._results is False:
+            return call("write_function", code=self._solution)
+        return call("submit") if self._results else call("run_tests")
+
+    @staticmethod
+    def _from_text(text: str) -> dict:
+        """Return a task without tests, of the function that "def name(" names, or solve."""
+        name = re.search(r"def (\w+)\(", text)
+        return {"prompt": text, "entry_point": name[1] if name else "solve", "test": ""}
+
+    @classmethod
+    def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
+        """Return n generated rows. No function with the same constants is in both splits."""
+        check(cls.options["unsafe_code"])
+        levels = cls.options["levels"].split("+")
+        if unknown := set(levels) - LEVELS.keys():
+            raise UserError(f"--env_options levels={cls.options['levels']}: no level "
+                            f"{min(unknown)}; write 1, or 1+2+3")
+        return generate(levels, split, 1000 if n is None else n, seed)
+
+    @classmethod
+    def _row(cls, row: dict) -> dict | None:
+        check(cls.options["unsafe_code"])
+        return read_row(row)
+
+    def _run(self, code: str, tests=(), count=False):
+        calls = [(self._name, arguments) for arguments, _ in tests]
+        return run(with_setup(self._setup, code), calls, seconds=5.0, count=count,
+                   unsafe=self.options["unsafe_code"])
+
+    def _shown(self, test) -> str:
+        arguments, wanted = test
+        return f"{self._name}({', '.join(map(repr, arguments))}) == {wanted!r}"
+
+
+def with_setup(setup: str, code: str) -> str:
+    """Return code that runs after the setup, whose error messages have the lines of the code."""
+    return f"{setup}\nexec(compile({code!r}, 'main.py', 'exec'))" if setup else code
+
+
+def verdicts(result, tests) -> list[bool]:
+    """Return which of the tests passed. One that was not reached did not."""
+    values = [outcome.get("value", result) for outcome in result.outcomes]
+    values += [result] * (len(tests) - len(values))
+    return [same(value, wanted) for value, (_, wanted) in zip(values, tests)]
+
+
+def count_operations(result) -> int:
+    """Return the executed lines of all calls, 0 if the code forged them."""
+    counts = [outcome.get("operations") for outcome in result.outcomes]
+    return sum(counts) if all(type(count) is int and count > 0 for count in counts) else 0
+
+
+@lru_cache(4096)
+def operations(setup: str, solution: str, name: str, calls: str, unsafe: bool) -> int:
+    """Return the operations of the reference solution, 0 if it has none or fails."""
+    calls = [(name, arguments) for arguments in ast.literal_eval(calls)]
+    result = run(with_setup(setup, solution), calls, count=True, unsafe=unsafe)
+    return count_operations(result) if result.status == "ok" else 0

@@ -1,0 +1,281 @@
+"""Tasks of writing a function: a generator of them, and rows in the form of HumanEval and of MBPP.
+
+A family is a plain function below. Its keyword-only arguments become constants of the task, drawn
+from their annotations; its other arguments are drawn by theirs. From
+
+    def sum_above(numbers: numbers, *, k: range(-5, 40)) -> int:
+        \"""Return the sum of the numbers that are greater than {k}.\"""
+
+comes the task "def sum_above(numbers: list[int]) -> int: Return the sum of the numbers that are
+greater than 7.", with its reference solution and with calls whose values the family computed.
+"""
+import ast
+import inspect
+import random
+import zlib
+from collections import Counter
+from functools import cache
+
+from envs.sandbox import parse
+
+TESTS = 10  # calls of a generated task
+
+
+# --------------------------------------------------------------------------------- kinds of input
+def numbers(rng) -> list[int]:
+    return [rng.randint(-20, 60) for _ in range(rng.randint(0, 9))]
+
+
+def word(rng) -> str:
+    return "".join(rng.choice("aabcdeeilnorst") for _ in range(rng.randint(1, 8)))
+
+
+def text(rng) -> str:
+    return " ".join(word(rng) for _ in range(rng.randint(0, 7)))
+
+
+def runs(rng) -> str:
+    return "".join(rng.choice("abc") * rng.randint(1, 5) for _ in range(rng.randint(0, 5)))
+
+
+def brackets(rng) -> str:
+    return "".join(rng.choice("()()[]x") for _ in range(rng.randint(0, 8)))
+
+
+def settings(rng) -> str:
+    items = [f"{word(rng)}={rng.randint(-9, 99)}" for _ in range(rng.randint(0, 5))]
+    return ";".join(items)
+
+
+def positive(rng) -> int:
+    return rng.randint(1, 500)
+
+
+def small(rng) -> int:
+    return rng.randint(0, 15)
+
+
+# -------------------------------------------------------------------------------- level 1: one idea
+def sum_above(numbers: numbers, *, k: range(-5, 40)) -> int:
+    """Return the sum of the numbers that are greater than {k}."""
+    return sum(number for number in numbers if number > k)
+
+
+def long_words(text: text, *, k: range(1, 8), end: "aelnrst") -> list[str]:
+    """Return the words of more than {k} letters that do not end in "{end}", in order."""
+    return [word for word in text.split() if len(word) > k and not word.endswith(end)]
+
+
+def digit_sum(n: positive, *, base: range(2, 17), factor: range(1, 10)) -> int:
+    """Return {factor} times the sum of the digits of n written in base {base}."""
+    total = 0
+    while n:
+        total += n % base
+        n //= base
+    return factor * total
+
+
+# ----------------------------------------------------------------------------- level 2: some steps
+def shift_letters(text: text, *, k: range(1, 26), skip: "aeiost") -> str:
+    """Move each letter {k} places on in a to z, z before a, but leave "{skip}" as it is."""
+    def shifted(letter):
+        if letter == skip or not letter.isalpha():
+            return letter
+        return chr((ord(letter) - ord("a") + k) % 26 + ord("a"))
+
+    return "".join(shifted(letter) for letter in text)
+
+
+def run_lengths(runs: runs, *, k: range(1, 5), mark: "*+#-.:") -> str:
+    """Write each run of one letter as letter, "{mark}", length; leave out those below {k}."""
+    lengths = []
+    for letter in runs:
+        if lengths and lengths[-1][0] == letter:
+            lengths[-1][1] += 1
+        else:
+            lengths.append([letter, 1])
+    return "".join(f"{letter}{mark}{length}" for letter, length in lengths if length >= k)
+
+
+def chunk_sums(numbers: numbers, *, k: range(2, 6), weight: range(1, 8)) -> list[int]:
+    """Cut the numbers into pieces of {k} (the last is the rest); return {weight} times each sum."""
+    return [weight * sum(numbers[i:i + k]) for i in range(0, len(numbers), k)]
+
+
+def halve_or_grow(n: positive, *, factor: (3, 5, 7), add: (1, 3, 5, 7), steps: range(2, 9)) -> int:
+    """Halve n if it is even, else take {factor} n + {add}; return n after {steps} such steps."""
+    for _ in range(steps):
+        n = n // 2 if n % 2 == 0 else factor * n + add
+    return n
+
+
+def read_settings(settings: settings, *, low: range(-9, 40), add: range(0, 9)) -> dict[str, int]:
+    """Read "name=number;..." into a dict; drop numbers below {low}, and add {add} to the others."""
+    values = {}
+    for item in settings.split(";"):
+        name, equals, value = item.partition("=")
+        if equals and int(value) >= low:
+            values[name] = int(value) + add
+    return values
+
+
+def nesting(brackets: brackets, *, opening: "([", limit: range(1, 5), bad: range(-9, 0)) -> int:
+    """Return how deep "{opening}" nests, at most {limit}, or {bad} if not all are closed right."""
+    closing = {"(": ")", "[": "]"}[opening]
+    depth = deepest = 0
+    for letter in brackets:
+        depth += (letter == opening) - (letter == closing)
+        deepest = max(deepest, depth)
+        if depth < 0:
+            return bad
+    return bad if depth else min(deepest, limit)
+
+
+# -------------------------------------------------------------------- level 3: dynamic programming
+def count_ways(n: small, *, steps: ((1, 2), (1, 3), (2, 3), (1, 2, 3), (2, 5), (1, 4), (1, 2, 5)),
+               modulus: range(50, 100)) -> int:
+    """Return how many sequences of steps out of {steps} sum to n, modulo {modulus}."""
+    ways = [1] + [0] * n
+    for total in range(1, n + 1):
+        ways[total] = sum(ways[total - step] for step in steps if step <= total) % modulus
+    return ways[n]
+
+
+def best_apart(numbers: numbers, *, gap: range(1, 5), fee: range(0, 12)) -> int:
+    """Choose numbers more than {gap} places apart, each for a fee of {fee}; return the best sum."""
+    best = [0]
+    for i, number in enumerate(numbers):
+        before = best[max(0, i - gap)]
+        best.append(max(best[i], before + number - fee))
+    return best[-1]
+
+
+def longest_rise(numbers: numbers, *, step: range(0, 9), start: range(-20, 20, 2)) -> int:
+    """Length of the longest subsequence of numbers from {start} that rises by more than {step}."""
+    lengths = []
+    for i, number in enumerate(numbers):
+        earlier = [lengths[j] for j in range(i) if number - numbers[j] > step]
+        lengths.append(0 if number < start else 1 + max(earlier, default=0))
+    return max(lengths, default=0)
+
+
+LEVELS = {
+    "1": (sum_above, long_words, digit_sum),
+    "2": (shift_letters, run_lengths, chunk_sums, halve_or_grow, read_settings, nesting),
+    "3": (count_ways, best_apart, longest_rise),
+}
+
+
+# -------------------------------------------------------------------------------------- generation
+def generate(levels: list[str], split: str, n: int, seed: int) -> list[dict]:
+    """Return n rows in HumanEval's form. A fifth of a family's constants is the test split."""
+    families = [family for level in levels for family in LEVELS[level]]
+    rng = random.Random(f"{seed} {split}")
+    rows = []
+    while len(rows) < n:
+        family = families[len(rows) % len(families)]
+        kinds, constants, _ = _signature(family)
+        drawn = {name: rng.choice(choices) for name, choices in constants.items()}
+        is_test = zlib.crc32(f"{family.__name__} {drawn}".encode()) % 5 == 0
+        if is_test == (split == "test"):
+            rows.append(_row(family, kinds, drawn, rng))
+    return rows
+
+
+@cache
+def _signature(family) -> tuple[dict, dict, str]:
+    """Return a family's kinds of input and choices of constants, by name, and its body."""
+    parameters = inspect.signature(family).parameters.values()
+    kinds = {p.name: p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY}
+    constants = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return kinds, constants, inspect.getsource(family).split('"""')[2]
+
+
+def _row(family, kinds: dict, constants: dict, rng) -> dict:
+    """Return the task of one family with these constants."""
+    name = family.__name__
+    takes = ", ".join(f"{key}: {_type_name(kind)}" for key, kind in kinds.items())
+    prompt = (f"def {name}({takes}) -> {_type_name(family)}:\n"
+              f'    """{family.__doc__.format(**constants)}"""\n')
+    assigned = "".join(f"    {key} = {value!r}\n" for key, value in constants.items())
+    calls = {}
+    for _ in range(3 * TESTS):
+        arguments = [kind(rng) for kind in kinds.values()]
+        calls[repr(arguments)[1:-1]] = repr(family(*arguments, **constants))
+    # First one call for each value: a function that always returns the same must fail.
+    repeats = Counter()
+    order = {}
+    for call, value in calls.items():
+        order[call] = repeats[value]
+        repeats[value] += 1
+    asserts = [f"    assert candidate({call}) == {calls[call]}\n"
+               for call in sorted(calls, key=order.get)[:TESTS]]
+    return {"task_id": f"{name} {constants}", "prompt": prompt, "entry_point": name,
+            "canonical_solution": prompt + assigned + _signature(family)[2].lstrip("\n"),
+            "test": "def check(candidate):\n" + "".join(asserts)}
+
+
+def _type_name(function) -> str:
+    return inspect.formatannotation(function.__annotations__["return"])
+
+
+# --------------------------------------------------------------------------------- rows of a file
+def read_row(row: dict) -> dict | None:
+    """Return a row in HumanEval's or MBPP's form as what `Code.reset` takes, or raise ValueError.
+
+    None if none of its tests can be read (`read_tests`).
+    """
+    if "test_list" in row:
+        solution = str(row["code"])
+        defined = [node.name for node in parse(solution).body if isinstance(node, ast.FunctionDef)]
+        test = "\n".join([*row["test_list"], *row.get("challenge_test_list", [])])
+        # The function that the tests call. Others that the solution defines are its helpers.
+        counts = {name: len(read_tests(test, name)) for name in defined}
+        name = max(counts, key=counts.get, default="")
+        prompt = f"{row.get('text') or row['prompt']}\nName the function {name}.\n"
+        setup = str(row.get("test_setup_code") or "")
+    else:
+        name, test, prompt = row["entry_point"], row["test"], row["prompt"]
+        solution = str(row.get("canonical_solution") or "")
+        setup = ""
+        if f"def {name}(" not in solution:
+            # HumanEval's solutions continue the prompt, which may import and define helpers.
+            solution, setup = prompt + solution, prompt
+    if not read_tests(test, name):
+        return None
+    return {"task_id": str(row.get("task_id", "")), "prompt": prompt, "entry_point": name,
+            "canonical_solution": solution, "test": test, "setup": setup}
+
+
+def read_tests(test: str, name: str) -> list[tuple[list, object]]:
+    """Return (arguments, wanted value) of every assert that calls the function with literals.
+
+    The forms are f(x) == y, f(x), not f(x), and abs(f(x) - y) < tolerance. The text is never run,
+    and asserts of other forms are left out.
+    """
+    tests = []
+    for node in ast.walk(parse(test)):
+        if isinstance(node, ast.Assert):
+            try:
+                tests.append(_read_assert(node.test, {name, "candidate"}))
+            # What is no literal, such as a variable or a function's value.
+            except (ValueError, TypeError):
+                pass
+    return tests
+
+
+def _read_assert(node: ast.expr, names: set[str]) -> tuple[list, object]:
+    match node:
+        case ast.Compare(ast.Call(ast.Name("abs"), [ast.BinOp(call, ast.Sub(), right)]),
+                         [ast.Lt()]):
+            wanted = float(ast.literal_eval(right))
+        case ast.Compare(call, [ast.Eq() | ast.Is()], [right]):
+            wanted = ast.literal_eval(right)
+        case ast.UnaryOp(ast.Not(), call):
+            wanted = False
+        case call:
+            wanted = True
+    match call:
+        case ast.Call(ast.Name(name), arguments, []) if name in names:
+            return [ast.literal_eval(argument) for argument in arguments], wanted
+    raise ValueError("no call of the function")

@@ -1,0 +1,131 @@
+"""Play an environment in the terminal: see what the model would see, and write its turns.
+
+    python -m envs.play equations
+    python -m envs.play my_env.py:MyEnv --tasks tasks.jsonl --env_options level=3
+
+A turn is a call, divide_terms(terms="3") or in JSON {"name": ..., "arguments": {...}}, or an answer
+in plain text. Ctrl-D ends.
+"""
+import json
+import re
+import sys
+from dataclasses import dataclass
+
+import envs
+from envs.calls import shorten
+from envs.session import Session, Watch
+from episodes.tasks import load_tasks
+from experiment.config import EnvironmentFlags, flag
+from experiment.errors import printable
+from experiment.program import main
+from llm.tool_calls import parse_tool_calls
+
+PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
+
+
+@dataclass(kw_only=True)
+class Config(EnvironmentFlags):
+    env: str = flag("equations", "environment; also path/to/file.py:Class. NAME is --env NAME")
+    tasks: str | None = flag(None, "task file; default: the environment's own tasks")
+    seed: int = flag(0, "of the tasks", low=0)
+
+
+class Setup:
+    """An environment with the options and the tasks that a Config names."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.options = envs.options_of(config)
+        self.cls = envs.with_options(envs.load(config.env), self.options)
+        self.limits = envs.Limits(**envs.limits(config.env))
+        self.watch = Watch(self.limits.tool_timeout)
+        self.makes_tasks = hasattr(self.cls, "_tasks") and not config.tasks
+
+    def tasks(self, split: str, n: int) -> list[dict]:
+        """Return at most n tasks. Where `reset` needs no argument they may all be the same."""
+        if not (self.makes_tasks or self.config.tasks or envs.needed(self.cls)):
+            return [self.options] * n
+        return load_tasks(self.config.env, split, n, self.config.seed, self.config.tasks,
+                          env_options=self.options)
+
+
+class Game:
+    """One episode that no model plays. Its methods raise EnvironmentFault.
+
+    Args:
+        env: an instance to use again. Without it a new one is made.
+
+    Attributes:
+        seen: what the player was shown: the question, and then results and replies.
+        record: all that happened, to compare with another game.
+        over: True once the environment or the number of turns has ended the episode.
+        score: then the reward, its parts, and whether the task was solved.
+    """
+
+    def __init__(self, setup: Setup, task: dict, env=None):
+        self.limits = setup.limits
+        make = (lambda: env) if env else setup.cls
+        self.session = Session(setup.watch, setup.config.env, make, task)
+        messages, self.turns_left = self.session.start()
+        question = messages[-1]["content"]
+        self.system_prompt = messages[0]["content"] if len(messages) > 1 else None
+        self.seen = [question]
+        self.record = [self.system_prompt, question]
+        self.over = False
+
+    def take_turn(self, text: str, calls: list[dict]) -> list[tuple]:
+        """Play a turn. Return what is shown after it, as pairs of text and gain of reward."""
+        if calls:
+            self.session.submit(calls)
+            shown = [(shorten(result, 3 * self.limits.max_tool_tokens), gain)
+                     for result, _, gain in self.session.results()]
+        else:
+            shown = [self.session.reply(text)]
+        self.turns_left -= 1
+        self.over = shown[-1][0] is None or self.session.done or not self.turns_left
+        self.seen += [result for result, _ in shown if result is not None]
+        self.record.append((text, calls, shown))
+        if self.over:
+            self.score = self.session.score()
+            self.record.append(self.score)
+        return shown
+
+
+def play(game: Game):
+    """Let the person at the terminal play an episode. Raises EOFError for Ctrl-D."""
+    print(f"\nSystem: {printable(game.system_prompt or '')}\nUser: {printable(game.seen[0])}")
+    while not game.over:
+        line = input("You: ").strip()
+        is_call = PYTHON_CALL.fullmatch(line)
+        text, calls, errors = parse_tool_calls(f"[{line}]" if is_call else line)
+        if errors or is_call and not calls:
+            print("That call cannot be read.", *map(printable, errors))
+            continue
+        for result, gain in game.take_turn(text, calls):
+            print(f"{printable(result or 'The end.')}   [reward {gain:+g}]")
+    reward, parts, solved = game.score
+    print(f"{'solved' if solved else 'not solved'}; reward {reward:g}", parts or "")
+
+
+def command(config: Config):
+    """Show the schemas of the tools, and play one task after the other until Ctrl-D."""
+    setup = Setup(config)
+    for schema in envs.schemas(setup.cls):
+        print(json.dumps(schema))
+    try:
+        with setup.watch:
+            for task in setup.tasks("train", 100):
+                play(Game(setup, task))
+    except EOFError:
+        print()
+
+
+def run(command, doc: str):
+    """Run command(config) as a program whose first argument may be the name of an environment."""
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
+        sys.argv.insert(1, "--env")
+    main(Config, command, doc)
+
+
+if __name__ == "__main__":
+    run(command, __doc__)

@@ -1,0 +1,250 @@
+"""Reward functions: what --rewards adds to what an environment pays.
+
+    --rewards exact,length=0.5,my_rewards.py:polite=0.2,my_rewards.py:allowed=veto,environment=0
+
+A function takes the episode (agent.Trajectory) and returns a number, or a list with one number per
+assistant turn, or None: not scored. Functions with TRL's signature, which are those that take
+`completions` or **kwargs, are called once for all episodes and work unchanged.
+
+An episode is paid the sum of weight x value; a weight that is not given is 1. A number is paid in
+the last turn, a list turn by turn. "environment" is what the environment pays. A veto takes all
+positive rewards of an episode whose value is 0. Values are logged as reward/NAME, without weights.
+"""
+import math
+import re
+import string
+import traceback
+from collections import Counter
+from functools import partial
+from itertools import groupby
+
+import envs
+from envs.calls import awaited, message_of
+from envs.trl import as_trl, is_of_trl
+from experiment.config import nearest
+from experiment.episodes import is_finite
+from experiment.errors import UserError
+
+NGRAM = 3  # words of what counts as repeated
+SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
+ANSWERS = re.compile(r"<answer>(.*?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
+
+
+# ---------------------------------------------------------------------------------------- built in
+def answer_of(t) -> str:
+    """Return the final answer of an episode: its last text, or the only argument of its last call.
+
+    Of a text, what <answer></answer>, \\boxed{} or "####" marks, where it has one of them.
+    """
+    last = [message for message in t.messages if message["role"] == "assistant"][-1]
+    for call in last.get("tool_calls", [])[-1:]:
+        if len(call["arguments"]) == 1:
+            [value] = call["arguments"].values()
+            return str(value)
+    marked = ANSWERS.findall(last["content"])
+    return "".join(marked[-1]) if marked else last["content"].rpartition("####")[2]
+
+
+def reference_of(t) -> str | None:
+    """Return the reference in the task's column "answer" or "solution", or None."""
+    task = t.info["task"]
+    reference = task.get("answer", task.get("solution"))
+    return None if reference is None else str(reference).rpartition("####")[2]
+
+
+def normalized(text: str) -> str:
+    """Return a text in lower case without punctuation, articles and further white space."""
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def exact(t) -> float | None:
+    """1 if the final answer equals the reference: SQuAD's exact match (arXiv 1606.05250)."""
+    reference = reference_of(t)
+    return None if reference is None else float(normalized(answer_of(t)) == normalized(reference))
+
+
+def well_formed(t) -> float:
+    """1 if every turn can be read: its calls parse, and no limit cut it. As in arXiv 2504.13958."""
+    return float(t.info["parsed_turns"] == len(t.rewards))
+
+
+def tool_used(t) -> float:
+    """1 if a tool was called without an error and the task was solved.
+
+    DeepEyes' conditional bonus, arXiv 2505.14362: without the condition, idle calls are learned.
+    """
+    tried = t.info["tool_calls"] + t.info["unreadable_calls"]
+    return float(t.info["success"] and tried > t.info["tool_errors"])
+
+
+def length(t, limits) -> list[float]:
+    """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, of every turn: 0 to -1.
+
+    L_max is the turn's budget of tokens and L_cache a fifth of it.
+    """
+    values = []
+    start = 0
+    for sampled, run in groupby(t.loss_mask):
+        tokens = len(list(run))
+        if sampled:
+            budget = min(limits.max_new_tokens, limits.max_tokens - start)
+            excess = tokens - (1 - SOFT_SHARE) * budget
+            values.append(-min(max(excess, 0.0) / (SOFT_SHARE * budget), 1.0))
+        start += tokens
+    return values
+
+
+def repetition(t) -> float:
+    """Minus the share of an episode's word trigrams that are repeated (arXiv 2502.03373, C.2)."""
+    counts = Counter()
+    for message in t.messages:
+        if message["role"] == "assistant":
+            words = message["content"].lower().split()
+            counts.update(zip(*(words[i:] for i in range(NGRAM))))
+    return len(counts) / counts.total() - 1 if counts else 0.0
+
+
+def math_verify(t) -> float | None:
+    """1 if the final answer equals the reference as the package math-verify compares them.
+
+    None where the reference cannot be read. github.com/huggingface/Math-Verify
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise UserError("--rewards math_verify: pip install math-verify") from None
+    reference = reference_of(t)
+    gold = parse(f"\\boxed{{{reference}}}") if reference is not None else []
+    if not gold:
+        return None
+    answer = answer_of(t)
+    return float(any(verify(gold, parse(text)) for text in (answer, f"\\boxed{{{answer}}}")))
+
+
+BUILT_IN = {"exact": exact, "format": well_formed, "tool_used": tool_used, "length": length,
+            "repetition": repetition, "math_verify": math_verify}
+
+
+# -------------------------------------------------------------------------------- what is asked for
+def load(config) -> "Rewards":
+    """Return the functions that --rewards names. Raises UserError."""
+    for env_name in [] if config.rewards else envs.names_of(config.env):
+        if not hasattr(envs.load(env_name), "get_reward"):
+            raise UserError(f"environment {env_name!r} has no get_reward(): write one "
+                            "(envs/template.py), or name functions with --rewards")
+    functions, weights = {}, {"environment": 1.0}
+    for item in filter(str.strip, config.rewards.split(",")):
+        target, _, weight = (side.strip() for side in item.partition("="))
+        name = target.rpartition(":")[2]
+        try:
+            weights[name] = float(weight or 1)
+        except ValueError:
+            weights[name] = weight
+        if not is_finite(weights[name]) and (weight != "veto" or name == "environment"):
+            raise UserError(f"--rewards {item}: the weight is a number, or veto for a function")
+        if name in functions:
+            raise UserError(f"--rewards {item}: another function has this name")
+        if target == "length":
+            functions[name] = partial(length, limits=envs.limits_of(config, config.env))
+        elif target != "environment":
+            functions[name] = _function(target)
+    return Rewards(functions, weights)
+
+
+def _function(target: str):
+    """Return the function behind a name of BUILT_IN, `module:name` or `path/to/file.py:name`."""
+    if target in BUILT_IN:
+        return BUILT_IN[target]
+    place, colon, name = target.rpartition(":")
+    if not colon:
+        known = f"known: {', '.join(BUILT_IN)}, environment, or give path/to/file.py:function"
+        raise UserError(f"--rewards {target}: {nearest(target, BUILT_IN, otherwise=known)}")
+    function = getattr(envs.module_at(place, f"--rewards {target}"), name, None)
+    if not callable(function):
+        raise UserError(f"--rewards {target}: {place} has no function {name}")
+    return function
+
+
+class Rewards:
+    """Pays the episodes of a rollout what the functions say.
+
+    Args:
+        functions: name -> function.
+        weights: name -> a number or "veto", also of "environment".
+    """
+
+    def __init__(self, functions: dict, weights: dict):
+        self.functions = functions
+        self.weights = weights
+        self.modules = [f.__module__ for f in functions.values() if hasattr(f, "__module__")]
+
+    def pay(self, episodes: list):
+        """Set the rewards of episodes (agent.Episode) that have ended and did not fail.
+
+        Raises UserError if a function raises or returns what is no reward.
+        """
+        ended = [e for e in episodes if math.isfinite(e.trajectory.reward)
+                 and e.trajectory.stop_reason != "error"]
+        values = {name: self._values(name, ended) for name in self.functions if ended}
+        for i, episode in enumerate(ended):
+            self._pay_one(episode, {name: values[name][i] for name in values})
+
+    def _values(self, name: str, episodes: list) -> list:
+        """Return a function's values, one for each of the episodes."""
+        function = self.functions[name]
+        try:
+            if is_of_trl(function):
+                values = list(awaited(function(**as_trl(episodes))))
+            else:
+                values = [awaited(function(e.trajectory)) for e in episodes]
+        except UserError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(f"--rewards {name} raised {message_of(error)} "
+                            f"({frame.filename}:{frame.lineno})") from error
+        if len(values) != len(episodes):
+            raise UserError(f"--rewards {name} returned {len(values)} rewards for {len(episodes)} "
+                            "completions")
+        return values
+
+    def _pay_one(self, episode, values: dict):
+        t = episode.trajectory
+        session = episode.session
+        if session.pays:
+            t.reward_parts["environment"] = t.reward
+        t.rewards = [self.weights["environment"] * reward for reward in t.rewards]
+        vetoed = False
+        for name, value in values.items():
+            if value is None:
+                continue
+            turns = per_turn(name, value, len(t.rewards))
+            if not all(map(is_finite, turns)):
+                return episode.spoil(f"--rewards {name} is {value} on task {t.info['task']}"[:300])
+            t.reward_parts[name] = math.fsum(turns)
+            if self.weights[name] == "veto":
+                vetoed = vetoed or not any(turns)
+            else:
+                t.rewards = [a + self.weights[name] * b for a, b in zip(t.rewards, turns)]
+        if vetoed:
+            t.rewards = [min(reward, 0.0) for reward in t.rewards]
+        t.reward = math.fsum(t.rewards)
+        if not session.pays and not hasattr(session.env, "_check"):
+            t.info["success"] = t.reward > 0
+
+
+def per_turn(name: str, value, count: int) -> list[float]:
+    """Return what a function returned as one number for each of `count` turns, or raise UserError.
+
+    A single number is of the last turn.
+    """
+    turns = value if isinstance(value, list) else [0.0] * (count - 1) + [value]
+    try:
+        turns = [float(number) for number in turns]
+    except (TypeError, ValueError):
+        turns = []
+    if len(turns) != count:
+        raise UserError(f"--rewards {name} returned {value!r:.60}; a reward is a number, or a list "
+                        f"with one for each of the {count} assistant turns, or None")
+    return turns

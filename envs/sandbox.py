@@ -1,0 +1,206 @@
+"""Run Python code that a model wrote, in a process of its own that the kernel confines.
+
+    result = run("def double(x): return 2 * x", [("double", [21])])
+    same(result.outcomes[0].get("value"), 42)
+
+Every call starts one process and ends it (envs/sandbox_child.py). It sees no environment variable,
+no file but Python's library and the system's shared libraries, no network and no other process, and
+it can start nothing. Of it come values only, as JSON, and the text that it printed. What is right
+is decided here: the expected values never enter the process. Where the machine cannot confine it,
+nothing runs, unless `unsafe` says so.
+
+What the code can still do: use the limits below up, and ask which file names exist.
+"""
+import ast
+import json
+import marshal
+import math
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from experiment.errors import UserError
+
+SECONDS = 6.0  # of a whole call, from start to end
+CPU_SECONDS = 5
+MEMORY = 512 * 2**20  # bytes of address space
+OUTPUT = 64 * 2**10  # bytes that are printed, and bytes of values
+# CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
+PARSING = threading.Lock()
+CODE = 256 * 2**10  # characters of code
+LIMITS = {"AS": MEMORY, "CPU": CPU_SECONDS, "FSIZE": OUTPUT, "NOFILE": 64, "CORE": 0}
+CHILD = Path(__file__).with_name("sandbox_child.py")
+# -S: no site-packages, -s: none of the user's, -B: writes no .pyc, -u: prints at once.
+COMMAND = [sys.executable, "-S", "-s", "-B", "-u", "-X", "utf8", str(CHILD)]
+# Without a fixed seed of hashes the order of sets, and so output and reward, differ between calls.
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+
+
+@dataclass
+class Result:
+    """What came of a run.
+
+    Attributes:
+        status: "ok"; "error": the code raised an exception; "timeout": it was killed at a limit of
+            time; "crash": the process ended without a report.
+        error: the exception, or how the process ended; "" if all is well.
+        output: what was printed, at most OUTPUT bytes. Addresses in it are replaced by 0x...
+        outcomes: of each call {"value": ..., "operations": int} or {"error": text}. There are fewer
+            if the process ended before. Sets come as {"set": [...]}, dicts as {"dict": pairs} and
+            tuples as lists. The code may have forged them.
+    """
+
+    status: str
+    error: str = ""
+    output: str = ""
+    outcomes: list[dict] = field(default_factory=list)
+
+
+def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
+        unsafe: bool = False) -> Result:
+    """Run code, and then call functions that it defines.
+
+    Args:
+        calls: (name, list of plain arguments) of each call, in this order in the same process.
+        seconds: what remains of the process is killed after so many.
+        count: count the lines that each call executes, as its operations. They are the same every
+            time. Code that tampers with the tracer can make them fewer.
+        unsafe: run the code without confinement.
+
+    Raises UserError if the process cannot be started or cannot be confined.
+    """
+    if len(code) > CODE:
+        return Result("error", f"code too long: {len(code)} characters, at most {CODE}")
+    job = {"code": code, "calls": list(calls), "count": count, "unsafe": unsafe,
+           "limits": LIMITS, "parent": os.getpid()}
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
+        stdin.write(marshal.dumps(job))
+        stdin.seek(0)
+        report, end = _run_child(stdin, printed, seconds)
+        printed.seek(0)
+        output = without_addresses(printed.read(OUTPUT).decode(errors="replace"))
+    # The first line was written before the code began, the others perhaps by the code.
+    confinement, loading, *outcomes = [*_records(report), None, None]
+    if confinement is None and end != "timeout":
+        raise UserError(f"the sandbox did not start: {output.strip()[-300:] or end}")
+    if confinement and confinement != {"confined": True}:
+        raise UserError(
+            f"this machine cannot confine the Python code of a model ({confinement['why']}). Run "
+            "on Linux 5.13 or newer, WSL2 and Docker on Linux included; or leave out what runs "
+            "code (--env code, tools=calculator+python); or give --unsafe_code, which runs it "
+            "with NO protection and is recorded")
+    outcomes = [outcome for outcome in outcomes if outcome][:len(job["calls"])]
+    if loading and "error" in loading:
+        return Result("error", without_addresses(str(loading["error"])), output)
+    if loading and len(outcomes) == len(job["calls"]):
+        return Result("ok", "", output, outcomes)
+    if end == "timeout":
+        return Result("timeout", f"killed after {seconds:g} s", output, outcomes)
+    return Result("crash", f"the process ended early: {end}", output, outcomes)
+
+
+@cache
+def check(unsafe: bool):
+    """Raise UserError if this machine cannot run a model's code as `run` does."""
+    run("pass", unsafe=unsafe)
+
+
+def _run_child(stdin, printed, seconds: float) -> tuple[bytes, str]:
+    """Return what the child reported and how it ended: "timeout", or other words."""
+    deadline = time.monotonic() + seconds
+    reader, writer = os.pipe()
+    try:
+        child = subprocess.Popen([*COMMAND, str(writer)], stdin=stdin, stdout=printed,
+                                 stderr=printed, cwd="/", env=ENVIRONMENT, pass_fds=[writer],
+                                 start_new_session=True)
+    except OSError as error:
+        os.close(reader)
+        raise UserError(f"the sandbox did not start: {error}") from None
+    finally:
+        os.close(writer)
+    poll = select.poll()
+    poll.register(reader)
+    report, end = b"", None
+    try:
+        while not end:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                end = "timeout"
+            elif len(report) > OUTPUT:
+                end = f"values of more than {OUTPUT} bytes"
+            elif chunk := os.read(reader, OUTPUT):
+                report += chunk
+            else:
+                # The process has ended, or closed its side of the pipe: nothing can follow.
+                end = "no report"
+    finally:
+        os.close(reader)
+        os.killpg(child.pid, signal.SIGKILL)
+        status = child.wait()
+    if end == "no report" and status:
+        # The kernel sends SIGKILL at the limit of CPU seconds.
+        end = "timeout" if status == -signal.SIGKILL else f"status {status}"
+    return report, end
+
+
+def _records(report: bytes) -> list[dict]:
+    """Return the JSON objects, one a line, up to the first line that is none."""
+    records = []
+    for line in report.split(b"\n")[:-1]:
+        try:
+            record = json.loads(line)
+        # Forged lines may be nested deeply, hold huge numbers, or be no text.
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(record, dict):
+            break
+        records.append(record)
+    return records
+
+
+def parse(code: str, mode: str = "exec") -> ast.AST:
+    """Return the syntax tree of code, or raise SyntaxError or ValueError. Nothing is run."""
+    try:
+        with PARSING:
+            return ast.parse(code, mode=mode)
+    except (MemoryError, RecursionError):
+        raise ValueError("nested too deeply") from None
+
+
+def without_addresses(text: str) -> str:
+    """Return the text with 0x... in place of addresses, which differ in every process."""
+    return re.sub("0x[0-9a-fA-F]{6,}", "0x...", text)
+
+
+def same(value, wanted) -> bool:
+    """True if a value out of `Result.outcomes` is the wanted one.
+
+    The types must be the same: True is not 1. But a tuple is a list, and an int may stand for a
+    float. Floats agree within a relative 1e-6, and NaN is never right. Keys and elements of dicts
+    and sets may come in any order.
+    """
+    if isinstance(wanted, float):
+        try:
+            return type(value) in (int, float) and math.isclose(value, wanted, rel_tol=1e-6,
+                                                                abs_tol=1e-9)
+        except OverflowError:  # an int larger than any float
+            return False
+    if isinstance(wanted, list | tuple):
+        return (isinstance(value, list) and len(value) == len(wanted)
+                and all(map(same, value, wanted)))
+    if isinstance(wanted, set | frozenset | dict):
+        name = "dict" if isinstance(wanted, dict) else "set"
+        items = value.get(name) if isinstance(value, dict) else None
+        wanted = list(wanted.items()) if name == "dict" else wanted
+        return (isinstance(items, list) and len(items) == len(wanted)
+                and all(any(same(item, want) for item in items) for want in wanted))
+    return type(value) is type(wanted) and value == wanted

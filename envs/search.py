@@ -1,0 +1,298 @@
+"""Questions that need two or three documents: "what is the home of the founder of Project Alder?"
+
+An archive is a corpus of people, towns, projects and dates, drawn from its name: another archive
+has other facts, so that nothing can be learned by heart. The tools search it by BM25 and open its
+documents. The answer is compared with the right one as in SQuAD (Rajpurkar et al. 2016,
+arXiv:1606.05250): exact match and F1 over words, each half of the reward. Only what the model gives
+to `answer` counts, and nothing is paid for an answer of many more words than the right one, so that
+pasting what a tool said earns nothing.
+
+    level 1    2 hops, 8 documents in telegraphic style, in which names and dates are numbers
+    level 2    2 hops, 22 documents of prose
+    level 3    3 hops, 36 documents of prose
+
+--env_options level=2 chooses. With --env_options corpus=PATH the documents are your own: a folder
+of .txt and .md files, or a .jsonl file of rows {"title", "text"}. Questions on them come from
+--dataset, in rows {"question", "answer"}; the scripted expert cannot answer those.
+"""
+import math
+import random
+import re
+import string
+import textwrap
+import zlib
+from collections import Counter, defaultdict
+from functools import lru_cache
+from pathlib import Path
+
+from experiment.data import read_rows, read_text
+from experiment.errors import UserError
+
+# Relation, what has it, the kind of its value, a sentence that states it.
+FACTS = """
+founder project,town person {} was founded by {}.
+engineer project,town person {} was built by {}.
+site project town {} stands in {}.
+senior person person {} reports to {}.
+junior person person {} trains {}.
+home person town {} lives in {}.
+day project,town,person date The first day of {} was {}.
+"""
+FACTS = [line.split(maxsplit=3) for line in FACTS.strip().splitlines()]
+# Three ways to state a relation: the first is that of level 1.
+FORMS = {relation: (f"{relation}: {{1}}.", f"The {relation} of {{}} is {{}}.", sentence)
+         for relation, _, _, sentence in FACTS}
+# The relation that a noisy expert takes for this one.
+MISTAKEN = {"founder": "engineer", "engineer": "founder", "senior": "junior", "junior": "senior"}
+# Level -> hops, questions asked of one archive, and how many it has of each of NAMES. Of many
+# questions on each the tiny model learns archives by heart instead of reading.
+LEVELS = {1: (2, 1, (2, 6, 0)), 2: (2, 5, (6, 12, 4)), 3: (3, 10, (10, 20, 6))}
+NAMES = {"project": "Project {}", "person": "{}", "town": "{}burg"}
+SYLLABLES = "al bren cor dun el far gim hol ing kes lor mar nev os pel quin ros sten tor".split()
+WORDS = [first.capitalize() + second for first in SYLLABLES for second in SYLLABLES]
+MONTHS = "January February March April May June July August September October".split()
+
+MAX_SHOWN = 100  # characters that a search shows of a document
+MAX_DOCUMENT = 1200  # characters; a longer text becomes several documents
+MAX_EXTRA = 3  # an answer of more words than these and twice the right ones earns nothing
+K1, B, TITLE_WEIGHT = 1.2, 0.75, 3  # of BM25 as in Lucene; a word of the title counts thrice
+
+
+# -------------------------------------------------------------------------------------- the corpus
+class Corpus:
+    """Documents, title -> text, and their index for BM25 (Robertson and Zaragoza 2009)."""
+
+    def __init__(self, documents: dict[str, str]):
+        self.documents = documents
+        self.counts = {title: Counter(words_of(title) * TITLE_WEIGHT + words_of(text))
+                       for title, text in documents.items()}
+        self.lengths = {title: counts.total() for title, counts in self.counts.items()}
+        self.mean_length = sum(self.lengths.values()) / len(documents)
+
+    def best(self, query: str, n: int) -> list[str]:
+        """Return the titles of the n documents that fit the query best, the best first."""
+        scores = Counter()
+        for word in sorted(set(words_of(query))):
+            titles = [title for title, counts in self.counts.items() if word in counts]
+            # Lucene adds the 1, so that a word that most documents have never counts against them.
+            idf = math.log(1 + (len(self.documents) - len(titles) + 0.5) / (len(titles) + 0.5))
+            for title in titles:
+                count = self.counts[title][word]
+                norm = 1 - B + B * self.lengths[title] / self.mean_length
+                scores[title] += idf * count * (K1 + 1) / (count + K1 * norm)
+        return [title for title, _ in scores.most_common(n)]
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+@lru_cache(4)
+def read_corpus(path: str) -> Corpus:
+    """Return the documents of a folder of .txt and .md files, or of a .jsonl file."""
+    if not path:
+        raise UserError("questions need documents: give --env_options corpus=PATH")
+    if Path(path).is_dir():
+        files = sorted(f for f in Path(path).rglob("*") if f.suffix in (".txt", ".md"))
+        texts = {str(f.relative_to(path)): read_text(f) for f in files}
+    else:
+        texts = {str(row.get("title", line)): row.get("text", "") for line, row in read_rows(path)}
+    documents = {}
+    for title, text in texts.items():
+        for start in range(0, len(text), MAX_DOCUMENT):
+            part = f" ({start // MAX_DOCUMENT + 1})" if start else ""
+            documents[title + part] = text[start:start + MAX_DOCUMENT]
+    if not documents:
+        raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
+                        'file of rows {"title", "text"}')
+    return Corpus(documents)
+
+
+# ------------------------------------------------------------------------- the synthetic archives
+@lru_cache(256)
+def read_archive(archive: str, level: int) -> Corpus:
+    return Corpus(draw_archive(archive, level)[1])
+
+
+def draw_archive(archive: str, level: int) -> tuple[dict, dict]:
+    """Return entity -> relation -> value, and entity -> document. Both are drawn from the name."""
+    rng = random.Random(archive)
+    words = iter(rng.sample(range(10, 30), 20) if level == 1 else rng.sample(WORDS, 40))
+    names = {}
+    for (kind, form), size in zip(NAMES.items(), LEVELS[level][2]):
+        names[kind] = [("{}" if level == 1 else form).format(next(words)) for _ in range(size)]
+    facts, sentences = defaultdict(dict), defaultdict(list)
+    for relation, kinds, of, _ in rng.sample(FACTS, len(FACTS)):
+        for entity in [name for kind in names if kind in kinds for name in names[kind]]:
+            if of == "date":
+                date = f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2019)}"
+                value = date if level > 1 else str(next(words))
+            elif names[of]:
+                value = rng.choice([name for name in names[of] if name != entity])
+            else:
+                continue
+            facts[entity][relation] = value
+            form = FORMS[relation][0 if level == 1 else rng.randint(1, 2)]
+            sentences[entity].append(form.format(entity, value))
+    return facts, {entity: " ".join(sentences[entity]) for entity in sentences}
+
+
+def draw_question(archive: str, level: int, facts: dict, rng) -> dict:
+    """Return a task whose answer is some documents away, and not in the first of them."""
+    hops = LEVELS[level][0]
+    while True:
+        entity = phrase = rng.choice(list(facts))
+        path = [entity]
+        while path[-1] in facts and len(path) <= hops:
+            relation, value = rng.choice(list(facts[path[-1]].items()))
+            path.append(value)
+            phrase = f"the {relation} of {phrase}"
+        if len(set(path)) == hops + 1 and path[-1] not in facts[entity].values():
+            return {"question": f"Archive {archive}: what is {phrase}?", "answer": path[-1],
+                    "archive": archive, "level": level}
+
+
+# ------------------------------------------------------------------------------------- the answer
+def normalized(text: str) -> list[str]:
+    """Return the words of an answer as SQuAD compares them: no case, punctuation or articles."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", kept).split()
+
+
+def f1(words: list[str], right: list[str]) -> float:
+    """Return SQuAD's F1 of two lists of words, or 0 where `words` are many more."""
+    common = (Counter(words) & Counter(right)).total()
+    if not common or len(words) > 2 * len(right) + MAX_EXTRA:
+        return 0.0
+    return 2 * common / (len(words) + len(right))
+
+
+class Search:
+    """Answer a question about documents that only the tools show."""
+
+    system_prompt = "Find the answer with the tools."
+    max_turns = 12
+    limits = {"max_new_tokens": 128, "max_tokens": 2048, "max_tool_tokens": 1536}
+    options = {"level": 1, "corpus": ""}
+
+    def reset(self, question: str, answer: str, archive: str = "", level: int = 1,
+              noise: float = 0.0, noise_seed: int = 0, **_) -> str:
+        """Begin with a question on an archive, or on the documents of the option `corpus`.
+
+        With probability `noise` the scripted expert takes a relation of the question for its like.
+        `noise_seed` decides when.
+        """
+        self._corpus = self._documents(archive, level)
+        is_short = level == 1 and bool(archive)
+        self.max_turns = 4 if is_short else 12
+        self._results = 1 if is_short else 4  # of a search
+        self._question = question
+        self._right = normalized(str(answer))
+        self._reward_parts = {"exact": 0.0, "f1": 0.0}
+        self.done = False
+        self._read = {}  # title -> what the tools have shown of the document
+        rng = random.Random(f"{noise_seed} {question}")
+        self._mistaken = {name: MISTAKEN[name] for name in MISTAKEN if rng.random() < noise}
+        return question
+
+    # ------------------------------------------------------------------------------- the tools
+    def search(self, query: str) -> str:
+        """Search the documents. Returns the titles and the first words of those that fit best.
+
+        Args:
+            query: a few words, such as a name
+        """
+        lines = []
+        for title in self._corpus.best(query, self._results):
+            text = textwrap.shorten(self._corpus.documents[title], MAX_SHOWN)
+            self._read.setdefault(title, text)
+            lines.append(f"[{title}] {text}")
+        return "\n".join(lines) or "nothing found"
+
+    def open_document(self, title: str) -> str:
+        """Return the text of a document.
+
+        Args:
+            title: its title, as a search gave it
+        """
+        if title not in self._corpus.documents:
+            raise ValueError(f"no document {title!r:.60}")
+        self._read[title] = self._corpus.documents[title]
+        return self._read[title]
+
+    def answer(self, answer: str) -> str:
+        """Give the final answer.
+
+        Args:
+            answer: the answer in as few words as possible, such as a name or a date
+        """
+        if self.done:
+            return "error: the episode is over"
+        self.done = True
+        words = normalized(answer)
+        self._reward_parts = {"exact": 0.5 * (words == self._right),
+                              "f1": 0.5 * f1(words, self._right)}
+        return "right" if self._check() else "wrong"
+
+    def get_reward(self) -> float:
+        return sum(self._reward_parts.values())
+
+    @classmethod
+    def _documents(cls, archive: str, level: int) -> Corpus:
+        return read_archive(archive, level) if archive else read_corpus(cls.options["corpus"])
+
+    def _check(self) -> bool:
+        return self._reward_parts["exact"] > 0
+
+    def _reply(self, text: str) -> str:
+        return "Use the tools."
+
+    # ---------------------------------------------------------------------- the scripted expert
+    def _expert(self) -> list[dict]:
+        """Return the next call: look up one entity after another, then answer with the last.
+
+        The question says "the A of the B of C": C is looked up first, then its B.
+        """
+        if self.done:
+            return []
+        *relations, entity = self._question.rpartition("what is ")[2].rstrip("?").split(" of ")
+        for relation in reversed(relations):
+            relation = relation.removeprefix("the ")
+            value = self._told(entity, self._mistaken.get(relation, relation))
+            if value is None and entity not in self._read:
+                return [{"name": "search", "arguments": {"query": entity}}]
+            if value is None:
+                return [{"name": "open_document", "arguments": {"title": entity}}]
+            entity = value
+        return [{"name": "answer", "arguments": {"answer": entity}}]
+
+    def _told(self, entity: str, relation: str) -> str | None:
+        """Return the value of a relation, if what was read of the entity's document states it."""
+        for form in FORMS[relation]:
+            pattern = form[:-1].format(re.escape(entity), r"([\w ]+)\.")
+            if match := re.search(pattern, self._read.get(entity, "")):
+                return match[1]
+        return None
+
+    # ------------------------------------------------------------------------------- the tasks
+    @classmethod
+    def _row(cls, row: dict) -> dict:
+        """Return a row of --dataset. Raises UserError if there are no documents to search."""
+        cls._documents(row.get("archive"), row.get("level", 1))
+        return row
+
+    @classmethod
+    def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
+        """Return n questions. A tenth of the archives, by hash, is the test split."""
+        rng = random.Random(f"{split} {seed}")
+        level = cls.options["level"]
+        if cls.options["corpus"]:
+            raise UserError("corpus: give questions on it with --dataset questions.jsonl")
+        tasks = []
+        while len(tasks) < (n or 10_000):
+            archive = "".join(rng.choices(string.ascii_lowercase, k=4))
+            if (zlib.crc32(archive.encode()) % 10 == 0) == (split == "test"):
+                facts, _ = draw_archive(archive, level)
+                for _ in range(LEVELS[level][1]):
+                    tasks.append(draw_question(archive, level, facts, rng))
+        return tasks[:n]

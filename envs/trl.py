@@ -1,0 +1,84 @@
+"""What TRL's data, environments and reward functions expect: prompts in rows, and arguments."""
+import inspect
+from types import SimpleNamespace
+
+
+def opening(reset, task: dict, observation: str) -> list[dict]:
+    """Return the messages of a task's column "prompt", the last of which ends with the observation.
+
+    If the method `reset` takes an argument of this name, the observation is all. Raises ValueError
+    if the prompt is neither text nor messages.
+    """
+    prompt = task["prompt"]
+    if prompt is None or "prompt" in inspect.signature(reset).parameters:
+        prompt = ""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
+        raise ValueError('"prompt" must be text or a list of {"role": ..., "content": ...}')
+    *messages, last = prompt
+    return [*messages, {**last, "content": last["content"] + observation}]
+
+
+def env_of(row: dict, names: list[str]) -> str:
+    """Return which of the named environments a row's "env" is, by name or class, or ValueError."""
+    for name in names:
+        if row.get("env") in (name, name.rpartition(":")[2]):
+            return name
+    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {row.get("env")!r:.60}')
+
+
+def is_message(value) -> bool:
+    """True for a message of text."""
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def is_of_trl(function) -> bool:
+    """True for a function that is to be called as TRL calls it, with names and for all episodes."""
+    parameters = inspect.signature(function).parameters
+    return "completions" in parameters or any(
+        p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def as_trl(episodes: list) -> dict:
+    """Return the arguments that TRL 1.16 calls a reward function with (`_calculate_rewards`).
+
+    Prompts and completions are messages, or text where the task's column "prompt" is text.
+    """
+    trajectories = [e.trajectory for e in episodes]
+    tasks = [t.info["task"] for t in trajectories]
+    prompts, completions = [], []
+    for t, task in zip(trajectories, tasks):
+        first = [message["role"] for message in t.messages].index("assistant")
+        completion = [trl_message(message) for message in t.messages[first:]]
+        if isinstance(task.get("prompt"), str):
+            turns = [message for message in completion if message["role"] == "assistant"]
+            completion = "\n".join(message["content"] for message in turns)
+        prompts.append(task["prompt"] if isinstance(completion, str) else t.messages[:first])
+        completions.append(completion)
+
+    def log_metric(name, value):
+        for t in trajectories:
+            t.reward_parts[name] = float(value)
+
+    def log_extra(column, values):
+        for t, value in zip(trajectories, values):
+            t.info[column] = str(value)
+
+    names = set().union(*tasks) - {"prompt", "completion"}
+    columns = {name: [task.get(name) for task in tasks] for name in names}
+    # A group's id begins with the step.
+    state = SimpleNamespace(global_step=int(trajectories[0].group_id.rpartition("-")[0]))
+    return {**columns, "prompts": prompts, "completions": completions,
+            "completion_ids": [t.token_ids[t.loss_mask.index(1):] for t in trajectories],
+            "environments": [e.session.env for e in episodes], "trainer_state": state,
+            "log_metric": log_metric, "log_extra": log_extra}
+
+
+def trl_message(message: dict) -> dict:
+    """Return a message of an episode as TRL holds it, whose calls are those of functions."""
+    if "tool_calls" not in message:
+        return message
+    calls = [{"type": "function", "function": call} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}

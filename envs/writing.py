@@ -1,0 +1,243 @@
+"""Writing to a brief whose demands can be counted: words to use, length, person, tense, and more.
+
+The reward is the mean of the brief's parts, each from 0 to 1, times the share of sentences that
+look like sentences, so that a list of words earns nothing, times how near the length is to its
+range (count / least, or most / count), so that one good sentence earns little:
+
+    words       the share of the words to use that are used
+    person      of the personal pronouns, the share in the person that is asked for
+    tense       of the verbs that follow a subject pronoun, the share in the tense that is asked
+                for; fewer of them than one in two sentences count as if the others were wrong
+    trigrams    the share of three words in a row that are no repetition
+    acrostic    level 2: the share of its letters with which the sentences begin, in order
+    rhyme       level 3: the share of sentences whose last word ends in the letters asked for, each
+                with another word
+
+A sentence has a capital, an end mark and 5 to 30 words, of which between a quarter and 7 tenths are
+function words. It repeats no word at once, has no determiner before a function word, and does not
+end in a determiner or preposition. Success means that all of this is met.
+
+What this cannot see is meaning and most of grammar: nonsense in the form of sentences gets full
+marks, the tense of a verb after a noun is not read, and a rhyme is one by its letters. A judge of
+one's own is given with --rewards module:function. --env_options level=2 chooses the level.
+"""
+import random
+import re
+import zlib
+from itertools import pairwise
+
+PRONOUNS = {"first": "i we me us my our mine ours myself ourselves".split(),
+            "second": "you your yours yourself yourselves".split(),
+            "third": "he she they him her them his their hers theirs himself herself".split()}
+SUBJECTS = {"first": "I", "second": "you", "third": "she"}  # of the expert's sentences
+DETERMINERS = "a an the my our your his their every".split()
+PREPOSITIONS = """of at by for from in into on onto to with without near beside under over behind
+before after through across""".split()
+FUNCTION_WORDS = {*sum(PRONOUNS.values(), []), *DETERMINERS, *PREPOSITIONS, *"""and or but so if as
+that than then there this these those it its is are was were am be been has have had do does did
+will would can could not when while who which""".split()}
+# Past forms that do not end in -ed.
+PAST = """was were had did could would began bought brought broke built came caught chose cut drank
+drew drove ate fell felt fought found flew forgot gave went grew heard held hid kept knew laid led
+left lent let lost made meant met paid put read rode rang rose ran said saw sold sent sang sat slept
+spoke spent stood stole swam took taught told thought threw understood woke wore won
+wrote""".split()
+NOUNS = """lantern basket window mirror garden letter candle ladder blanket hammer kettle ribbon
+saddle needle bottle feather compass violin trumpet barrel carpet pillow hatchet locket""".split()
+# What the expert writes with. A verb stands in the first and second person, the third, the past.
+VERBS = """carry/carries/carried find/finds/found keep/keeps/kept hold/holds/held see/sees/saw
+paint/paints/painted hide/hides/hid clean/cleans/cleaned mend/mends/mended""".split()
+PLACES = ("beside the old mill,near the quiet harbour,under a grey sky,across the wide square,"
+          "behind the tall church,on the long road").split(",")
+OPENERS = ("After dinner,By noon,Carefully,During lunch,Each evening,For once,Gladly,Here,In May,"
+           "Later,Many times,Nearby,Often,Perhaps,Right there,Slowly,Then,With care").split(",")
+ACROSTICS = "BRAND STONE CLAMP FROST BREAD GRAIN PLANT MINTS WORDS".split()
+RHYMES = {"ight": "night light sight flight height fight".split(),
+          "ain": "rain train grain chain drain plain".split()}
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[a-z]+", text.lower())
+
+
+def is_sentence(text: str) -> bool:
+    """Return whether a text has the form of a sentence."""
+    words = words_of(text)
+    if not (5 <= len(words) <= 30 and text[0].isupper() and text[-1] in ".!?"):
+        return False
+    share = sum(word in FUNCTION_WORDS for word in words) / len(words)
+    is_broken = any(word == after or word in DETERMINERS and after in FUNCTION_WORDS
+                    for word, after in pairwise(words))
+    return 0.25 <= share <= 0.7 and not is_broken and words[-1] not in DETERMINERS + PREPOSITIONS
+
+
+def tense_share(words: list[str], tense: str, sentences: int) -> float:
+    """Return the share of verbs after a subject pronoun, adverbs in -ly left out, in the tense."""
+    words = [word for word in words if not word.endswith("ly")]
+    verbs = [after for word, after in pairwise(words) if word in "i we you he she they".split()
+             and after not in DETERMINERS + PREPOSITIONS + ["and", "or", "but"]]
+    right = sum((verb in PAST or verb.endswith("ed")) == (tense == "past") for verb in verbs)
+    return right / max(len(verbs), sentences / 2)
+
+
+class Writing:
+    """Write a short text that meets a brief."""
+
+    system_prompt = "Write the text with the tools. Say when it is finished."
+    max_turns = 8
+    limits = {"max_new_tokens": 384, "max_tokens": 2048}
+    options = {"level": 1}
+
+    def reset(self, words: list, min_words: int, max_words: int, person: str, tense: str,
+              acrostic: str = "", rhyme: str = "", noise: float = 0.0, noise_seed: int = 0,
+              **_) -> str:
+        """Begin with the demands of a brief. `words` has at least one; acrostic and rhyme may lack.
+
+        With probability `noise` a sentence of the scripted expert leaves out the word that it
+        should use. `noise_seed` decides which.
+        """
+        self._words, self._range = words, (min_words, max_words)
+        self._person, self._tense = person, tense
+        self._acrostic, self._rhyme = acrostic, rhyme
+        self._text = ""
+        self._outlined = False
+        self._noise = noise
+        self._rng = random.Random(f"{noise_seed} {words}")
+        brief = (f"Write {min_words} to {max_words} words in the {person} person and the {tense} "
+                 f"tense. Use {', '.join(words)}. Repeat no three words in a row.")
+        if acrostic:
+            brief += f" The first letters of the sentences spell {acrostic}."
+        if rhyme:
+            brief += f" Every sentence ends in another word in -{rhyme}."
+        return brief
+
+    # ------------------------------------------------------------------------------- the tools
+    def brainstorm_ideas(self, letters: str) -> str:
+        """Return words and phrases that begin or end in some letters.
+
+        Args:
+            letters: such as b or ight
+        """
+        ideas = [idea for idea in NOUNS + OPENERS + sum(RHYMES.values(), [])
+                 if idea.lower().startswith(letters.lower()) or idea.endswith(letters)]
+        return ", ".join(ideas) or "none"
+
+    def create_outline(self, sentences: int) -> str:
+        """Return which first letter and which word each sentence could have.
+
+        Args:
+            sentences: how many there shall be
+        """
+        self._outlined = True
+        return "\n".join(f"{i + 1}. {self._acrostic[i:i + 1]} {' '.join(self._words[i:i + 1])}"
+                         for i in range(min(sentences, 20)))
+
+    def write_paragraph(self, text: str) -> str:
+        """Append a paragraph to the text. Returns how the text meets the brief.
+
+        Args:
+            text: whole sentences
+        """
+        self._text = f"{self._text} {text}".strip()
+        return self._review()
+
+    def edit_content(self, old: str, new: str) -> str:
+        """Replace a passage of the text. Returns how the text meets the brief.
+
+        Args:
+            old: words as they stand in the text
+            new: what shall stand there
+        """
+        if not old or old not in self._text:
+            raise ValueError("the text has no such passage")
+        self._text = self._text.replace(old, new, 1).strip()
+        return self._review()
+
+    # ----------------------------------------------------------------------------- the reward
+    def _score(self) -> tuple[float, dict]:
+        """Return what all parts are multiplied by, and the parts, all from 0 to 1."""
+        words = words_of(self._text)
+        sentences = re.split(r"(?<=[.!?])\s+", self._text)
+        least, most = self._range
+        near = min(1.0, len(words) / least, most / max(len(words), 1))
+        factor = near * sum(map(is_sentence, sentences)) / len(sentences)
+        trigrams = list(zip(words, words[1:], words[2:]))
+        pronouns = sum(map(words.count, sum(PRONOUNS.values(), [])))
+        own = sum(map(words.count, PRONOUNS[self._person]))
+        parts = {
+            "words": len(set(words) & set(self._words)) / len(set(self._words)),
+            "person": own / max(pronouns, 1),
+            "tense": tense_share(words, self._tense, len(sentences)),
+            "trigrams": len(set(trigrams)) / max(len(trigrams), 1),
+        }
+        if self._acrostic:
+            pairs = zip(self._acrostic, sentences)
+            right = sum(sentence.startswith(letter) for letter, sentence in pairs)
+            parts["acrostic"] = right / max(len(self._acrostic), len(sentences))
+        if self._rhyme:
+            last = {(words_of(sentence) or [""])[-1] for sentence in sentences}
+            parts["rhyme"] = sum(word.endswith(self._rhyme) for word in last) / len(sentences)
+        return factor, parts
+
+    def _review(self) -> str:
+        factor, parts = self._score()
+        marks = [f"{name} {part:.2f}" for name, part in {"form": factor, **parts}.items()]
+        return f"{len(words_of(self._text))} words; {', '.join(marks)}"
+
+    @property
+    def _reward_parts(self) -> dict:
+        factor, parts = self._score()
+        return {name: factor * part / len(parts) for name, part in parts.items()}
+
+    def get_reward(self) -> float:
+        return sum(self._reward_parts.values())
+
+    def _check(self) -> bool:
+        factor, parts = self._score()
+        return min(factor, *parts.values()) == 1.0
+
+    def _reply(self, text: str) -> str | None:
+        return None if self._text else "Write with write_paragraph."
+
+    def _expert(self) -> list[dict] | str:
+        """Return the outline, then a text of one sentence per 10 words, then the last word."""
+        if self._text:
+            return "It is finished."
+        count = len(self._acrostic) or sum(self._range) // 20
+        if not self._outlined:
+            return [{"name": "create_outline", "arguments": {"sentences": count}}]
+        rng = self._rng
+        openers, places = rng.sample(OPENERS, count), rng.sample(PLACES, count)
+        if self._acrostic:
+            openers = [next(opener for opener in OPENERS if opener.startswith(letter))
+                       for letter in self._acrostic]
+        if self._rhyme:
+            places = [f"in the {word}" for word in RHYMES[self._rhyme]]
+        form = 2 if self._tense == "past" else int(self._person == "third")
+        others = [noun for noun in NOUNS if noun not in self._words]
+        sentences = []
+        for i, verb in enumerate(rng.sample(VERBS, count)):
+            is_spare = i >= len(self._words) or rng.random() < self._noise
+            noun = others[i] if is_spare else self._words[i]
+            action = f"{SUBJECTS[self._person]} {verb.split('/')[form]} the {noun}"
+            sentences.append(f"{openers[i]} {action} {places[i]}.")
+        return [{"name": "write_paragraph", "arguments": {"text": " ".join(sentences)}}]
+
+    # ------------------------------------------------------------------------------- the tasks
+    @classmethod
+    def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
+        """Return n briefs. A tenth of the choices of words, by hash, is the test split."""
+        rng = random.Random(f"{split} {seed}")
+        level = cls.options["level"]
+        tasks = []
+        while len(tasks) < (n or 10_000):
+            words = sorted(rng.sample(NOUNS, 4))
+            if (zlib.crc32(" ".join(words).encode()) % 10 == 0) == (split == "test"):
+                acrostic = rng.choice(ACROSTICS) if level == 2 else ""
+                sentences = len(acrostic) or rng.randint(4, 6)
+                tasks.append({
+                    "words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,
+                    "person": rng.choice(list(PRONOUNS)), "tense": rng.choice(["past", "present"]),
+                    "acrostic": acrostic, "rhyme": rng.choice(list(RHYMES)) if level == 3 else "",
+                    "level": level})
+        return tasks

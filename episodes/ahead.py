@@ -1,0 +1,66 @@
+"""Episodes of the next step, played by servers while this step's update runs: --rollout_ahead 1."""
+import threading
+import time
+from copy import copy
+from functools import partial
+
+
+class Ahead:
+    """Called with a step's number, it returns the step's episodes and starts those of the next.
+
+    They are played by the weights as they are now, so that the update which uses them finds them
+    one version old. Their log-probabilities are those of the version that sampled. The first step,
+    and that after a resume, is played while the trainer waits.
+    """
+
+    def __init__(self, collect, play, run):
+        """
+        Args:
+            collect: `collect_groups` with tasks and config bound.
+            play: `rollout` with the rest bound; its engine is a `Servers` of llm/vllm.py.
+        """
+        self.collect, self.play, self.run = collect, play, run
+        self.ranks = run.ranks.apart()
+        self.thread = None
+
+    def __call__(self, step: int) -> list:
+        self.run.log(staleness=int(self.thread is not None))
+        if self.thread:
+            self.wait()
+        else:
+            self.play_step(step, self.play, self.run)
+        if self.error:
+            raise self.error
+        episodes = self.episodes
+        if step + 1 < self.run.total:
+            self.start(step + 1)
+        return episodes
+
+    def wait(self):
+        """Wait for the thread. What it would have logged is the trainer's now."""
+        began = time.monotonic()
+        while self.thread.is_alive():
+            self.run.check()
+            self.thread.join(0.1)
+        self.run.log(**self.shadow.line)
+        self.run.watch = self.shadow.watch
+        self.run.rollout_seconds += time.monotonic() - began
+
+    def start(self, step: int):
+        """Play a step's groups in a thread, by the weights as they are now."""
+        servers = self.play.keywords["engine"]
+        servers.policy(self.play.args[0])
+        # The trainer goes on writing into its run, and calls the collectives of its ranks.
+        self.shadow = copy(self.run)
+        self.shadow.line, self.shadow.ranks = {}, self.ranks
+        play = partial(self.play, engine=servers.pinned(), run=self.shadow)
+        self.thread = threading.Thread(target=self.play_step, daemon=True,
+                                       args=(step, play, self.shadow))
+        self.thread.start()
+
+    def play_step(self, step, play, run):
+        self.episodes = self.error = None
+        try:
+            self.episodes = self.collect(play, step=step, run=run)
+        except BaseException as error:  # Stop among them; the trainer raises it
+            self.error = error

@@ -1,0 +1,103 @@
+"""Data sets as a flag names them: files, data sets of the hub, lists of rows, several of them.
+
+    a.jsonl                                     also .csv, .parquet
+    hub:owner/name[@revision][:config][:split]  of the Hugging Face hub; the split is "train"
+    ["What is 2 + 3?", {"prompt": ...}]         the rows themselves, in YAML or JSON
+    a.jsonl,b.csv                               all rows of both
+    a.jsonl=0.7,b.csv=0.3                       rows of both, 7 of the first to 3 of the second
+
+A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
+the others as many as the weights ask for, drawn by the seed.
+"""
+import os
+import re
+from functools import cache
+
+from experiment.data import LISTS, read_rows
+from experiment.errors import UserError
+from experiment.seeds import mix, shuffled
+from experiment.tables import pinned
+
+WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?")
+# A data set may be read once for each split.
+say_once = cache(print)
+
+
+def data_sources(text: str | None) -> list[tuple[str, float | None]]:
+    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
+
+    A list of rows is one source, and so is a file with a comma in its name.
+    """
+    if not text or text.startswith("[") or os.path.exists(text):
+        return [(text, None)] if text else []
+    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
+    return [(match[1], match[2] and float(match[2])) for match in matches]
+
+
+def read_data(data: str, fields: str | None = None, seed: int = 0):
+    """Yield (place, row) of every row of a data set. A place is "FILE:LINE".
+
+    Args:
+        data: what the flag says, see above.
+        fields: what --fields says: "question=problem" makes the column `problem` the `question`.
+        seed: of the rows that a mixture draws.
+
+    Raises UserError.
+    """
+    named, columns = data_sources(data), _columns(fields)
+    weights = [weight for _, weight in named]
+    if set(weights) == {None}:
+        for source, _ in named:
+            yield from _rows(source, columns)
+        return
+    if not all(weights):
+        raise UserError(f"{data}: give every one of them a weight above 0, or none")
+    tables = [list(_rows(source, columns)) for source, _ in named]
+    unit = min(len(rows) / weight for rows, weight in zip(tables, weights))
+    for (source, weight), rows in zip(named, tables):
+        # Without the small number, 0.3 / 0.1 would be 2.
+        drawn = int(unit * weight + 1e-9)
+        say_once(f"{source}: {drawn} of {len(rows)} rows, its share of the mixture")
+        yield from shuffled(rows, mix(seed, source))[:drawn]
+
+
+def _rows(source, columns):
+    """Yield (place, row) of one source, with the names of columns that --fields gives."""
+    name = "the list of rows" if source.startswith("[") else source
+    missing = dict(columns)
+    for line, row in read_rows(source):
+        renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+        kept = {name: value for name, value in row.items() if name not in columns.values()}
+        for ours in renamed:
+            missing.pop(ours, None)
+        yield f"{name}:{line}", {**kept, **renamed}
+    for ours, theirs in missing.items():
+        say_once(f"{name}: no row has a column {theirs!r}: --fields {ours}={theirs} is not used")
+
+
+def _columns(fields):
+    """Return {our name: the name in the data} of --fields."""
+    columns = {}
+    for item in fields.split(",") if fields else ():
+        ours, _, theirs = (side.strip() for side in item.partition("="))
+        if not ours or not theirs or ours in columns:
+            raise UserError(f"--fields {item}: write question=problem,answer=solution: our name of "
+                            "a column, and its name in the data")
+        columns[ours] = theirs
+    return columns
+
+
+def pin_revisions(config):
+    """Write the revision of every data set of the hub into a config, which a resumed run compares.
+
+    So config.yaml repeats a run with the same rows, whatever its authors change afterwards.
+    """
+    for name in LISTS:
+        data = vars(config).get(name) or ""
+        if "hub:" not in data or data.startswith("["):
+            continue
+        texts = []
+        for source, weight in data_sources(data):
+            text = pinned(source) if source.startswith("hub:") else source
+            texts.append(text if weight is None else f"{text}={weight:g}")
+        setattr(config, name, ",".join(texts))

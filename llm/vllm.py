@@ -1,0 +1,344 @@
+"""Episodes that vLLM servers sample: `--sampler http://host:8000[,http://other:8000]`.
+
+A server is vLLM's own, started with the run's base model, or `python agent.py --serve`. It reads
+adapters out of the run's folder, which it must see under the same path.
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 16 \
+        --max-loras 3 --logprobs-mode processed_logprobs --generation-config vllm
+
+`Servers` makes the engines of a run, which have the protocol that llm/engine.py states. A turn is
+one request: token ids in, token ids and their log-probabilities out. Nothing is decoded and encoded
+again. All rows of a group ask one server, whose prefix cache then holds their prompt.
+
+The adapter of each step has a name of its own. vLLM keeps the keys and values of a prompt under the
+adapter's name, and under an old name would use stale ones. Before the first episode
+llm/vllm_proof.py compares the servers' log-probabilities with ours. Answers come in any order, so
+that a run is not repeated bit for bit.
+
+The client is http.client: a turn has no use for more, and `select` tells a slow server from a dead
+one. A server started with VLLM_API_KEY gets the key from the variable of that name here.
+"""
+import functools
+import json
+import os
+import queue
+import secrets
+import select
+import shutil
+import threading
+import time
+from contextlib import closing, nullcontext
+from copy import copy
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+from experiment.errors import UserError, first_line
+from llm.adapter_files import save_model
+from llm.vllm_proof import prove
+from lora import settings
+
+REQUESTS = 128  # of each server, at once
+TRIES = 8  # of a request; the pauses between them add up to half a minute
+CONNECT = 10  # seconds
+PATIENCE = 60  # seconds without an answer, then the server is asked whether it lives
+WAITS = 60  # so many times
+KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
+
+
+class Refused(Exception):
+    """An answer that the same request would get again. `code` is its HTTP status."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+class Lost(Exception):
+    """No answer, half of one, or one without sense: the next try may have more luck."""
+
+
+def ask(url: str, body=None):
+    """Return the answer to a POST of `body`, or to a GET without one. Raises Refused or Lost.
+
+    A server that is silent is waited for as long as its /health answers, at most an hour.
+    """
+    parts = urlsplit(url)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    key = os.environ.get("VLLM_API_KEY", "none")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    try:
+        with closing(kind(parts.netloc, timeout=CONNECT)) as connection:
+            method = "GET" if body is None else "POST"
+            connection.request(method, parts.path, body and json.dumps(body), headers)
+            for wait in range(WAITS):
+                if select.select([connection.sock], [], [], PATIENCE)[0]:
+                    break
+                if wait == WAITS - 1 or parts.path == "/health":
+                    raise Lost(f"no answer in {(wait + 1) * PATIENCE} s")
+                ask(f"{parts.scheme}://{parts.netloc}/health")
+            answer = connection.getresponse()
+            text = answer.read()
+        if answer.status == 200:
+            # Loading an adapter is answered with a sentence.
+            return json.loads(text) if text.startswith(b"{") else text
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
+        raise Lost(f"{type(error).__name__}: {first_line(error)}") from None
+    reason = f"{answer.status}: {first_line(text.decode('utf-8', 'replace'))}"
+    # 408 and 429 say that it has too much to do.
+    if answer.status >= 500 or answer.status in (408, 429):
+        raise Lost(reason)
+    raise Refused(answer.status, reason)
+
+
+def persist(act, tries: int):
+    """Return act(), called again after a pause where it raises Lost, so many times in all."""
+    for attempt in range(tries - 1):
+        try:
+            return act()
+        except Lost:
+            time.sleep(2 ** attempt / 4)
+    return act()
+
+
+class Servers:
+    """The servers of a run, and the adapter that they play. Called, it returns an engine.
+
+    Attributes:
+        urls: of all servers; `living` are those that answered when they were last asked.
+        name: of the adapter that is played.
+        names: of all adapters that are loaded, the newest last.
+    """
+
+    def __init__(self, addresses: str, run):
+        """Ask every server what it plays. Raises UserError if one does not answer."""
+        self.run = run
+        self.urls = self.living = [url.strip().rstrip("/") for url in addresses.split(",")]
+        self.folder = run.folder / "sampler"
+        self.context = min(run.ranks.first(lambda: list(map(context_of, self.urls))))
+        # A server may know the names of an earlier run.
+        self.prefix = run.ranks.gather(secrets.token_hex(4))[0]
+        self.step = self.name = None
+        self.names = []
+        self.is_pinned = self.is_proved = False
+        self.jobs = queue.SimpleQueue()
+        for _ in range(REQUESTS * len(self.urls)):
+            threading.Thread(target=self.work, daemon=True).start()
+
+    def __call__(self, model, *, tokens, slots, **sampling):
+        """Return an engine that plays the adapter which was loaded last."""
+        if tokens > self.context:
+            raise UserError(f"--max_tokens {tokens}: the server's context has {self.context}; "
+                            f"start it with --max-model-len {tokens}, or give fewer")
+        return ServerEngine(self, model, **sampling)
+
+    # --------------------------------------------------------------------------------- the adapter
+    def policy(self, model):
+        """Let all servers load the model's adapter. Returns the context in which it is played.
+
+        All ranks call it, and rank 0 tells the servers. Weights change once a step, and so does the
+        name.
+        """
+        if not settings(model):
+            raise UserError("--sampler: servers are told a new adapter each step; all weights are "
+                            "a thousand times as many bytes, so train an adapter: --lora_r 16")
+        self.vocabulary = model.config.get_text_config().vocab_size
+        if not self.is_pinned and self.step != self.run.step:
+            self.step = self.run.step
+            self.name = f"{self.prefix}-step-{self.step:06d}"
+            self.run.ranks.first(lambda: self.publish(model, self.name))
+        return nullcontext()
+
+    def pinned(self):
+        """Return the same servers, which stay with the adapter that they play now."""
+        servers = copy(self)
+        servers.is_pinned = True
+        return servers
+
+    def publish(self, model, name: str):
+        """Write the model's adapter, let the servers load it, and unload old ones."""
+        if not self.names:
+            # What a run left here that was killed.
+            shutil.rmtree(self.folder, ignore_errors=True)
+        save_model(model, self.folder / name)
+        self.names.append(name)
+        errors = self.everywhere(self.bring, name)
+        self.living = [url for url, error in zip(self.urls, errors) if error is None]
+        for error in errors:
+            if isinstance(error, UserError) or not self.living:
+                raise UserError(str(error))
+        for old in self.names[:-KEPT]:
+            self.retire(old)
+
+    def retire(self, name: str):
+        """Let the servers unload an adapter, and remove its folder."""
+        self.everywhere(self.tell, "unload", name)
+        shutil.rmtree(self.folder / name)
+        self.names.remove(name)
+
+    def bring(self, url: str, name: str):
+        """Let a server load an adapter. Raises Lost, or UserError if it refuses."""
+        try:
+            persist(lambda: self.tell(url, "load", name), TRIES if url in self.living else 1)
+        except Lost as error:
+            raise Lost(f"--sampler {url}: no server answers there ({error})") from None
+        except Refused as error:
+            if "already" in str(error):
+                return
+            hint = "is --max-lora-rank too low, or can the server not see this folder?"
+            if error.code == 404:
+                hint = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
+            raise UserError(f"--sampler {url}: does not load {self.folder / name} "
+                            f"({error}); {hint}") from None
+
+    def tell(self, url: str, verb: str, name: str):
+        """Send one of the two requests about adapters."""
+        body = {"lora_name": name, "lora_path": str(self.folder / name)}
+        ask(f"{url}/v1/{verb}_lora_adapter", body)
+
+    # ------------------------------------------------------------------------------------ requests
+    def start(self, answers, key, act, *arguments):
+        """Let a thread call act(*arguments), and put (key, its result or its error) in answers."""
+        self.jobs.put((answers, key, act, arguments))
+
+    def work(self):
+        while True:
+            answers, key, act, arguments = self.jobs.get()
+            try:
+                answers.put((key, act(*arguments)))
+            except BaseException as error:
+                answers.put((key, error))
+
+    def everywhere(self, act, *arguments) -> list:
+        """Return what act(url, *arguments) returns or raises for every server. Signals leave."""
+        answers = queue.SimpleQueue()
+        for url in self.urls:
+            self.start(answers, url, act, url, *arguments)
+        results = {}
+        while len(results) < len(self.urls):
+            self.run.check()
+            try:
+                url, results[url] = answers.get(timeout=0.1)
+            except queue.Empty:
+                continue
+        return [results[url] for url in self.urls]
+
+    def complete(self, body: dict, number: int):
+        """Return the ids and logprobs of one turn, by the server of this number or by another."""
+        try:
+            return persist(lambda: self.complete_once(body, number), TRIES)
+        except (Lost, Refused) as error:
+            urls = ",".join(self.urls)
+            raise UserError(f"--sampler {urls}: no usable answer ({error})") from None
+
+    def complete_once(self, body, number):
+        living = self.living
+        url = living[number % len(living)]
+        try:
+            return self.turn(url, body)
+        except Lost:
+            # The others take its rows until the next adapter. If there are none, all are asked.
+            self.living = [other for other in living if other != url] or self.urls
+            raise
+        except Refused as error:
+            if error.code != 404:
+                raise
+            # The server was started again, and has forgotten its adapters.
+            self.bring(url, body["model"])
+            return self.turn(url, body)
+
+    def turn(self, url: str, body: dict):
+        """Ask a server for one turn. Returns its ids and logprobs. Raises Refused or Lost."""
+        answer = ask(f"{url}/v1/completions", body)
+        try:
+            choice = answer["choices"][0]
+            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            is_sound = 0 < len(ids) == len(logprobs) <= body["max_tokens"] and all(
+                type(i) is int and 0 <= i < self.vocabulary and -9999 < logprob < 1e-3
+                for i, logprob in zip(ids, logprobs))
+        except (KeyError, IndexError, TypeError):
+            is_sound = False
+        if not is_sound:
+            raise Lost("the answer holds no token ids with their log-probabilities")
+        if len(ids) < body["max_tokens"] and ids[-1] not in body["stop_token_ids"]:
+            raise Lost(f"the turn ends with token {ids[-1]}, which ends no turn here")
+        return ids, logprobs
+
+
+# One for all rollouts and evaluations of a run.
+servers_of = functools.cache(Servers)
+
+
+def context_of(url: str) -> int:
+    """Return how many tokens an episode may have at this server, or raise UserError."""
+    try:
+        models = ask(f"{url}/v1/models")["data"]
+        return next(model["max_model_len"] for model in models if not model.get("parent"))
+    except Exception as error:
+        raise UserError(
+            f"--sampler {url}: no vLLM server answers there ({first_line(error)})") from None
+
+
+class ServerEngine:
+    """An engine (the protocol is in llm/engine.py) whose turns are requests to the servers."""
+
+    def __init__(self, servers: Servers, model, *, stop_ids, temperature, top_k=0, top_p=1.0):
+        self.servers, self.model = servers, model
+        self.body = {
+            "model": servers.name, "stop_token_ids": sorted(stop_ids), "logprobs": 0,
+            "return_token_ids": True, "temperature": temperature, "top_p": top_p,
+            "top_k": top_k or -1, "min_p": 0, "repetition_penalty": 1}
+        self.ids = {}  # row -> all of its ids
+        self.server = {}  # group -> the number of its server
+        self.asked = 0  # requests without an answer
+        self.answers = queue.SimpleQueue()  # (row, its turn or an error)
+
+    @property
+    def busy(self) -> bool:
+        return self.asked > 0
+
+    @property
+    def clock(self) -> int:
+        """Steps of 10 ms: here no row waits for another, and results are due when they are."""
+        return int(time.monotonic() * 100)
+
+    def add(self, rows):
+        if not self.servers.is_proved and self.servers.run.ranks.rank == 0:
+            prompts = list({row.group: row.pending for row in rows}.values())
+            prove(self.servers, self.model, prompts, self.body)
+        self.servers.is_proved = True
+        for row in rows:
+            self.ids[row] = list(row.pending)
+            self.server.setdefault(row.group, len(self.server))
+            self.start(row)
+
+    def extend(self, row, ids, limit):
+        self.ids[row] += ids
+        row.limit = limit
+        self.start(row)
+
+    def release(self, row):
+        del self.ids[row]
+
+    def start(self, row):
+        """Ask for the row's next turn. What is drawn follows from its ids and its seed."""
+        ids = list(self.ids[row])
+        seed = (row.seed + len(ids)) % 2**31
+        body = {**self.body, "prompt": ids, "max_tokens": row.limit, "seed": seed}
+        self.asked += 1
+        self.servers.start(self.answers, row, self.servers.complete, body, self.server[row.group])
+
+    def step(self):
+        """Return the rows whose turn has ended, perhaps none: signals are looked at in between."""
+        rows = []
+        while self.asked and not (rows and self.answers.empty()):
+            try:
+                row, turn = self.answers.get(timeout=0.1)
+            except queue.Empty:
+                break
+            self.asked -= 1
+            if isinstance(turn, BaseException):
+                raise turn
+            row.turn, row.logprobs = turn
+            self.ids[row] += row.turn
+            rows.append(row)
+        return rows

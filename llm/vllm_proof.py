@@ -1,0 +1,117 @@
+"""The proof that vLLM servers play the policy which is trained here, before the first episode."""
+from contextlib import contextmanager
+
+import torch
+
+from experiment.errors import UserError
+from llm.logprobs import token_logprobs
+from lora import adapter_tensors, merged, reference
+
+PROMPTS = 4
+TOKENS = 16  # sampled after each of them
+# Nats, the mean of |difference| over sampled tokens. bfloat16 on two machines differs by 0.03 to
+# 0.05; another base or an adapter that is not applied by whole nats.
+TOLERANCE = 0.25
+CHANGE = 4 * TOLERANCE  # what the random adapter shall change
+# std of what is added to B, doubled until it changes so much. An untrained model's probabilities
+# hardly depend on its weights, so there is a largest one; the tolerance is then a quarter of less.
+NOISE = 0.01, 0.02, 0.04, 0.08, 0.16, 0.32
+
+
+def prove(servers, model, prompts, sampling):
+    """Raise UserError unless all servers play the model's policy. Prints by how much they differ.
+
+    Log-probabilities of sampled turns are compared with ours: of the adapter as it is, and of one
+    whose B is random. So an adapter that a server leaves out is found before it has learned
+    anything.
+
+    Args:
+        servers: the `Servers`, which play the adapter as it is.
+        prompts: lists of ids. sampling: the body of a request but for its prompt.
+    """
+    model.eval()
+    temperature = sampling["temperature"]
+    turns = sample(servers, prompts, {**sampling, "model": servers.name})
+    gaps = [check(model, turns, temperature, TOLERANCE)]
+    with random_adapter(model, turns[servers.urls[0]], temperature) as change:
+        name = f"{servers.prefix}-proof"
+        servers.publish(model, name)
+        turns = sample(servers, prompts, {**sampling, "model": name})
+        gaps.append(check(model, turns, temperature, min(TOLERANCE, change / 4)))
+    servers.retire(name)
+    print(f"sampler: its log-probabilities differ from ours by {gaps[0]:.2g} nats, with a random "
+          f"adapter by {gaps[1]:.2g}")
+
+
+def sample(servers, prompts, body) -> dict:
+    """Return {url: its turns}. A turn is its prompt, the sampled ids and their logprobs."""
+    def ask_for_turns(url):
+        bodies = [{**body, "prompt": prompt, "max_tokens": TOKENS, "seed": 0}
+                  for prompt in prompts[:PROMPTS]]
+        return [(body["prompt"], *servers.turn(url, body)) for body in bodies]
+    turns = {}
+    for url, result in zip(servers.urls, servers.everywhere(ask_for_turns)):
+        if isinstance(result, Exception):
+            raise UserError(f"--sampler {url}: no usable answer ({result})")
+        turns[url] = result
+    return turns
+
+
+def check(model, turns: dict, temperature: float, tolerance: float) -> float:
+    """Return the difference of the worst server, or raise UserError which says what it plays."""
+    worst = 0.0
+    for url, its_turns in turns.items():
+        gap = difference(model, its_turns, temperature)
+        worst = max(worst, gap)
+        if gap < tolerance:
+            continue
+        plays = "another model than --model_path, or the same one in another form (4-bit)"
+        with reference(model, None):
+            if difference(model, its_turns, temperature) < tolerance:
+                plays = "the model without its adapter"
+        if difference(model, its_turns, 1.0) < tolerance:
+            plays = "the model, but says raw log-probabilities; start it with --logprobs-mode " \
+                    "processed_logprobs"
+        raise UserError(f"--sampler {url}: it plays {plays}: log-probabilities differ by "
+                        f"{gap:.2g} nats from ours, where bfloat16 explains 0.05")
+    return worst
+
+
+def difference(model, turns, temperature: float) -> float:
+    """Return the mean of |theirs - ours| over all tokens of the turns, in nats."""
+    theirs = torch.cat([torch.tensor(logprobs) for _, _, logprobs in turns])
+    return (our_logprobs(model, turns, temperature) - theirs).abs().mean().item()
+
+
+@torch.no_grad()
+def our_logprobs(model, turns, temperature: float):
+    """Return the model's log-probabilities of the sampled tokens of all turns, (n,)."""
+    logprobs = []
+    with merged(model, update=True):
+        for prompt, ids, _ in turns:
+            tokens = torch.tensor([prompt + ids], device=model.device)  # (1, T)
+            mask = torch.ones_like(tokens)
+            mask[:, :len(prompt)] = 0
+            ours, _ = token_logprobs(model, tokens, mask, temperature)
+            logprobs.append(ours[0, len(prompt):].cpu())
+    return torch.cat(logprobs)
+
+
+@contextmanager
+def random_adapter(model, turns, temperature: float):
+    """Inside the block B is random. Yields by how many nats our logprobs of these turns change."""
+    exact = {name: p.detach().clone() for name, p in adapter_tensors(model).items()}
+    before = our_logprobs(model, turns, temperature)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for std in NOISE:
+            for name, p in adapter_tensors(model).items():
+                if "lora_B" in name:
+                    p.data += std * torch.randn(p.shape, generator=generator).to(p)
+            change = (our_logprobs(model, turns, temperature) - before).abs().mean().item()
+            if change > CHANGE:
+                break
+        yield change
+    finally:
+        for name, p in adapter_tensors(model).items():
+            p.data.copy_(exact[name])

@@ -1,0 +1,304 @@
+"""envs/check.py: every registered environment conforms, and every way not to is told."""
+import json
+import sys
+import time
+
+import pytest
+
+import envs
+from envs import check
+from envs.check import Conformance, command
+from envs.play import Config, Setup, run
+
+# Nobody can tell more than 83 % of the meetings: the outcome is drawn.
+EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
+SPEED = "10,000 tasks a second"
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(check, "EPISODES", 40)
+    monkeypatch.setattr(check, "REPLAYED", 4)
+    monkeypatch.setattr(check, "TRAINING", 200)
+
+
+def verdicts(env, **flags):
+    setup = Setup(Config(env=env, **flags))
+    with setup.watch:
+        rows = list(Conformance(setup).verdicts())
+    return {name: verdict for name, verdict, _ in rows}, {name: reason for name, _, reason in rows}
+
+
+def those(told, verdict):
+    return {name for name, said in told.items() if said == verdict}
+
+
+@pytest.mark.parametrize("name", envs.ENVS)
+def test_every_environment_of_ours_conforms(name, monkeypatch, tmp_path):
+    if name == "gsm8k":  # the official files are downloaded; these are like them
+        folder = tmp_path / "agentic-rl" / "gsm8k"
+        folder.mkdir(parents=True)
+        for split, first in (("train", 2), ("test", 300)):
+            rows = [{"question": f"Ann has {a} bags of 7 nuts and eats 5. How many are left?", "answer": f"7*{a} = <<7*{a}={7 * a}>>{7 * a}. {7 * a}-5 = <<{7 * a}-5={7 * a - 5}>>{7 * a - 5}.\n#### {7 * a - 5}"}
+                    for a in range(first, first + 250)]
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told, reasons = verdicts(name)
+    assert those(told, "FAIL") == EXCEPTIONS.get(name, set()), reasons
+    assert those(told, "note") <= {SPEED} and not those(told, "-"), reasons
+
+
+# ------------------------------------------------------------------------------------------------------- ways not to conform
+class Sums:
+    """It conforms: the sum of two numbers, one of which a tool tells. The classes below break one thing each."""
+    max_turns = 4
+
+    def reset(self, a: int, b: int, **_):
+        self.a, self.b, self.reward, self.done, self.looked = a, b, 0.0, False, False
+        return f"{a} plus what I think?"
+
+    def look(self) -> str:
+        """Tell the second number."""
+        self.looked = True
+        return f"it is {self.b}"
+
+    def answer(self, text: str) -> str:
+        """Answer.
+
+        Args:
+            text: the sum
+        """
+        self.done = True
+        self.reward = float(text == str(self.a + self.b))
+        return "thanks"
+
+    def get_reward(self):
+        return self.reward
+
+    def _expert(self):
+        if self.done:
+            return []
+        return [{"name": "answer", "arguments": {"text": str(self.a + self.b)}}] if self.looked else [{"name": "look", "arguments": {}}]
+
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{"a": 1000 + 2 * ((i + seed) % 300) + (split == "test"), "b": i} for i in range(n)]
+
+
+class Luck(Sums):
+    def reset(self, **task):
+        return f"{super().reset(**task)} {time.perf_counter_ns()}"
+
+
+class Remembers(Sums):
+    """reset() forgets to renew something."""
+    looks = 0
+
+    def look(self) -> str:
+        """Tell the second number."""
+        self.looks += 1
+        return f"{super().look()}, look {self.looks}"
+
+
+class Shares(Sums):
+    """Something is kept in the class."""
+    last = []
+
+    def reset(self, a: int, b: int, **_):
+        self.last[:] = [b]
+        return super().reset(a, b)
+
+    def look(self) -> str:
+        """Tell the second number."""
+        self.looked = True
+        return f"it is {self.last[0]}"
+
+
+class NoDocstring(Sums):
+    def look(self, twice) -> str:
+        self.looked = True
+        return str(self.b)
+
+
+class Raises(Sums):
+    def reset(self, **_):
+        raise RuntimeError("no licence")
+
+
+class Leaks(Sums):
+    @staticmethod
+    def _tasks(split, n, seed):
+        return Sums._tasks("train", n, seed)
+
+
+class AsksAlike(Sums):
+    """The rows differ, and the questions do not."""
+
+    def reset(self, a: int, b: int, row=0, **_):
+        return super().reset(a // 2 * 2, b)
+
+
+class NewTasks(Sums):
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{**row, "b": time.perf_counter_ns()} for row in Sums._tasks(split, n, seed)]
+
+
+class Slow(Sums):
+    @staticmethod
+    def _tasks(split, n, seed):
+        time.sleep(n / 9_000)
+        return Sums._tasks(split, n, seed)
+
+
+class BadExpert(Sums):
+    def _expert(self):
+        return [] if self.done else [{"name": "answer", "arguments": {"text": str(self.a)}}]
+
+
+class PaysForNothing(Sums):
+    """Each call costs something, and so doing nothing is best."""
+
+    def look(self) -> str:
+        """Tell the second number."""
+        self.reward -= 1.0
+        return super().look()
+
+    def get_reward(self):
+        return self.reward - 1.0 * self.looked
+
+
+class Parrot(Sums):
+    """Paid is an answer that holds the number somewhere: the question does not, the tool's output does."""
+
+    def reset(self, a: int, b: int, **_):
+        super().reset(a, b)
+        return "Which number?"
+
+    def answer(self, text: str) -> str:
+        """Answer.
+
+        Args:
+            text: the number
+        """
+        self.done, self.reward = True, float(f"{self.b}" in text.split())
+        return "thanks"
+
+    def _expert(self):
+        return [{"name": "answer", "arguments": {"text": str(self.b)}}] if self.looked else [{"name": "look", "arguments": {}}]
+
+
+class Guessable(Sums):
+    """The answer is always the same."""
+
+    def answer(self, text: str) -> str:
+        """Answer.
+
+        Args:
+            text: yes
+        """
+        self.done, self.reward = True, float(text == "yes")
+        return "thanks"
+
+    def _expert(self):
+        return [{"name": "answer", "arguments": {"text": "yes"}}]
+
+
+class Echo(Sums):
+    """Any text that holds the question is paid."""
+
+    def _reply(self, text):
+        self.done, self.reward = True, float(str(self.a) in text)
+
+    def _expert(self):
+        return f"{self.a}"
+
+
+class Lottery(Sums):
+    def answer(self, text: str) -> str:
+        """Answer.
+
+        Args:
+            text: anything
+        """
+        self.done, self.reward = True, 1.0
+        return "thanks"
+
+
+SAME, SHARED, RANDOM = "the same task is the same episode", "episodes share no state", "random calls solve 30 % or less"
+SPLIT, SEED, EXPERT = "train and test tasks are disjoint", "the same seed gives the same tasks", "the expert solves 95 % or more"
+NOTHING, REPEAT = "doing nothing pays less", "repeating the question pays less"
+ONCE, COPY = "answering at once pays less", "copying tool output pays less"
+
+
+def test_a_good_one_conforms():
+    told, reasons = verdicts(f"{__name__}:Sums")
+    assert set(told.values()) == {"pass"} and len(told) == 13, reasons
+    assert reasons["valid tool schemas"] == "answer, look" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
+
+
+@pytest.mark.parametrize("cls, failed", [
+    (Luck, {SAME, SHARED}), (Remembers, {SHARED}), (Shares, {SHARED}), (Leaks, {SPLIT}), (NewTasks, {SEED}), (BadExpert, {EXPERT}),
+    (PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (Guessable, {ONCE}), (Echo, {REPEAT}), (Lottery, {RANDOM, ONCE, COPY}), (AsksAlike, set()), (Slow, set())])
+def test_what_is_broken_fails(cls, failed):
+    told, reasons = verdicts(f"{__name__}:{cls.__name__}")
+    assert those(told, "FAIL") == failed, reasons
+    assert those(told, "note") == {AsksAlike: {SPLIT}, Slow: {SPEED}}.get(cls, set()), reasons
+
+
+def test_output_that_is_copied_whole_may_not_be_paid():
+    told, reasons = verdicts(f"{__name__}:Parrot")
+    honest, copied = (float(x) for x in (reasons[COPY].split("expert's ")[1].split(";")[0], reasons[COPY].split()[2].strip(",")))
+    assert honest == 1 and copied > 0.3 and told[RANDOM] == "pass", reasons  # half of its first calls look
+
+
+def test_faults_and_bad_schemas_are_told_in_a_line():
+    for name, says in (("Raises", "reset() on task"), ("NoDocstring", "tool look: ")):
+        told, reasons = verdicts(f"{__name__}:{name}")
+        assert told[SAME] == "FAIL" and says in reasons[SAME] and "\n" not in reasons[SAME]
+    assert told["valid tool schemas"] == "FAIL"
+
+
+STRANGER = """
+class Counter:
+    def reset(self, **kwargs):
+        self.n = 0
+
+    def up(self, by: list[int], how: dict, exact: bool, x: float, again: int | str = 1) -> int:
+        '''Count.
+
+        Args:
+            by: numbers
+            how: how
+            exact: whether
+            x: a number
+            again: how often
+        '''
+        self.n += sum(by) + len(how) + 0 * x * exact
+        return self.n
+
+    system_prompt = "Count to 10,000."
+
+    def get_reward(self):
+        return float(self.n == 10_000)
+"""
+
+
+def test_of_a_strangers_class_what_can_be_checked_is_checked(tmp_path):
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    told, reasons = verdicts(f"{tmp_path / 'stranger.py'}:Counter")
+    assert those(told, "pass") == {"valid tool schemas", SAME, SHARED, RANDOM} and len(those(told, "-")) == 9, reasons
+    assert reasons[SPLIT] == "no tasks of its own: not checked" and reasons[COPY] == "no expert: not checked"
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"start": i}) + "\n" for i in range(60)))
+    assert verdicts(f"{tmp_path / 'stranger.py'}:Counter", tasks=str(path))[0] == told
+
+
+@pytest.mark.parametrize("name, status, says", [("Sums", 0, "pass  the expert solves 95 % or more      solves 100%"), ("Leaks", 1, "FAIL  train and test tasks are disjoint"),
+                                                ("Nothing", 2, "check: environment")])
+def test_the_command(name, status, says, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["check", f"{__name__}:{name}"])
+    with pytest.raises(SystemExit) as ended:
+        run(command, "")
+    out, err = capsys.readouterr()
+    assert ended.value.code == status and says in out + err and len(out.splitlines()) == (0 if status == 2 else 13 + (status == 1))

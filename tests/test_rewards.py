@@ -1,0 +1,279 @@
+"""envs/rewards.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import agent
+import grpo
+import envs
+from agent import Limits, Trajectory, rollout
+from envs import rewards
+from episodes.tasks import load_tasks
+from experiment import summarise
+from experiment.command_line import parse
+from experiment.errors import UserError
+from llm.tiny import make_tiny
+
+MODEL, TOKENIZER = make_tiny()
+MODEL.eval()
+LIMITS = Limits(max_new_tokens=10, max_tokens=100)
+
+
+def said(*texts, mask=None, **info):
+    """An episode whose assistant turns are texts or lists of calls, each of which has a result."""
+    messages = [{"role": "user", "content": "?"}]
+    for text in texts:
+        calls = text if isinstance(text, list) else []
+        messages.append({"role": "assistant", "content": "" if calls else text, **({"tool_calls": calls} if calls else {})})
+        messages += [{"role": "tool", "name": call["name"], "content": "ok", "reward": 0.0} for call in calls]
+    mask = mask or [0] + [1, 0] * len(texts)
+    counts = {"tool_calls": 0, "tool_errors": 0, "unreadable_calls": 0, "parsed_turns": len(texts), "success": False, "task": {}}
+    return Trajectory([5] * len(mask), mask, [0.0] * len(mask), [0.0] * len(texts), messages=messages, stop_reason="done", group_id="3-0", info={**counts, **info})
+
+
+def loaded(text):
+    return rewards.load(SimpleNamespace(rewards=text, env="equations", max_turns=None, max_new_tokens=10, max_tokens=100))
+
+
+def call(name, **arguments):
+    return {"name": name, "arguments": arguments}
+
+
+# --------------------------------------------------------------------------------------- built in, by hand
+@pytest.mark.parametrize("text, answer", [
+    ("It is 7.", "It is 7."), ("so #### 7", " 7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    ([call("look", at="a", by="b"), call("submit", value=7)], "7"), ([call("done")], ""), ("", "")])
+def test_the_final_answer(text, answer):
+    assert rewards.answer_of(said("<answer>0</answer>", text)) == answer
+
+
+@pytest.mark.parametrize("text, task, value", [
+    ("The  Eiffel Tower!", {"answer": "eiffel tower"}, 1.0), ("Eiffel", {"answer": "eiffel tower"}, 0.0), ("#### 72", {"answer": "48 + 24 = 72\n#### 72"}, 1.0),
+    ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0)])
+def test_exact_match(text, task, value):
+    assert rewards.exact(said(text, task=task)) == value
+
+
+def test_format_is_all_or_nothing():
+    assert rewards.well_formed(said("a", "b", parsed_turns=2)) == 1.0 and rewards.well_formed(said("a", "b", parsed_turns=1)) == 0.0
+
+
+@pytest.mark.parametrize("success, calls, unreadable, errors, value", [
+    (True, 1, 0, 0, 1.0), (True, 2, 0, 1, 1.0), (True, 1, 0, 1, 0.0), (True, 0, 1, 1, 0.0), (True, 0, 0, 0, 0.0), (False, 1, 0, 0, 0.0)])
+def test_a_tool_counts_where_it_worked_and_the_task_is_solved(success, calls, unreadable, errors, value):
+    assert rewards.tool_used(said("a", success=success, tool_calls=calls, unreadable_calls=unreadable, tool_errors=errors)) == value
+
+
+@pytest.mark.parametrize("tokens, value", [(1, 0.0), (8, 0.0), (9, -0.5), (10, -1.0), (13, -1.0)])
+def test_soft_overlong_punishment(tokens, value):
+    """L_max 10, L_cache 2: nothing up to 8 tokens, then (8 - |y|) / 2, and -1 beyond 10 (DAPO eq. 13)."""
+    t = said("a", "b", mask=[0, 0, 1, 0] + [1] * tokens)
+    assert rewards.length(t, LIMITS) == pytest.approx([0.0, value])
+
+
+def test_the_budget_of_a_turn_is_also_what_the_episode_leaves():
+    """94 tokens precede it: L_max is 100 - 95 = 5, L_cache 1. Five tokens are cut by the episode's limit."""
+    assert rewards.length(said("a", mask=[0] * 95 + [1] * 5), LIMITS) == pytest.approx([-1.0])
+    assert rewards.length(said("a", mask=[0] * 95 + [1] * 4), LIMITS) == pytest.approx([0.0])
+
+
+@pytest.mark.parametrize("texts, value", [
+    (["a b"], 0.0), (["a b c d"], 0.0), (["a b a b a b"], -0.5),  # aba bab aba bab: 2 of 4
+    (["I will look", "i will LOOK"], -0.5), ([[call("add", n=1)], [call("add", n=1)]], 0.0)])
+def test_repetition(texts, value):
+    assert rewards.repetition(said(*texts)) == value
+
+
+@pytest.mark.parametrize("text, answer, value", [
+    (r"so \boxed{\frac{1}{2}}", "1/2", 1.0), ("it is $0.5$", r"\frac{1}{2}", 1.0), (r"\boxed{x=3}", "3", 1.0), (r"\boxed{4}", "3", 0.0), ("nothing", "3", 0.0),
+    ([call("submit", value="2/4")], "0.5", 1.0), ("3", None, None)])
+def test_math_verify(text, answer, value):
+    pytest.importorskip("math_verify")
+    assert rewards.math_verify(said(text, task={"answer": answer})) == value
+
+
+def test_math_verify_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match="--rewards math_verify: pip install math-verify"):
+        rewards.math_verify(said("3", task={"answer": "3"}))
+
+
+# ------------------------------------------------------------------------------------------ what --rewards says
+FUNCTIONS = '''
+from dataclasses import dataclass
+
+def half(episode):
+    return 0.5
+
+def by_turn(episode):
+    return [float(k) for k in range(len(episode.rewards))]
+
+def allowed(episode):
+    return "no" not in episode.messages[-1]["content"]
+
+def of_logprobs(episode):
+    return sum(episode.logprobs) / sum(episode.loss_mask)
+
+def unscored(episode):
+    return None
+
+def raises(episode):
+    return {}["missing"]
+
+def nan(episode):
+    return float("nan")
+
+def short(episode):
+    return [1.0]
+
+def text(episode):
+    return "much"
+
+async def slow(completions, **kwargs):
+    return [2.0 for _ in completions]
+
+def few(completions, **kwargs):
+    return [1.0]
+'''
+
+
+@pytest.fixture
+def functions(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
+@pytest.mark.parametrize("said_, told", [
+    ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: exact, format, tool_used, length, repetition, math_verify, environment, or give path/to/file.py:function"),
+    ("exact=much", "--rewards exact=much: the weight is a number, or veto"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
+    ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name"), ("exact=inf", "--rewards exact=inf"), ("environment=veto", "the weight is a number, or veto for a function")])
+def test_a_wrong_name_or_weight_is_told_in_a_line(said_, told, functions):
+    with pytest.raises(UserError, match=told):
+        loaded(said_.replace("FILE", functions))
+
+
+def paid(text, episode, total=0.0, parts=None, pays=True):
+    """Pay one episode whose environment paid `total` in its last turn."""
+    episode.rewards[-1], episode.reward, episode.reward_parts = total, total, dict(parts or {})
+    session = SimpleNamespace(pays=pays, env=object())
+    loaded(text).pay([agent_episode(episode, session)])
+    return episode
+
+
+def agent_episode(t, session):
+    out = agent.Episode.__new__(agent.Episode)
+    out.trajectory, out.session = t, session
+    return out
+
+
+def test_weights_names_turns_and_what_is_not_scored(functions):
+    """2 x 0.5 and 0.1 x (0, 1) on top of 3 in the last turn."""
+    t = paid(f"{functions}:half=2, {functions}:by_turn=0.1,{functions}:unscored", said("a", "b"), total=3.0, parts={"old": 1.0})
+    assert t.rewards == pytest.approx([0.0, 4.1]) and t.reward == pytest.approx(4.1)
+    assert t.reward_parts == {"old": 1.0, "environment": 3.0, "half": 0.5, "by_turn": 1.0}
+    other = paid("exact", said("x", task={"answer": "x"}))
+    assert summarise([t, other])["reward/half"] == 0.5 and summarise([t, other])["reward/exact"] == 1.0  # means over those that have them
+
+
+def test_the_environment_may_weigh_nothing_or_less(functions):
+    assert paid(f"{functions}:half,environment=0", said("a"), total=3.0).rewards == [0.5]
+    assert paid("environment=0.5", said("a"), total=3.0).reward == 1.5
+
+
+@pytest.mark.parametrize("text, total, reward", [("yes", 2.0, 2.5), ("no", 2.0, 0.0), ("no", -2.0, -1.5)])
+def test_a_veto_takes_what_is_positive(functions, text, total, reward):
+    t = paid(f"{functions}:allowed=veto,{functions}:half", said(text), total=total)
+    assert t.reward == reward and t.reward_parts["allowed"] == float(text == "yes")
+
+
+def test_success_is_a_reward_where_nothing_else_says_it(functions):
+    assert paid(f"{functions}:half", said("a"), pays=False).info["success"] is True
+    assert not paid(f"{functions}:half", said("a")).info["success"]
+    assert "environment" not in paid(f"{functions}:half", said("a"), pays=False).reward_parts
+
+
+@pytest.mark.parametrize("name, told", [
+    ("raises", r"--rewards raises raised KeyError: 'missing' \(.*mine.py:20\)"), ("short", r"--rewards short returned \[1.0\]; a reward is .* each of the 2 assistant turns"),
+    ("text", "--rewards text returned 'much'; a reward is a number"), ("few", "--rewards few returned 1 rewards for 2 completions")])
+def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
+    with pytest.raises(UserError, match=told):
+        episodes = [agent_episode(said("a", "b"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]
+        loaded(f"{functions}:{name}").pay(episodes)
+
+
+def test_a_reward_that_is_not_finite_skips_the_step_and_is_told(functions):
+    t = paid(f"{functions}:nan", said("a", task={"n": 3}))
+    assert math.isnan(t.reward) and "--rewards nan is nan on task {'n': 3}" in t.info["not_finite"]
+
+
+# ---------------------------------------------------------------------------------------- TRL's signature
+def test_trls_functions_get_trls_arguments():
+    """Messages, ids of the completion, columns, environments, and what TRL 1.16 adds."""
+    seen = {}
+
+    def function(prompts, completions, completion_ids, environments, number, trainer_state, log_metric, log_extra, **kwargs):
+        seen.update(locals())
+        log_metric("accuracy", 0.25)
+        log_extra("note", ["first", "second"])
+        return [1.0, None]
+    one = said([call("add", n=1)], "done", mask=[0, 0, 1, 0, 1], task={"number": 7, "prompt": [{"role": "user", "content": "?"}]})
+    two = said("four", task={"number": 8})
+    session = SimpleNamespace(pays=False, env="the instance")
+    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 2.0}).pay([agent_episode(t, session) for t in (one, two)])
+    assert (one.reward, two.reward) == (2.0, 0.0) and one.reward_parts == {"accuracy": 0.25, "function": 1.0} and two.reward_parts == {"accuracy": 0.25}
+    assert seen["prompts"] == [[{"role": "user", "content": "?"}]] * 2 and seen["number"] == [7, 8] and seen["environments"] == ["the instance"] * 2
+    assert seen["completions"][0][0]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}]
+    assert [m["role"] for m in seen["completions"][0]] == ["assistant", "tool", "assistant"] and [len(ids) for ids in seen["completion_ids"]] == [3, 2]
+    assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and set(seen["kwargs"]) == set()
+
+
+def test_an_async_function_is_awaited(functions):
+    assert paid(f"{functions}:slow=0.5", said("a")).reward == 1.0
+
+
+def test_text_prompts_make_text_completions():
+    seen = []
+
+    def function(prompts, completions, **kwargs):
+        seen.extend([prompts, completions])
+        return [0.0]
+    t = said("four", task={"prompt": "2 + 2?"})
+    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0}).pay([agent_episode(t, SimpleNamespace(pays=False, env=None))])
+    assert seen == [["2 + 2?"], ["four"]]
+
+
+@pytest.mark.parametrize("text, value", [("<think>\nhm\n</think>\nfour", 1.0), ("four", 0.0)])
+def test_trls_own_functions_work_unchanged(text, value):
+    """Its format reward, and its repetition penalty's neighbour, DAPO's overlong punishment, which ours must equal in one turn."""
+    pytest.importorskip("trl")
+    assert paid("trl.rewards:think_format_reward", said(text), pays=False).reward == value
+    from trl.rewards import get_soft_overlong_punishment
+    theirs = get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=2)
+    for n in range(1, 13):
+        t = said("a", mask=[0] + [1] * n)
+        assert theirs(completion_ids=[t.token_ids[1:]]) == pytest.approx(rewards.length(t, LIMITS))
+
+
+# ------------------------------------------------------------------------------------------- in a run
+def test_an_episode_of_a_rollout_is_paid_and_logged(functions):
+    tasks = load_tasks("equations", "train", 2, 0)
+    config = SimpleNamespace(env="equations", rewards=f"{functions}:of_logprobs=2,{functions}:half,length", max_turns=None, max_new_tokens=30, max_tokens=600)
+    found = rollout(MODEL, TOKENIZER, "equations", tasks, 2, limits=Limits(max_new_tokens=30, max_tokens=600), rewards=envs.rewards_of(config))
+    for t in found:
+        mean = sum(t.logprobs) / sum(t.loss_mask)
+        assert t.reward_parts["of_logprobs"] == pytest.approx(mean) and t.reward_parts["half"] == 0.5 and t.reward_parts["length"] == -1.0  # random turns are cut
+        assert t.reward == pytest.approx(t.reward_parts["environment"] + 2 * mean + 0.5 - 1.0) and sum(t.rewards) == pytest.approx(t.reward)
+    assert {"reward/of_logprobs", "reward/half", "reward/environment"} <= set(summarise(found))
+    assert functions in envs.sources(config)  # a run is not resumed on other functions
+
+
+def test_a_config_file_does_not_name_functions(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("rewards: theirs.py:steal=1\n")
+    with pytest.raises(UserError, match="--rewards theirs.py:steal=1: a config file does not choose which code runs"):
+        parse(grpo.Config, ["--config", str(path)])
+    path.write_text("rewards: exact,length=0.5\n")
+    assert parse(grpo.Config, ["--config", str(path)]).rewards == "exact,length=0.5"

@@ -1,0 +1,176 @@
+"""envs/search.py: BM25 and SQuAD's scores by hand, archives, one's own documents, and agents that must earn less than the expert."""
+import math
+import re
+
+import pytest
+
+import envs
+from envs.search import FORMS, MAX_DOCUMENT, Corpus, Search, draw_archive, f1, normalized
+from episodes.tasks import load_tasks
+from experiment.errors import UserError
+from tests.agents import at_random, expert, play, repeating, silent
+
+LEVELS = {level: envs.with_options(Search, {"level": level}) for level in (1, 2, 3)}
+TASK = {"question": "Archive abcd: what is the day of the founder of 10?", "answer": "12 March 1987", "archive": "abcd"}
+
+
+def answered(text, right="12 March 1987"):
+    env = Search()
+    env.reset(**TASK | {"answer": right})
+    env.answer(text)
+    return env._reward_parts
+
+
+# ------------------------------------------------------------------------------------------------------------- scores
+@pytest.mark.parametrize("text, words", [
+    ("The  Eiffel Tower.", ["eiffel", "tower"]), ("a an the", []), ("An apple, the 'theatre'", ["apple", "theatre"]),
+    ("U.S.A.", ["usa"]), ("12 March 1987", ["12", "march", "1987"]), ("", []), ("half-way", ["halfway"])])
+def test_normalisation_is_that_of_squad(text, words):
+    assert normalized(text) == words
+
+
+@pytest.mark.parametrize("text, right, score", [
+    ("12 March 1987", "12 March 1987", 1.0),
+    ("March 1987", "12 March 1987", 0.8),  # precision 1, recall 2/3
+    ("on 12 March 1987", "12 March 1987", 6 / 7),  # precision 3/4, recall 1
+    ("9 May 1987", "12 March 1987", 1 / 3),
+    ("1987 1987 1987", "12 March 1987", 1 / 3),  # a word counts as often as the right answer has it
+    ("one two", "three", 0.0),
+    ("x y z w Olm", "Olm", 2 / 6),  # five words for one: the longest answer that may earn something
+    ("v x y z w Olm", "Olm", 0.0),
+    ("", "Olm", 0.0)])
+def test_f1_by_hand(text, right, score):
+    assert f1(normalized(text), normalized(right)) == pytest.approx(score)
+
+
+def test_the_parts_by_hand():
+    assert answered("the 12 march, 1987!") == {"exact": 0.5, "f1": 0.5}
+    assert answered("March 1987") == {"exact": 0.0, "f1": pytest.approx(0.4)}
+    assert answered("Olm") == {"exact": 0.0, "f1": 0.0}
+    assert answered("1952", right=1952) == {"exact": 0.5, "f1": 0.5}
+
+
+def test_the_first_answer_is_final_and_ends_the_episode():
+    env = Search()
+    env.reset(**TASK)
+    assert env.answer("Olm") == "wrong" and env.done
+    assert env.answer("12 March 1987").startswith("error")
+    assert env.get_reward() == 0 and not env._check()
+
+
+# ---------------------------------------------------------------------------------------------------------- the corpus
+def test_bm25_by_hand():
+    corpus = Corpus({"a": "red red fish", "b": "red bird", "c": "blue bird sings"})
+    # Words, the title three times: 6, 5, 6. "red" is in 2 of 3 documents.
+    idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
+    scores = {title: idf * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * length / (17 / 3))) for title, count, length in (("a", 2, 6), ("b", 1, 5))}
+    assert scores["a"] > scores["b"]
+    assert corpus.best("Red?", 3) == ["a", "b"] and corpus.best("red", 1) == ["a"]
+    assert corpus.best("bird blue", 3) == ["c", "b"]
+    assert corpus.best("c", 3) == ["c"]  # by its title
+    assert corpus.best("", 3) == corpus.best("nothing", 3) == []
+
+
+def test_a_document_is_found_by_its_name_first():
+    for level in LEVELS:
+        for archive in ("abcd", "olmx", "quiz"):
+            corpus = Corpus(draw_archive(archive, level)[1])
+            assert [corpus.best(title, 1) for title in corpus.documents] == [[title] for title in corpus.documents]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_documents_state_the_facts_and_the_answer_is_where_the_hops_lead(level):
+    for task in LEVELS[level]._tasks("train", 50, seed=1):
+        facts, documents = draw_archive(task["archive"], level)
+        assert facts.keys() == documents.keys()
+        for entity, values in facts.items():
+            for relation, value in values.items():
+                assert any(form.format(entity, value) in documents[entity] for form in FORMS[relation])
+        *relations, entity = re.fullmatch(r"Archive \w{4}: what is (.*)\?", task["question"])[1].split(" of ")
+        assert len(relations) == {1: 2, 2: 2, 3: 3}[level]
+        first = entity
+        for relation in reversed(relations):
+            entity = facts[entity][relation.removeprefix("the ")]
+        assert entity == task["answer"] and entity not in documents[first]
+
+
+def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "cats.txt").write_text("Cats sleep. " * 200)
+    (tmp_path / "deep" / "dogs.md").write_text("Dogs bark at night.")
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    (tmp_path / "rows.jsonl").write_text('{"title": "Olm", "text": "The olm lives in caves."}\n{"text": "No title."}\n')
+    question = {"question": "What barks?", "answer": "dogs"}
+    env = envs.with_options(Search, {"corpus": str(tmp_path)})()
+    env.reset(**question)
+    assert env.search("who barks at night") == "[deep/dogs.md] Dogs bark at night."
+    assert env.open_document("deep/dogs.md") == "Dogs bark at night."
+    assert len(env.open_document("cats.txt")) == len(env.open_document("cats.txt (2)")) == MAX_DOCUMENT
+    assert max(map(len, env.search("cats sleep").splitlines())) < 130
+    with pytest.raises(ValueError, match="no document 'birds'"):
+        env.open_document("birds")
+    env = envs.with_options(Search, {"corpus": str(tmp_path / "rows.jsonl")})()
+    env.reset(**question)
+    assert env.search("olm") == "[Olm] The olm lives in caves." and env.search("title") == "[2] No title."
+
+
+def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tmp_path):
+    with pytest.raises(UserError, match="no documents; give a folder"):
+        envs.with_options(Search, {"corpus": str(tmp_path)})().reset("What?", "this")
+    with pytest.raises(UserError, match="no such file"):
+        envs.with_options(Search, {"corpus": str(tmp_path / "none.jsonl")})().reset("What?", "this")
+    with pytest.raises(UserError, match="corpus=PATH"):
+        Search().reset("What?", "this")
+
+
+def test_the_command_line_needs_documents_and_questions_together(tmp_path):
+    (tmp_path / "olm.txt").write_text("The olm lives in caves.")
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "Where does the olm live?", "answer": "in caves"}\n')
+    options = (str(path), str(path))
+    (task,) = load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path)})
+    assert task["answer"] == "in caves"
+    with pytest.raises(UserError, match="give --env_options corpus=PATH"):
+        load_tasks("search", "test", None, 0, *options)
+    with pytest.raises(UserError, match="no such file"):
+        load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path / "none.jsonl")})
+    with pytest.raises(UserError, match="--dataset questions.jsonl"):
+        load_tasks("search", "test", None, 0, env_options={"corpus": str(tmp_path)})
+
+
+# ----------------------------------------------------------------------------------------------------------- the agents
+def pasting(env, seen):
+    """Search for the question, then answer with all that the tool said."""
+    if len(seen) == 1:
+        return [{"name": "search", "arguments": {"query": seen[0]}}]
+    return [{"name": "answer", "arguments": {"answer": seen[-1]}}]
+
+
+def naming(env, seen):
+    """Answer with the title of the first document that was found."""
+    turn = pasting(env, seen)
+    if turn[0]["name"] == "answer":
+        turn[0]["arguments"]["answer"] = seen[-1].partition("]")[0][1:]
+    return turn
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_expert_solves_every_task_and_others_earn_next_to_nothing(level):
+    tasks = LEVELS[level]._tasks("test", 60, seed=0)
+    assert play(LEVELS[level], expert, tasks) == (1.0, 1.0)
+    for agent in (silent, repeating, at_random, pasting, naming):
+        reward, solved = play(LEVELS[level], agent, tasks)
+        assert reward < 0.1 and solved < 0.1, agent
+
+
+def test_a_noisy_expert_is_wrong_where_it_confuses_relations():
+    tasks = [{**task, "noise": 0.6, "noise_seed": i} for i, task in enumerate(Search._tasks("train", 300, seed=0))]
+    assert 0.35 < play(Search, expert, tasks)[1] < 0.6
+
+
+def test_tasks_are_a_function_of_their_arguments_and_share_no_archive():
+    train, test = Search._tasks("train", 300, seed=0), Search._tasks("test", 300, seed=0)
+    assert train == Search._tasks("train", 300, seed=0) != Search._tasks("train", 300, seed=1)
+    assert not {task["archive"] for task in train} & {task["archive"] for task in test}
+    assert not {task["question"] for task in train} & {task["question"] for task in test}
+    assert len({task["archive"] for task in train}) > 290  # many archives, so that none is learned by heart

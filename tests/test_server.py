@@ -1,0 +1,589 @@
+"""window/server.py, gate.py, requests.py and player.py: asked by OpenAI's own client, by broken clients, and by a run of ours."""
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+
+import uvicorn  # noqa: E402
+from programs import ROOT, Program  # noqa: E402
+
+import grpo  # noqa: E402
+from envs import Limits, load  # noqa: E402
+from experiment.errors import UserError  # noqa: E402
+from experiment.seeds import mix  # noqa: E402
+from llm import load_model, save_model  # noqa: E402
+from llm.engine import Engine, Row  # noqa: E402
+from lora import adapter_tensors, add_lora, merged  # noqa: E402
+from window import gate, server as served_by  # noqa: E402
+from window.server import Server  # noqa: E402
+
+HELLO = [{"role": "user", "content": "Solve 2x=6"}]
+LONG = {"model": "base", "messages": HELLO, "max_tokens": 900}
+ADD = {"type": "function", "function": {
+    "name": "add", "description": "Add two numbers.", "parameters": {
+        "type": "object", "required": ["a", "b"],
+        "properties": {"a": {"type": "integer", "description": "one"}, "b": {"type": "integer", "description": "other"}}}}}
+
+
+class Served:
+    """A server of the untaught tiny model in this process. `script` holds turns that rows take in place of sampling."""
+
+    def __init__(self, model, tokenizer, token=None, env="equations", max_tokens=1024):
+        config = SimpleNamespace(token=token, model_path="tiny", env=env, env_options=None, unsafe_code=False)
+        self.server = Server(config, model, tokenizer, Limits(max_tokens=max_tokens))
+        self.script = []
+        make_row = self.server.row
+
+        def scripted(*arguments, **options):
+            row = make_row(*arguments, **options)
+            row.forced = list(self.script.pop(0)) if self.script else []
+            return row
+        self.server.row = scripted
+        self.app = self.server.application()
+        self.http = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="critical", lifespan="off"))
+        for run in (self.http.run, self.server.player.run):
+            threading.Thread(target=run, daemon=True).start()
+        while not self.http.started:
+            time.sleep(0.01)
+        self.port = self.http.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=token or "none", max_retries=0)
+
+    def post(self, path, body):
+        """Return the parsed answer to any body, or raise openai.APIStatusError."""
+        return self.client.post(path, body=body, cast_to=object)
+
+    def playing(self):
+        """How many rows are waiting or being decoded."""
+        player = self.server.player
+        rows = [row for row in player.engine.owner if row and row.state != "ended"]
+        return len(player.coming) + len(player.engine.waiting) + len(rows)
+
+    def wait_until_free(self, seconds=5):
+        end = time.monotonic() + seconds
+        while self.playing() or self.app.running:
+            assert time.monotonic() < end, "rows are still playing"
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    return load_model("tiny", train=False)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model):
+    served = Served(*tiny_model)
+    yield served
+    served.http.should_exit = True
+
+
+@pytest.fixture
+def served(shared):
+    yield shared
+    shared.wait_until_free()
+    shared.script.clear()
+    assert not shared.server.player.broken
+
+
+@pytest.fixture
+def client(served):
+    return served.client
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+def test_a_seed_repeats_an_answer_and_choices_differ(client):
+    replies = [client.chat.completions.create(model="base", messages=HELLO, max_tokens=8, n=2, seed=1) for _ in range(2)]
+    texts = [[choice.message.content for choice in reply.choices] for reply in replies]
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+    usage = replies[0].usage
+    assert usage.completion_tokens == 16 and usage.total_tokens == usage.prompt_tokens + 16
+    assert {choice.finish_reason for choice in replies[0].choices} == {"length"}
+    other = client.chat.completions.create(model="base", messages=HELLO, max_tokens=8, seed=2)
+    assert other.choices[0].message.content not in texts[0]
+
+
+def test_what_is_sampled_is_what_our_engine_samples(served, client, tiny_model):
+    model, tokenizer = tiny_model
+    asked = {"temperature": 0.7, "seed": 5, "max_tokens": 24}
+    reply = client.chat.completions.create(model="base", messages=HELLO, logprobs=True, n=2, **asked)
+    chat = served.server.plain
+    prompt = chat.prompt(HELLO)
+    rows = [Row(prompt, group=0, seed=mix(5, i), limit=24) for i in range(2)]
+    engine = Engine(model, slots=2, stop_ids=chat.stop_ids | chat.start_ids, temperature=0.7)
+    engine.add(rows)
+    while engine.busy:
+        engine.step()
+    for row, choice in zip(rows, reply.choices):
+        assert [token.token for token in choice.logprobs.content] == [tokenizer.decode([i]) for i in row.turn]
+        assert [token.logprob for token in choice.logprobs.content] == pytest.approx(row.logprobs, abs=1e-4)
+    ids = client.completions.create(model="base", prompt=prompt, logprobs=0, n=2, extra_body={"return_token_ids": True}, **asked)
+    engine = Engine(model, slots=2, stop_ids=chat.stop_ids, temperature=0.7)
+    rows = [Row(prompt, group=0, seed=mix(5, i), limit=24) for i in range(2)]
+    engine.add(rows)
+    while engine.busy:
+        engine.step()
+    for row, choice in zip(rows, ids.choices):
+        assert choice.token_ids == row.turn and choice.prompt_token_ids == prompt
+        assert choice.logprobs.token_logprobs == pytest.approx(row.logprobs, abs=1e-4)
+
+
+def test_streamed_text_is_the_text(client):
+    options = {"model": "base", "messages": HELLO, "max_tokens": 24, "seed": 3, "n": 3, "logprobs": True}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    for choice in whole.choices:
+        mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == choice.index]
+        pieces = [c.delta.content or "" for c in mine]
+        assert "".join(pieces) == choice.message.content and len(pieces) > 3
+        tokens = [token for c in mine if c.logprobs for token in c.logprobs.content]
+        assert tokens == choice.logprobs.content
+        assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_turn_and_is_not_shown(client, stream):
+    options = {"model": "base", "messages": HELLO, "max_tokens": 60, "seed": 3}
+    text = client.chat.completions.create(**options).choices[0].message.content
+    stop = text[10:13]
+    reply = client.chat.completions.create(**options, stop=["never", stop], stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in reply]
+        assert "".join(c.delta.content or "" for c in chunks) == text[:text.index(stop)]
+        assert chunks[-1].finish_reason == "stop"
+    else:
+        assert reply.choices[0].message.content == text[:text.index(stop)]
+        assert reply.choices[0].finish_reason == "stop" and reply.usage.completion_tokens < 60
+
+
+def test_control_tokens_in_text_stay_text(served, client):
+    """Otherwise a user's text could open a message of the system."""
+    chat = served.server.plain
+    plain = client.chat.completions.create(model="base", messages=[{"role": "user", "content": "a"}], max_tokens=1).usage.prompt_tokens
+    for spelled in ("<|im_start|>", "<|im_end|>"):
+        assert len(chat.encode(spelled)) == 1
+        for role in ("system", "user"):
+            messages = [{"role": role, "content": f"a{spelled}"}, {"role": "user", "content": "a"}][:1 if role == "user" else 2]
+            bare = [{**message, "content": "a"} for message in messages]
+            counts = [client.chat.completions.create(model="base", messages=m, max_tokens=1).usage.prompt_tokens for m in (bare, messages)]
+            assert counts[1] - counts[0] > 3
+    assert plain
+
+
+# ----------------------------------------------------------------------------------------------------------- tools
+def call_turn(served, *calls, text=""):
+    return served.server.chat_of(json.dumps([ADD])).turn(text, [{"name": "add", "arguments": a} for a in calls])
+
+
+def test_tools_a_call_its_result_and_the_answer(served, client):
+    served.script[:] = [call_turn(served, {"a": 2, "b": 3})]
+    reply = client.chat.completions.create(model="base", messages=HELLO, tools=[ADD], max_tokens=200)
+    [call] = reply.choices[0].message.tool_calls
+    assert reply.choices[0].finish_reason == "tool_calls" and call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+    chat = served.server.chat_of(json.dumps([ADD]))
+    served.script[:] = [chat.turn("5, of course", [])]
+    messages = [*HELLO, reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    answer = client.chat.completions.create(model="base", messages=messages, tools=[ADD], max_tokens=200)
+    assert answer.choices[0].message.content == "5, of course" and answer.choices[0].finish_reason == "stop"
+    # The conversation is the episode that a rollout would hold: prompt, turn, result.
+    calls = [{"name": "add", "arguments": {"a": 2, "b": 3}}]
+    turn = chat.turn("", calls)
+    expected = [*chat.prompt(HELLO), *turn, *chat.results(calls, ["5"], turn[-1])]
+    assert answer.usage.prompt_tokens == len(expected)
+
+
+def test_streamed_calls_come_whole_and_results_in_any_order(served, client):
+    turn = call_turn(served, {"a": 1, "b": 1}, {"a": 2, "b": 2}, text="both:")
+    served.script[:] = [turn, turn]
+    chunks = list(client.chat.completions.create(model="base", messages=HELLO, tools=[ADD], max_tokens=200, stream=True, n=2))
+    for index in (0, 1):
+        deltas = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        calls = [call for delta in deltas for call in delta.delta.tool_calls or []]
+        assert [call.index for call in calls] == [0, 1] and len({call.id for call in calls}) == 2
+        assert [json.loads(call.function.arguments) for call in calls] == [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
+        assert deltas[-1].finish_reason == "tool_calls"
+        assert "".join(delta.delta.content or "" for delta in deltas).strip() == "both:"
+    message = {"role": "assistant", "content": "both:", "tool_calls": [
+        {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}} for call in calls]}
+    results = [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in zip(calls, ("two", "four"))]
+    from window.requests import ChatCompletion, conversation_ids
+    chat = served.server.chat_of(json.dumps([ADD]))
+    ids = [conversation_ids(chat, ChatCompletion.model_validate({"messages": [*HELLO, message, *order]}).messages)
+           for order in (results, results[::-1])]
+    assert ids[0] == ids[1]
+
+
+def test_without_tools_or_with_tool_choice_none_a_call_is_text(served, client):
+    for more in ({}, {"tools": [ADD], "tool_choice": "none"}):
+        served.script[:] = [call_turn(served, {"a": 2, "b": 3})]
+        reply = client.chat.completions.create(model="base", messages=HELLO, max_tokens=200, **more)
+        assert not reply.choices[0].message.tool_calls and "add" in reply.choices[0].message.content
+
+
+def test_a_conversation_that_comes_back_runs_only_its_new_message(served, client):
+    forwarded = []
+    engine = served.server.player.engine
+    run = engine.run
+    first = client.chat.completions.create(model="base", messages=[{"role": "user", "content": "word " * 40}], max_tokens=8, seed=1)
+    messages = [{"role": "user", "content": "word " * 40}, first.choices[0].message, {"role": "user", "content": "more"}]
+    engine.run = lambda rows: (forwarded.append(max(len(row.pending) for row in rows)), run(rows))[1]
+    try:
+        again = client.chat.completions.create(model="base", messages=messages, max_tokens=8, seed=2, logprobs=True)
+    finally:
+        engine.run = run
+    assert forwarded[0] < again.usage.prompt_tokens / 2
+    # What it samples is what a fresh engine samples.
+    served.server.player.engine.parked.clear()
+    served.server.player.engine.owner[:] = [None] * len(engine.owner)
+    fresh = client.chat.completions.create(model="base", messages=messages, max_tokens=8, seed=2, logprobs=True)
+    assert [t.logprob for t in fresh.choices[0].logprobs.content] == pytest.approx(
+        [t.logprob for t in again.choices[0].logprobs.content], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+CHAT = {"model": "base", "messages": HELLO, "max_tokens": 4}
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"n": 10_000}, "n: "), ({"n": 0}, "n: "), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "context"),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"), ({"messages": []}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"), ({"messages": "hello"}, "messages"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages"), ({"messages": [{"role": "robot"}]}, "messages"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{"}}]}]}, "arguments"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": "x"}, {"role": "tool", "tool_call_id": "1", "content": "5"}]}, "tool_call_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
+    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ""}, "stop"), ({"seed": "x"}, "seed"), ({"stream": "yes"}, "stream"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "not supported"), ({"top_logprobs": 3}, "not supported"), ({"bogus": 1}, "not supported"),
+    ({"response_format": {"type": "json_object"}}, "not supported"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "tools")])
+def test_what_cannot_be_answered_is_refused(served, change, says):
+    body = {**CHAT, **change}
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        served.client.post("/chat/completions", content=json.dumps(body).encode(), cast_to=object,
+                           options={"headers": {"Content-Type": "application/json"}})
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0}, {"seed": None},
+                                    {"stop": None, "logit_bias": None, "min_p": 0, "repetition_penalty": 1.0}, {"max_completion_tokens": 4, "max_tokens": None}])
+def test_parameters_that_ask_for_nothing_are_taken(served, change):
+    assert served.post("/chat/completions", {**CHAT, **change})["usage"]["completion_tokens"] <= 4
+
+
+def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
+    with pytest.raises(openai.NotFoundError, match="gpt-7") as caught:
+        client.chat.completions.create(model="gpt-7", messages=HELLO)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="base", messages=HELLO, max_tokens=10**6)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="base", input="x")
+    with pytest.raises(openai.APIStatusError) as caught:
+        served.client.get("/chat/completions", cast_to=object)
+    assert caught.value.status_code == 405
+    for content in (b"{", b"[]", b"3", b"[" * 100_000, b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}", b"\xff"):
+        with pytest.raises(openai.BadRequestError):
+            client.post("/chat/completions", content=content, cast_to=object, options={"headers": {"Content-Type": "application/json"}})
+    deep = json.loads("[" * 900 + "]" * 900)
+    with pytest.raises(openai.BadRequestError):
+        served.post("/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "x", "parameters": deep}}]})
+    with pytest.raises(openai.APIStatusError) as caught:
+        served.post("/completions", {"prompt": "x" * 100_000_000})
+    assert caught.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="context"):
+        served.post("/completions", {"prompt": [5] * 1_000_000})
+    for prompt in ([], [-1], [10**9], [True], ["x"], None, ""):
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            served.post("/completions", {"prompt": prompt})
+    monkeypatch.setattr(gate, "SECONDS", 0.2)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**LONG)
+    assert caught.value.status_code == 408
+    monkeypatch.setattr(gate, "REQUESTS", 0)
+    with pytest.raises(openai.RateLimitError):
+        client.models.list()
+
+
+def test_models_and_health(served, client):
+    [model] = client.models.list().data
+    assert model.id == "base" and model.max_model_len == 1024 and model.root == "tiny"
+    assert served.client.get(f"{served.url}/healthz", cast_to=object) == {"status": "ok"}
+    assert client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_token_is_asked_of_everybody_but_health(tiny_model):
+    served = Served(*tiny_model, token="secret")
+    assert served.client.models.list().data
+    for key in ("secre", "secret2", "geheim"):
+        for path in ("/v1/models", "/v1/nothing", "/solve", "/openapi.json", "/docs"):
+            with pytest.raises(openai.AuthenticationError):
+                openai.OpenAI(base_url=served.url, api_key=key, max_retries=0).get(path, cast_to=object)
+    assert openai.OpenAI(base_url=served.url, api_key="none").get("/healthz", cast_to=object) == {"status": "ok"}
+    served.http.should_exit = True
+
+
+def test_who_can_be_reached_needs_a_token(tiny_model):
+    config = SimpleNamespace(host="0.0.0.0", token=None)
+    with pytest.raises(UserError, match="--token"):
+        served_by.serve(config, *tiny_model, Limits())
+
+
+# --------------------------------------------------------------------------------------------------------- clients
+def test_64_clients_at_once_each_get_their_own_answer(client):
+    def ask(i):
+        reply = client.chat.completions.create(model="base", messages=HELLO, max_tokens=16, seed=i, temperature=[0, 0.5, 1][i % 3])
+        return reply.choices[0].message.content
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(ask, range(64)))
+    assert len(set(together)) > 30
+    assert together[:6] == [ask(i) for i in range(6)]
+
+
+def raw(served, text, read=True):
+    """Send bytes over a socket and perhaps return what comes first."""
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+    connection.sendall(text)
+    return connection, connection.recv(4000) if read else b""
+
+
+def request_bytes(body, length=None):
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length or len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_rows_at_once(served, stream):
+    connection, _ = raw(served, request_bytes({**LONG, "n": 64, "stream": stream}), read=stream)
+    while not served.playing():
+        time.sleep(0.01)
+    connection.close()
+    began = time.monotonic()
+    served.wait_until_free()
+    assert time.monotonic() - began < 2
+
+
+def test_a_client_that_does_not_read_holds_no_slot(served, client):
+    connection, first = raw(served, request_bytes({**LONG, "n": 32, "stream": True}))
+    assert first.startswith(b"HTTP/1.1 200")
+    end = time.monotonic() + 60
+    while served.playing():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert client.chat.completions.create(model="base", messages=HELLO, max_tokens=1)
+    connection.close()
+
+
+def test_broken_clients_disturb_nobody(served, client, monkeypatch):
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.5)
+    half, answer = raw(served, request_bytes(CHAT, length=5000))
+    assert b" 408 " in answer.splitlines()[0]
+    for text in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"):
+        assert b" 400 " in raw(served, text)[1].splitlines()[0]
+    gone, _ = raw(served, request_bytes(CHAT, length=5000), read=False)
+    gone.close()
+    assert client.chat.completions.create(model="base", messages=HELLO, max_tokens=1)
+
+
+# -------------------------------------------------------------------------------------------------------- adapters
+def write_adapter(folder, seed, r=4, targets="all-linear"):
+    """Write an adapter of the tiny model whose B is random, and return that model."""
+    model, _ = load_model("tiny", train=False)
+    add_lora(model, r, 2 * r, targets=targets)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in adapter_tensors(model).items():
+        if "lora_B" in name:
+            p.data.copy_(0.2 * torch.randn(p.shape, generator=generator))
+    save_model(model, folder)
+    return model
+
+
+def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
+    served = Served(*load_model("tiny", train=False))
+    client = served.client
+    prompt = served.server.plain.prompt(HELLO)
+    models = {"base": load_model("tiny", train=False)[0], **{f"a{i}": write_adapter(tmp_path / f"a{i}", i) for i in (1, 2)}}
+    # Rows play while the first one is loaded.
+    stream = client.chat.completions.create(**LONG, stream=True)
+    next(stream)
+    for name in ("a1", "a2"):
+        served.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path / name)})
+    stream.close()
+    assert [model.id for model in client.models.list().data] == ["base", "a1", "a2"]
+
+    def ask(name):
+        return client.completions.create(model=name, prompt=prompt, max_tokens=12, seed=4, logprobs=0,
+                                         extra_body={"return_token_ids": True, "ignore_eos": True}).choices[0]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, list(models) * 4))
+    logprobs = {}
+    for name, model in models.items():
+        row = Row(prompt, seed=mix(4, 0), limit=12)
+        with merged(model):
+            engine = Engine(model, slots=1)
+            engine.add([row])
+            while engine.busy:
+                engine.step()
+        logprobs[name] = row.logprobs
+        for answer in answers[list(models).index(name)::3]:
+            assert answer.token_ids == row.turn
+            assert answer.logprobs.token_logprobs == pytest.approx(row.logprobs, abs=1e-4)
+    assert abs(logprobs["a1"][0] - logprobs["base"][0]) > 0.01
+    write_adapter(tmp_path / "rank", 0, r=8)
+    write_adapter(tmp_path / "targets", 0, targets="q_proj")
+    for folder, says in (("rank", "r is 8"), ("targets", "k_proj"), ("nowhere", "nowhere")):
+        with pytest.raises(openai.BadRequestError, match=says):
+            served.post("/load_lora_adapter", {"lora_name": "x", "lora_path": str(tmp_path / folder)})
+    with pytest.raises(openai.BadRequestError, match="already"):
+        served.post("/load_lora_adapter", {"lora_name": "a1", "lora_path": str(tmp_path / "a1")})
+    assert ask("a1").token_ids == answers[1].token_ids
+    served.post("/unload_lora_adapter", {"lora_name": "a1"})
+    for refused in (lambda: ask("a1"), lambda: served.post("/unload_lora_adapter", {"lora_name": "a1"}),
+                    lambda: served.post("/unload_lora_adapter", {"lora_name": "base"})):
+        with pytest.raises(openai.NotFoundError):
+            refused()
+    assert ask("base").token_ids == answers[0].token_ids
+    served.http.should_exit = True
+
+
+def test_base_is_the_model_that_was_started_adapter_included(tmp_path):
+    write_adapter(tmp_path / "a", 1)
+    write_adapter(tmp_path / "b", 2)
+    served = Served(*load_model(str(tmp_path / "a"), train=False))
+
+    def ask(name):
+        return served.client.completions.create(model=name, prompt=[5, 6, 7], max_tokens=8, seed=4, extra_body={"return_token_ids": True, "ignore_eos": True})
+    before = ask("base").choices[0].token_ids
+    served.post("/load_lora_adapter", {"lora_name": "b", "lora_path": str(tmp_path / "b")})
+    assert ask("b").choices[0].token_ids != before == ask("base").choices[0].token_ids
+    served.http.should_exit = True
+
+
+def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(tmp_path):
+    served = Served(*load_model("tiny", train=False))
+    model = write_adapter(tmp_path / "bad", 1)
+    for p in adapter_tensors(model).values():
+        p.data.fill_(1e25)
+    save_model(model, tmp_path / "bad")
+    served.post("/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "bad")})
+    with pytest.raises(openai.InternalServerError, match="not finite"):
+        served.client.completions.create(model="bad", prompt=[5, 6, 7], max_tokens=8)
+    assert served.client.completions.create(model="base", prompt=[5, 6, 7], max_tokens=8).choices[0].text
+    served.http.should_exit = True
+
+
+def test_when_the_engine_fails_everybody_hears_of_it(monkeypatch):
+    served = Served(*load_model("tiny", train=False))
+    stream = served.client.chat.completions.create(**LONG, stream=True)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(served.client.chat.completions.create, **LONG)
+        while served.playing() < 2:
+            time.sleep(0.01)
+
+        def fails(*_):
+            raise RuntimeError("no memory left")
+        served.server.player.engine.run = fails
+        with pytest.raises(openai.InternalServerError, match="no memory left") as caught:
+            other.result()
+    assert caught.value.status_code == 500
+    with pytest.raises(openai.APIError, match="no memory left"):
+        list(stream)
+    for ask in (lambda: served.client.chat.completions.create(**CHAT), lambda: served.client.get(f"{served.url}/healthz", cast_to=object)):
+        with pytest.raises(openai.InternalServerError, match="no memory left") as caught:
+            ask()
+        assert caught.value.status_code == 503
+    served.http.should_exit = True
+
+
+# ----------------------------------------------------------------------------------------------------------- solve
+def test_solve_plays_an_episode_with_the_problem(served):
+    cls = load("equations")
+    chat = served.server.environment[2]
+    env = cls()
+    env.reset(**cls._from_text("2x+1=7"))
+    turns, told = [], []
+    while (turn := env._expert()) and not isinstance(turn, str):
+        told.append(getattr(env, turn[0]["name"])(**turn[0]["arguments"]))
+        turns.append(chat.turn("", turn))
+        if env.done:
+            break
+    served.script[:] = turns
+    solution = served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
+    assert solution["success"] is True and solution["reward"] > 0
+    assert solution["tools"] == told
+    assert [m["role"] for m in solution["transcript"]].count("assistant") == len(turns)
+    with pytest.raises(openai.BadRequestError, match="problem"):
+        served.client.post(f"{served.url}/solve", body={"problem": "what is love"}, cast_to=object)
+
+
+def test_solve_needs_an_environment(tiny_model):
+    served = Served(*tiny_model, env=None)
+    with pytest.raises(openai.BadRequestError, match="--env"):
+        served.client.post(f"{served.url}/solve", body={"problem": "x=1"}, cast_to=object)
+    served.http.should_exit = True
+
+
+# -------------------------------------------------------------------------------------------------- a run, a process
+def test_a_run_samples_here(tmp_path, tiny):
+    served = Served(*load_model(tiny, train=False))
+    result = grpo.train(grpo.Config(
+        model_path=tiny, sampler=served.url, output_dir=str(tmp_path / "run"), max_steps=2, tasks_per_step=2, group_size=4, eval_tasks=0,
+        dtype="float32", max_turns=2, learning_rate=1e-3))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["sampler_gap"] for row in rows if "sampler_gap" in row]
+    assert len(gaps) == 2 and max(gaps) < 1e-3, (result, rows)
+    served.http.should_exit = True
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_server_at_once(signum):
+    program = Program("agent.py", "--serve", "--port", "0")
+    try:
+        while "http://" not in (text := (program_output(program))):
+            assert program.poll() is None, text
+            time.sleep(0.05)
+        url = next(word for word in text.split() if word.startswith("http://")).rstrip(":")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        while True:
+            try:
+                next(client.chat.completions.create(**LONG, stream=True))
+                break
+            except openai.APIConnectionError:
+                time.sleep(0.05)
+        began = time.monotonic()
+        program.send_signal(signum)
+        _, errors = program.communicate(timeout=20)
+        assert program.returncode == 128 + signum and time.monotonic() - began < 3
+        assert "stopped by" in errors and "Traceback" not in errors
+    finally:
+        program.kill()
+
+
+def program_output(program):
+    from pathlib import Path
+    return (Path(program.folder.name) / "stdout").read_text()
+
+
+def test_without_fastapi_one_line_says_what_to_install(tmp_path):
+    (tmp_path / "fastapi.py").write_text("raise ImportError('No module named fastapi')")
+    done = subprocess.run([sys.executable, "agent.py", "--serve"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and "pip install fastapi uvicorn" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,431 @@
+"""llm/vllm.py against a stand-in for vLLM: what a run asks, what it proves, and how every fault of a server ends."""
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from programs import Program
+from test_distributed import torchrun
+from test_resume import config, place  # noqa: F401  (a fixture)
+
+import grpo
+import reward_weighted
+from experiment.errors import UserError
+from llm import load_model, vllm, vllm_proof
+from llm.engine import Engine, Row
+from lora import adapter_tensors, merged
+
+ROOT = Path(grpo.__file__).parent
+
+
+class StandIn(ThreadingHTTPServer):
+    """Answers the four requests as vLLM does, with models that it loads out of the folders it is told.
+
+    Attributes:
+        requests: the bodies of /v1/completions. loads, unloads: names of adapters.
+        fault: called with a body of /v1/completions before it is answered; what it returns is the answer: (status, text), or None.
+    """
+    lock = threading.Lock()  # transformers loads one model at a time in a process
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, base, port=0):
+        self.base = base
+        self.requests, self.loads, self.unloads, self.keys = [], [], [], set()
+        self.fault = lambda body: None
+        self.refusal = None  # of loading: (status, text)
+        self.context = 2048
+        self.is_raw = self.ignores_adapters = self.is_deaf = False
+        self.models = {}
+        super().__init__(("127.0.0.1", port), Answers)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def die(self):
+        self.shutdown()
+        self.server_close()
+
+    def load(self, name, path):
+        self.loads.append(name)
+        with self.lock:
+            self.models[name], _ = load_model(self.base if self.ignores_adapters else path, dtype="float32", train=False)
+
+    def turn(self, body):
+        row = Row(body["prompt"], seed=body["seed"], limit=body["max_tokens"])
+        model = self.models[body["model"]]
+        with self.lock, merged(model):
+            engine = Engine(model, slots=1, stop_ids=body["stop_token_ids"], temperature=body["temperature"])
+            engine.add([row])
+            while engine.busy:
+                engine.step()
+            if self.is_raw:
+                ids = torch.tensor([body["prompt"] + row.turn])
+                with torch.no_grad():
+                    logits = model(ids).logits[0, len(body["prompt"]) - 1:-1].float()
+                row.logprobs = logits.log_softmax(1)[range(len(row.turn)), row.turn].tolist()
+        return row.turn, row.logprobs
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.server.is_deaf:
+            threading.Event().wait(60)
+        data = [{"id": "base", "max_model_len": self.server.context, "parent": None}]
+        self.answer(200, {"data": data + [{"id": name, "parent": "base", "max_model_len": None} for name in self.server.models]})
+
+    def do_POST(self):
+        server = self.server
+        server.keys.add(self.headers["Authorization"])
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/load_lora_adapter":
+            if server.refusal:
+                return self.answer(*server.refusal)
+            server.load(body["lora_name"], body["lora_path"])
+            return self.answer(200, "Success: LoRA adapter added.")
+        if self.path == "/v1/unload_lora_adapter":
+            server.unloads.append(body["lora_name"])
+            del server.models[body["lora_name"]]
+            return self.answer(200, "Success: LoRA adapter removed.")
+        server.requests.append(body)
+        answer = server.fault(body)
+        if answer:
+            return self.answer(*answer)
+        if body["model"] not in server.models:
+            return self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
+        ids, logprobs = server.turn(body)
+        return self.answer(200, turn(ids, logprobs))
+
+    def answer(self, status, content):
+        text = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def turn(ids, logprobs):
+    return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
+
+
+@pytest.fixture
+def server(place, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vllm, "TRIES", 3)
+    monkeypatch.setattr(vllm, "REQUESTS", 8)
+    server = StandIn(str(place / "base"))
+    yield server
+    server.die()
+
+
+@pytest.fixture
+def other(place):  # noqa: F811
+    server = StandIn(str(place / "base"))
+    yield server
+    server.die()
+
+
+def played(place, out, servers, **options):  # noqa: F811
+    """Train for two steps with these servers; return the result and the lines of the log."""
+    options = {"dtype": "float32", "tasks_per_step": 2, "lora_r": 2, "max_steps": 2, "eval_tasks": 0, **options}
+    result = grpo.train(config(grpo, place, out, sampler=",".join(s.url for s in servers), **options))
+    return result, lines(out)
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------- a run with servers
+def test_a_run_asks_its_servers_and_they_play_its_policy(place, tmp_path, server, other, capsys):  # noqa: F811
+    _, log = played(place, tmp_path / "r", [server, other], tasks_per_step=3, max_steps=3, eval_tasks=2, eval_every=1)
+    assert all(line["sampler_gap"] < 1e-4 for line in log)
+    assert all(line["importance_weight"] == pytest.approx(1, abs=1e-3) and line["importance_capped"] == 0 for line in log)
+    assert "log-probabilities differ from ours by" in capsys.readouterr().out
+    # One name a step, and the evaluation after a step shares it with the next one; the proof's is gone.
+    prefix = server.loads[0].split("-")[0]
+    names = [f"{prefix}-step-{i:06d}" for i in (0, 1, 2, 3)]
+    assert server.loads == other.loads == [names[0], f"{prefix}-proof", *names[1:]]
+    assert server.unloads == other.unloads == [f"{prefix}-proof", *names[:2]] and list(server.models) == names[2:]
+    assert sorted(path.name for path in (tmp_path / "r" / "sampler").iterdir()) == names[2:]
+    # A group's prompt is asked of one server, but for the proof's, which all servers get.
+    firsts = [{tuple(b["prompt"]) for b in s.requests if b["model"] == names[1]} for s in (server, other)]
+    assert all(firsts) and not firsts[0] & firsts[1]
+    assert server.keys == {"Bearer none"}
+
+
+def test_the_key_of_a_server_is_that_of_its_own_variable(place, tmp_path, server, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    played(place, tmp_path / "r", [server], max_steps=1)
+    assert server.keys == {"Bearer secret"}
+
+
+def test_other_algorithms_share_one_client_among_rollout_and_evaluation(place, tmp_path, server):  # noqa: F811
+    options = dict(sampler=server.url, dtype="float32", lora_r=2, max_steps=1, tasks_per_step=2, batch_size=2)
+    reward_weighted.train(config(reward_weighted, place, tmp_path / "r", **options))
+    assert [name[-6:] for name in server.loads] == ["000000", "-proof", "000001"]
+
+
+def test_importance_is_corrected_unless_the_user_or_the_loss_says_otherwise():
+    assert grpo.settle(grpo.Config(sampler="http://x")).importance_correction == 2.0
+    assert grpo.settle(grpo.Config(sampler="http://x", importance_correction=5.0)).importance_correction == 5.0
+    assert grpo.settle(grpo.Config(sampler="http://x", loss="vespo")).importance_correction is None
+    assert grpo.settle(grpo.Config()).importance_correction is None
+
+
+def test_what_is_logged_of_importance_weights():
+    weights = torch.tensor([[2.0, 1.0, 9.0], [0.5, 0.5, 2.0]])
+    shares = grpo.weight_shares(weights, torch.tensor([[1, 1, 0], [1, 1, 0]]), 2.0)
+    assert shares == {"importance_weight": 1.0, "importance_capped": 0.25}
+
+
+def test_a_run_that_decodes_here_imports_no_client():
+    check = "import sys, grpo; sys.exit('llm.vllm' in sys.modules or 'episodes.ahead' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------- the proof
+def refused(place, out, server, **options):  # noqa: F811
+    with pytest.raises(UserError) as error:
+        played(place, out, [server], **options)
+    assert not (out / "trajectories.jsonl").exists()
+    return str(error.value)
+
+
+def test_another_base_is_found(place, tmp_path, server):  # noqa: F811
+    def other_base(name, path, load=server.load):
+        load(name, path)
+        with torch.no_grad():
+            server.models[name].get_input_embeddings().weight.mul_(1.5)
+    server.load = other_base
+    assert "plays another model than --model_path" in refused(place, tmp_path / "r", server)
+
+
+def test_an_adapter_that_is_ignored_is_found_before_it_has_learned_anything(place, tmp_path, server):  # noqa: F811
+    server.ignores_adapters = True
+    assert "plays the model without its adapter" in refused(place, tmp_path / "r", server)
+
+
+def test_raw_logprobs_are_found_where_they_differ(place, tmp_path, server):  # noqa: F811
+    server.is_raw = True
+    # Born weights are nearly uniform at any temperature, the random adapter's are not.
+    assert "--logprobs-mode processed_logprobs" in refused(place, tmp_path / "r", server, temperature=0.5)
+
+
+def test_at_temperature_1_raw_logprobs_are_right(place, tmp_path, server):  # noqa: F811
+    server.is_raw = True
+    played(place, tmp_path / "r", [server], max_steps=1)
+
+
+def test_too_short_a_context_is_refused(place, tmp_path, server):  # noqa: F811
+    server.context = 128
+    assert "--max-model-len 200" in refused(place, tmp_path / "r", server)
+
+
+@pytest.mark.parametrize("status, answer, hint", [
+    (400, "LoRA rank 2 is greater than max_lora_rank 1.", "is --max-lora-rank too low"),
+    (404, "Not Found", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+    (401, "Unauthorized", "401")])
+def test_a_server_that_loads_no_adapter_is_named_with_its_reason(place, tmp_path, server, status, answer, hint):  # noqa: F811
+    server.refusal = status, answer
+    said = refused(place, tmp_path / "r", server)
+    assert hint in said and answer in said and server.url in said
+
+
+def test_nobody_answers(place, tmp_path, server):  # noqa: F811
+    server.die()
+    assert "no vLLM server answers there" in refused(place, tmp_path / "r", server)
+
+
+def test_all_weights_are_refused(place, tmp_path, server):  # noqa: F811
+    assert "train an adapter: --lora_r 16" in refused(place, tmp_path / "r", server, lora_r=0)
+
+
+def test_the_random_adapter_changes_more_than_the_tolerance_and_is_taken_back(place):  # noqa: F811
+    model, _ = load_model(str(place / "adapter"), lora_r=2, dtype="float32")
+    exact = {name: p.clone() for name, p in adapter_tensors(model).items()}
+    turns = [([5, 6, 7], [8, 9, 10], [0.0] * 3), ([5], [11, 12], [0.0] * 2)]
+    before = vllm_proof.our_logprobs(model, turns, 1.0)
+    with vllm_proof.random_adapter(model, turns, 1.0) as change:
+        assert change == (vllm_proof.our_logprobs(model, turns, 1.0) - before).abs().mean()
+    # The check allows a quarter of it: a server that leaves the adapter out is found, also where probabilities are nearly uniform.
+    assert change > 0.1
+    assert all(torch.equal(p, exact[name]) for name, p in adapter_tensors(model).items())
+
+
+# ---------------------------------------------------------------------------------------------------- faults
+SOUND = [-1.0, -2.0]
+FAULTS = {
+    "500": (500, "CUDA out of memory"),
+    "html": (200, "<html>gateway</html>"),
+    "half": (200, '{"choices": [{"token_ids": [4'),
+    "deep": (200, '{"a":' * 100_000),
+    "nothing": (200, {"choices": []}),
+    "no ids": (200, {"choices": [{"text": "yes", "logprobs": {"token_logprobs": SOUND}}]}),
+    "empty": (200, turn([], [])),
+    "too few logprobs": (200, turn([4, 5, 6], SOUND)),
+    "too many tokens": (200, turn([4] * 7, [-1.0] * 7)),
+    "unknown ids": (200, turn([10**6] * 6, [-1.0] * 6)),
+    "text": (200, turn(["4"] * 6, [-1.0] * 6)),
+    "NaN": (200, '{"choices": [{"token_ids": [4, 4, 4, 4, 4, 4], "logprobs": {"token_logprobs": [NaN, 0, 0, 0, 0, 0]}}]}'),
+    "probability 2": (200, turn([4] * 6, [0.7] * 6)),
+    "cut short": (200, turn([4, 4], SOUND)),
+    "refused": (400, {"error": {"message": "seed is not supported"}}),
+    "busy": (429, "too many requests"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_the_run_which_is_saved_and_continues_later(place, tmp_path, server, monkeypatch, name):  # noqa: F811
+    """The second step's last request fails: no episode of that step is recorded."""
+    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    out, turns = tmp_path / "r", []
+
+    def fails(body):
+        turns.append(body) if body["model"].endswith("step-000001") else None
+        return FAULTS[name] if len(turns) >= 6 else None
+    server.fault = fails
+    with pytest.raises(UserError, match=f"--sampler {server.url}: no usable answer") as error:
+        played(place, out, [server])
+    assert error.value.__notes__[0].startswith("step 1 is saved; continue with: ")
+    assert {json.loads(line)["step"] for line in (out / "trajectories.jsonl").open()} == {0}
+    server.fault = lambda body: None
+    _, log = played(place, out, [server], resume=True)
+    assert [line["step"] for line in log] == [0, 1] and log[1]["sampler_gap"] < 1e-4
+
+
+def test_a_server_that_dies_or_hangs_ends_the_run_too(place, tmp_path, server, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(vllm, "PATIENCE", 0.2)
+    server.fault = lambda body: (setattr(server, "is_deaf", True), threading.Event().wait(60)) if "proof" not in body["model"] else None
+    with pytest.raises(UserError, match="no answer in 0.2 s"):
+        played(place, tmp_path / "hangs", [server])
+    server.is_deaf = False
+    server.fault = lambda body: threading.Thread(target=server.die).start() if body["model"].endswith("1") else None
+    with pytest.raises(UserError, match="Connection refused|ConnectionReset|RemoteDisconnected"):
+        played(place, tmp_path / "dies", [server], max_steps=4)
+
+
+def test_a_slow_server_is_waited_for(place, tmp_path, server, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vllm, "PATIENCE", 0.05)
+    server.fault = lambda body: time.sleep(0.3)
+    played(place, tmp_path / "r", [server], max_steps=1)
+
+
+def test_a_server_that_was_started_again_gets_its_adapter_again(place, tmp_path, server):  # noqa: F811
+    turns = []
+
+    def forgets(body):
+        turns.append(body)
+        if len(turns) == 20:
+            server.models.clear()
+    server.fault = forgets
+    _, log = played(place, tmp_path / "r", [server], max_steps=3)
+    assert len(server.loads) > 4 and all(line["sampler_gap"] < 1e-4 for line in log)
+
+
+def test_half_of_two_servers_gone_leaves_the_work_to_the_other(place, tmp_path, server, other):  # noqa: F811
+    def dies(body):
+        if body["model"].endswith("step-000001"):
+            other.fault = lambda body: None
+            threading.Thread(target=other.die).start()
+    other.fault = dies
+    _, log = played(place, tmp_path / "r", [server, other], max_steps=4)
+    assert len(log) == 4 and all(line["episodes"] == 6 and line["sampler_gap"] < 1e-4 for line in log)
+    assert server.loads[-1].endswith("step-000003") and other.loads[-1].endswith("step-000001")
+
+
+def test_pauses_before_the_last_try_are_half_a_minute(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(vllm.time, "sleep", pauses.append)
+
+    def lost():
+        raise vllm.Lost
+    with pytest.raises(vllm.Lost):
+        vllm.persist(lost, vllm.TRIES)
+    assert len(pauses) == vllm.TRIES - 1 and 30 < sum(pauses) < 35
+
+
+@pytest.mark.parametrize("silent", ["completions", "load"])
+def test_a_signal_leaves_while_a_server_is_silent(place, tmp_path, server, silent):  # noqa: F811
+    asked = threading.Event()
+
+    def hangs(body):
+        if body["model"].endswith("step-000001"):
+            asked.set()
+            time.sleep(60)
+    if silent == "completions":
+        server.fault = hangs
+    else:
+        server.load = lambda name, path, load=server.load: hangs({"model": name}) or load(name, path)
+    program = Program(ROOT / "grpo.py", "--model_path", place / "base", "--output_dir", "r", "--sampler", server.url, "--dtype", "float32",
+                      "--max_samples", "200", "--tasks_per_step", "2", "--group_size", "2", "--max_new_tokens", "6", "--max_tokens", "200",
+                      "--eval_tasks", "0", "--lora_r", "2", cwd=tmp_path)
+    assert asked.wait(120), program.said("stderr")
+    began = time.monotonic()
+    program.send_signal(15)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 143 and time.monotonic() - began < 10
+    assert "stopped by SIGTERM after step 1; continue with: python" in errors
+
+
+# ----------------------------------------------------------------------------------------------- a step ahead
+def test_a_step_ahead_is_played_by_the_adapter_before_the_update(place, tmp_path, server):  # noqa: F811
+    _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, eval_tasks=2, eval_every=1, learning_rate=0.05)
+    assert [line["staleness"] for line in log] == [0, 1, 1, 1]
+    # The prompts tell which step a request was for.
+    prompts = {}
+    for row in map(json.loads, (tmp_path / "r" / "trajectories.jsonl").open()):
+        start = row["token_ids"][:row["loss_mask"].index(1)]
+        prompts.setdefault(row["step"], set()).add(tuple(start))
+    for step, name in ((1, "step-000000"), (2, "step-000001"), (3, "step-000002")):
+        assert {b["model"][-11:] for b in server.requests if tuple(b["prompt"]) in prompts[step]} == {name}
+    # What was sampled one version ago differs from the trainer's log-probabilities by the update.
+    assert log[0]["sampler_gap"] < 1e-4 and all(line["sampler_gap"] > 1e-3 for line in log[1:])
+    timing = [json.loads(line) for line in (tmp_path / "r" / "timing.jsonl").open()]
+    assert all("rollout_seconds" in line for line in timing)
+
+
+def test_a_run_ahead_continues_with_a_step_of_its_own_version(place, tmp_path, server):  # noqa: F811
+    played(place, tmp_path / "r", [server], max_steps=2, rollout_ahead=1)
+    _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, resume=True)
+    assert [line["staleness"] for line in log] == [0, 1, 0, 1]
+
+
+def test_a_fault_in_a_step_ahead_ends_the_run(place, tmp_path, server, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    served = []
+
+    def fails(body):
+        served.append(body)
+        return FAULTS["500"] if len(served) > 24 else None
+    server.fault = fails
+    with pytest.raises(UserError, match="no usable answer") as error:
+        played(place, tmp_path / "r", [server], max_steps=9, rollout_ahead=1)
+    assert "is saved; continue with" in error.value.__notes__[0]
+
+
+def test_ahead_needs_a_sampler():
+    with pytest.raises(UserError, match="--rollout_ahead needs --sampler"):
+        grpo.settle(grpo.Config(rollout_ahead=1))
+
+
+# --------------------------------------------------------------------------------------------- several ranks
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_each_rank_asks_for_its_share_and_one_of_them_loads(place, tmp_path, server, ahead):  # noqa: F811
+    words = f"""--model_path {place}/base --output_dir {tmp_path}/r --sampler {server.url} --dtype float32 --max_samples 200 --tasks_per_step 3
+        --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 1 --lora_r 2 --max_steps 3 --learning_rate 1e-3 --rollout_ahead {ahead}""".split()
+    done = torchrun(2, ROOT / "grpo.py", *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = lines(tmp_path / "r")
+    assert [line.get("staleness") for line in log] == ([0, 1, 1] if ahead else [None] * 3)
+    assert all(line["episodes"] == 6 and (ahead or line["sampler_gap"] < 1e-4) for line in log)
+    names = [name[-11:] for name in server.loads if "proof" not in name]
+    # The third step was played ahead by the second version, and so nobody asks for its own.
+    assert names == [f"step-{i:06d}" for i in ([0, 1, 3] if ahead else range(4))]

@@ -1,0 +1,189 @@
+"""What the server's clients may ask: OpenAI's parameters, those of vLLM that a sampler needs, and
+no others. A parameter that would silently have no effect is refused."""
+import re
+import secrets
+from itertools import takewhile
+from typing import Annotated, Any, Literal
+
+from pydantic import (AliasChoices, BaseModel, ConfigDict, Field, Json, field_validator,
+                      model_validator)
+
+from experiment.errors import first_line
+from llm.chat import Chat
+
+BASE = "base"  # the name of the model that was started
+# The order of messages in an episode.
+ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
+
+Id = Annotated[int, Field(ge=0)]
+
+
+class Refusal(Exception):
+    """An answer that is an error, with the status and the code that OpenAI's API uses."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def body(self) -> dict:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+class Body(BaseModel):
+    """The body of a request. A null counts as not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, given):
+        if not isinstance(given, dict):
+            return given
+        return {name: given[name] for name in given if given[name] is not None}
+
+
+class Sampled(Body):
+    """Who samples, and how."""
+
+    model: str = BASE
+    seed: int = Field(default_factory=lambda: secrets.randbits(63))
+    temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
+    top_k: int = Field(0, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+    # These four are not here. Clients send the values that ask for nothing.
+    min_p: Literal[0] = 0
+    repetition_penalty: Literal[1] = 1
+    frequency_penalty: Literal[0] = 0
+    presence_penalty: Literal[0] = 0
+
+    @property
+    def sampling(self) -> tuple:
+        return self.temperature, max(self.top_k, 0), self.top_p
+
+
+class Turns(Sampled):
+    """What both kinds of completion ask: n turns after one prompt."""
+
+    n: int = Field(1, ge=1, le=128)
+    max_tokens: int | None = Field(
+        None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=4)
+    stop_token_ids: list[Id] = []
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def as_list(cls, stop):
+        return [stop] if isinstance(stop, str) else stop
+
+    def limit(self, prompt: list[int], context: int, default: int) -> int:
+        """Return how many tokens may be sampled after a prompt, or raise Refusal."""
+        room = context - len(prompt)
+        if room < (self.max_tokens or 1):
+            raise Refusal(400, f"the prompt has {len(prompt)} tokens and max_tokens is "
+                               f"{self.max_tokens or 1}: this server's context has {context} "
+                               "(--max_tokens)", "context_length_exceeded")
+        return self.max_tokens or min(default, room)
+
+
+class Completion(Turns):
+    """POST /v1/completions"""
+
+    prompt: str | list[Id]
+    logprobs: int | None = Field(None, ge=0, le=1)
+    return_token_ids: bool = False
+    ignore_eos: bool = False
+
+
+class Function(BaseModel):
+    name: str
+    arguments: Json[dict[str, Any]]
+
+
+class ToolCall(BaseModel):
+    id: str
+    function: Function
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class ChatCompletion(Turns):
+    """POST /v1/chat/completions"""
+
+    messages: list[Message]
+    tools: list[dict] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+
+class Problem(Sampled):
+    """POST /solve"""
+
+    problem: str = Field(min_length=1, max_length=2**14)
+
+
+class Adapter(Body):
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter"""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = ""
+
+
+def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
+    """Return the ids of a conversation up to the agent's next turn, as an episode would hold them.
+
+    Raises Refusal for messages that no episode has.
+    """
+    roles = "".join(f"{message.role} " for message in messages)
+    if not ORDER.fullmatch(roles):
+        raise Refusal(400, "messages: expected system, user, assistant, user or tool results, "
+                           f"assistant, ... and at the end not the assistant; got {roles}")
+    try:
+        return _episode_ids(chat, messages)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"messages: {first_line(error)}") from None
+
+
+def _episode_ids(chat, messages):
+    system = [m.text for m in takewhile(lambda m: m.role != "user", messages)]
+    opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    ids = chat.prompt([*opening, {"role": "user", "content": messages[len(system)].text}])
+    for i, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        calls = message.tool_calls or []
+        after = list(takewhile(lambda m: m.role != "assistant", messages[i + 1:]))
+        results = {m.tool_call_id: m.text for m in after if m.role == "tool"}
+        if set(results) != {call.id for call in calls}:
+            raise ValueError("after an assistant's tool calls comes one result for each "
+                             "tool_call_id")
+        called = [call.function.model_dump() for call in calls]
+        ids += chat.turn(message.text, called)
+        if calls:
+            ids += chat.results(called, [results[call.id] for call in calls], ids[-1])
+        else:
+            ids += chat.reply(after[0].text, ids[-1])
+    return ids

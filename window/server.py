@@ -1,0 +1,342 @@
+"""An agent that others ask: OpenAI's API over the decoding engine (`python agent.py --serve`).
+
+    POST /v1/chat/completions   messages, tools, stream, n, seed, stop, logprobs
+    POST /v1/completions        text or token ids; with return_token_ids also ids out, as in vLLM
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
+    POST /solve                 {"problem"}: the agent plays its environment, its tools really run
+    GET  /v1/models, /healthz
+
+Another machine's run can have its episodes sampled here: `grpo.py --sampler http://host:8000`.
+"""
+import json
+import secrets
+import signal
+import threading
+import time
+from contextlib import aclosing
+from functools import lru_cache
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+
+import envs
+from agent import Episode
+from envs.session import Session, Watch, load_environments
+from experiment.errors import UserError, first_line, printable
+from experiment.seeds import mix
+from llm.chat import Chat
+from llm.memory import techniques_of
+from llm.tool_calls import parse_tool_calls
+from window.gate import Gate
+from window.player import Asked, Player, elsewhere
+from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
+                             Turns, conversation_ids)
+
+OBJECTS = {"cmpl": "text_completion", "chatcmpl": "chat.completion",
+           "chunk": "chat.completion.chunk"}
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class Choice(Asked):
+    """A row that answers a request, as far as its client may see it.
+
+    Attributes:
+        shown: the tokens that count: none come after a stop text.
+        text: what they say, without the stop token or the stop text.
+        reason: why the turn ended, "stop" or "length"; None before.
+    """
+    shown, text, reason = (), "", None
+
+    def hear(self, count: int, has_ended: bool, chat: Chat, stops: list[str]):
+        """Show the first `count` tokens of the turn."""
+        self.shown = self.turn[:count]
+        is_stop = self.shown[-1] in self.stop_ids
+        self.text = chat.text(self.shown[:count - is_stop])
+        cuts = [self.text.index(stop) for stop in stops if stop in self.text]
+        if cuts:
+            self.text = self.text[:min(cuts)]
+        if cuts or has_ended:
+            self.reason = "stop" if cuts or is_stop else "length"
+
+
+class Server:
+    """What answers requests."""
+
+    def __init__(self, config, model, tokenizer, limits):
+        self.config, self.tokenizer, self.limits = config, tokenizer, limits
+        text_config = model.config.get_text_config()
+        self.vocabulary = text_config.vocab_size
+        self.context = min(limits.max_tokens,
+                           getattr(text_config, "max_position_embeddings", limits.max_tokens))
+        # By the tools as JSON.
+        self.chat_of = lru_cache(64)(
+            lambda tools: Chat(tokenizer, json.loads(tools), model.generation_config))
+        self.plain = self.chat_of("[]")
+        self.environment = None  # its name, class and Chat
+        if config.env:
+            classes, chats = load_environments(
+                tokenizer, config.env, model.generation_config, envs.options_of(config))
+            [(name, cls)] = classes.items()
+            self.environment = name, cls, chats[name]
+        self.player = Player(model, techniques_of(model).decode_rows)
+
+    def application(self):
+        """Return the ASGI application."""
+        app = FastAPI(openapi_url=None)
+        for path, answer in (("/v1/chat/completions", self.chat_completions),
+                             ("/v1/completions", self.completions), ("/solve", self.solve),
+                             ("/v1/load_lora_adapter", self.load),
+                             ("/v1/unload_lora_adapter", self.unload)):
+            app.post(path)(answer)
+        app.get("/v1/models")(self.models)
+        app.get("/healthz")(self.healthz)
+        for error in (Refusal, RequestValidationError):
+            app.exception_handler(error)(refuse)
+        return Gate(app, self.config.token)
+
+    # ----------------------------------------------------------------------------------- sampling
+    def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
+        """Return the rows of n turns after one prompt."""
+        limit = body.limit(prompt, self.context, default)
+        return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
+                         streams=streams or bool(body.stop)) for i in range(body.n)]
+
+    def row(self, body: Sampled, prompt, number: int, **options) -> Choice:
+        """Return the row of a turn, or raise Refusal."""
+        self.check()
+        name = BASE if body.model == self.config.model_path else body.model
+        weights = self.player.adapters.get(name)
+        if weights is None:
+            raise Refusal(404, f"the model {name!r} does not exist here; GET /v1/models",
+                          "model_not_found")
+        return Choice(prompt, weights=weights, sampling=body.sampling,
+                      seed=mix(body.seed, number), **options)
+
+    async def follow(self, choices, stops):
+        """Let choices be sampled. Yield one whenever it has grown or ended, until all have."""
+        async with aclosing(self.player.play(choices)) as news:
+            async for choice, count, has_ended in news:
+                if not choice.reason:
+                    choice.hear(count, has_ended, self.plain, stops)
+                    yield choice
+                if all(choice.reason for choice in choices):
+                    return
+
+    async def finish(self, choices, stops=()):
+        """Wait for the ends of choices."""
+        async for _ in self.follow(choices, stops):
+            pass
+
+    # -------------------------------------------------------------------------------- completions
+    async def completions(self, body: Completion):
+        prompt = self.plain.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        if not prompt or max(prompt) >= self.vocabulary:
+            raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
+        stop_ids = () if body.ignore_eos else self.plain.stop_ids
+        choices = self.turns(body, prompt, stop_ids, 16)
+        await self.finish(choices, body.stop)
+        shown = []
+        for i, choice in enumerate(choices):
+            shown.append({"index": i, "text": choice.text, "finish_reason": choice.reason})
+            if body.logprobs is not None:
+                shown[i]["logprobs"] = {"token_logprobs": choice.logprobs[:len(choice.shown)]}
+            if body.return_token_ids:
+                shown[i] |= {"token_ids": choice.shown, "prompt_token_ids": prompt}
+        return {**head("text_completion", body), "choices": shown, "usage": usage(choices)}
+
+    async def chat_completions(self, body: ChatCompletion):
+        tools = body.tools if body.tool_choice == "auto" else []
+        try:
+            chat = self.chat_of(json.dumps(tools))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Refusal(400, f"tools: {first_line(error)}") from None
+        prompt = conversation_ids(chat, body.messages)
+        stop_ids = chat.stop_ids | chat.start_ids
+        choices = self.turns(body, prompt, stop_ids, self.limits.max_new_tokens, body.stream)
+        if body.stream:
+            events = self.events(body, choices, tools)
+            return StreamingResponse(events, media_type="text/event-stream")
+        await self.finish(choices, body.stop)
+        shown = []
+        for i, choice in enumerate(choices):
+            message, reason = message_of(choice, tools)
+            shown.append({"index": i, "message": {"role": "assistant", **message},
+                          "finish_reason": reason, "logprobs": self.logprobs(body, choice)})
+        return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
+
+    async def events(self, body, choices, tools):
+        """Yield the events of a streamed answer. Calls come whole, when their turn has ended."""
+        chunk = {**head("chat.completion.chunk", body), "choices": []}
+        sent = {}  # choice -> how many characters and tokens of it
+        # A stop text may have come by half.
+        unsure = max(map(len, body.stop), default=1) - 1
+        try:
+            async for choice in self.follow(choices, body.stop):
+                if choice.reason:
+                    delta, reason = message_of(choice, tools)
+                elif tools:
+                    continue
+                else:
+                    # The last character may still lack some of its bytes.
+                    text = choice.text[:len(choice.text) - unsure].rstrip("\ufffd")
+                    delta, reason = {"content": text}, None
+                text = delta["content"] or ""
+                characters, ids = sent.get(choice, (0, 0))
+                if not reason and len(text) <= characters:
+                    continue
+                delta |= {"content": text[characters:]} | ({} if ids else {"role": "assistant"})
+                sent[choice] = len(text), len(choice.shown)
+                yield event({**chunk, "choices": [
+                    {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
+                     "logprobs": self.logprobs(body, choice, ids)}]})
+            if body.stream_options.include_usage:
+                yield event({**chunk, "usage": usage(choices)})
+            yield "data: [DONE]\n\n"
+        except Refusal as refusal:
+            yield event(refusal.body())
+
+    def logprobs(self, body, choice, start: int = 0):
+        """Return the log-probabilities of a choice's tokens from number `start` on."""
+        if not body.logprobs:
+            return None
+        content = []
+        for i, logprob in list(zip(choice.shown, choice.logprobs))[start:]:
+            token = self.tokenizer.decode([i])
+            content.append({"token": token, "logprob": logprob, "bytes": list(token.encode()),
+                            "top_logprobs": []})
+        return {"content": content}
+
+    # --------------------------------------------------------------------------------------- solve
+    async def solve(self, body: Problem):
+        """Play an episode of the environment with the task that the problem states."""
+        episode = await elsewhere(in_thread, self.begin, body.problem)
+        t = episode.trajectory
+        while episode.can_take_turn:
+            stop_ids = episode.chat.stop_ids | episode.chat.start_ids
+            row = self.row(body, t.token_ids, len(t.rewards), stop_ids=stop_ids,
+                           limit=episode.turn_budget)
+            await self.finish([row])
+            await elsewhere(in_thread, take_turn, episode, row)
+        if "error" in t.info:
+            raise Refusal(500, t.info["error"])
+        said = {role: [m["content"] for m in t.messages if m["role"] == role]
+                for role in ("assistant", "tool")}
+        # A question whose right answer nobody gave is neither solved nor failed.
+        is_judged = t.stop_reason and None not in episode.session.task.values()
+        return {"solution": said["assistant"][-1] if said["assistant"] else "",
+                "success": t.info["success"] if is_judged else None, "reward": t.reward,
+                "stop_reason": t.stop_reason or "max_tokens", "tools": said["tool"],
+                "transcript": t.messages}
+
+    def begin(self, problem: str) -> Episode:
+        """Return an episode whose task is the problem."""
+        if not self.environment or not hasattr(self.environment[1], "_from_text"):
+            raise Refusal(400, "this server plays no environment (--env) that makes a task of a "
+                               "text (_from_text)")
+        name, cls, chat = self.environment
+        try:
+            task = {**cls._from_text(problem), **envs.options_of(self.config)}
+        except ValueError as error:
+            raise Refusal(400, f"problem: {first_line(error)}") from None
+        session = Session(Watch(self.limits.tool_timeout), name, cls, task)
+        return Episode(session, chat, self.limits, "solve")
+
+    # ----------------------------------------------------------------------------- models, adapters
+    async def models(self):
+        return {"object": "list", "data": [
+            {"id": name, "object": "model", "created": 0, "owned_by": "this machine",
+             "root": self.config.model_path, "parent": None if name == BASE else BASE,
+             "max_model_len": self.context} for name in list(self.player.adapters)]}
+
+    async def healthz(self):
+        self.check()
+        return {"status": "ok"}
+
+    def check(self):
+        """Raise Refusal if the engine has failed."""
+        if self.player.broken:
+            raise Refusal(503, f"the engine has failed: {self.player.broken}")
+
+    async def load(self, body: Adapter):
+        self.check()
+        if body.lora_name in self.player.adapters:
+            raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
+        try:
+            await elsewhere(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
+        except UserError as error:
+            raise Refusal(400, str(error)) from None
+        return {"status": "ok"}
+
+    async def unload(self, body: Adapter):
+        if body.lora_name == BASE or not self.player.adapters.pop(body.lora_name, None):
+            raise Refusal(404, f"the adapter {body.lora_name!r} is not loaded")
+        return {"status": "ok"}
+
+
+def head(kind: str, body) -> dict:
+    """Return how an answer of OpenAI's API begins."""
+    return {"id": f"{kind}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()),
+            "model": body.model}
+
+
+def usage(choices) -> dict:
+    """Return the numbers of tokens of choices after one prompt."""
+    asked, sampled = len(choices[0].group), sum(len(choice.shown) for choice in choices)
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+def message_of(choice, tools) -> tuple[dict, str]:
+    """Return the message in a choice that has ended, and the reason of its end."""
+    content, calls, _ = parse_tool_calls(choice.text) if tools else ("", [], [])
+    if not calls:
+        return {"content": choice.text}, choice.reason
+    calls = [{"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {
+        "name": call["name"], "arguments": json.dumps(call["arguments"])}}
+        for i, call in enumerate(calls)]
+    return {"content": content or None, "tool_calls": calls}, "tool_calls"
+
+
+def take_turn(episode, row):
+    """Give the episode what a row sampled, and run its tools."""
+    episode.take_turn(row.turn, row.logprobs)
+    if episode.calling:
+        episode.take_results()
+
+
+def event(content: dict) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+async def refuse(request, error):
+    """Answer an exception as OpenAI's API does."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:]))
+        is_unknown = first["type"] == "extra_forbidden"
+        reason = "not supported by this server" if is_unknown else first["msg"]
+        error = Refusal(400, f"{place}: {reason}")
+    return JSONResponse(error.body(), error.status)
+
+
+def in_thread(function):
+    # A tool that hangs does not keep the process from ending.
+    threading.Thread(target=function, daemon=True).start()
+
+
+def serve(config, model, tokenizer, limits):
+    """Answer requests until a signal ends the process."""
+    if config.host not in LOCAL and not config.token:
+        raise UserError(f"--host {config.host}: others can reach it, so give a --token")
+    server = Server(config, model, tokenizer, limits)
+    http = uvicorn.Server(uvicorn.Config(
+        server.application(), host=config.host, port=config.port, log_level="warning",
+        lifespan="off"))
+    socket = http.config.bind_socket()
+    print(f"http://{config.host}:{socket.getsockname()[1]}: {printable(config.model_path)}, "
+          f"environment {config.env}; Ctrl-C ends", flush=True)
+    in_thread(lambda: http.run([socket]))
+    # In the main thread, which signals interrupt.
+    server.player.run()
+    signal.pause()
