@@ -28,9 +28,11 @@ class Settings:
 
     Attributes:
         peft: what adapter_config.json says of the adapter, in PEFT's names.
+        all_linear: True if the targets were not named.
         fresh: True while the model without its adapter is the policy that the run started from.
     """
     peft: dict
+    all_linear: bool = False
     fresh: bool = True
 
 
@@ -137,6 +139,8 @@ class _MergedLoRA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, x, A, B, scale, recompute):
         ctx.scale, ctx.recompute = scale, recompute
+        # Else it would be a view, which no layer may change in place.
+        ctx.mark_dirty(output)
         ctx.save_for_backward(None if recompute else x, A, B)
         return output
 
@@ -190,6 +194,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         device: where A and B live, if not beside their weights.
         kind: the class of the adapters.
     """
+    all_linear = target_names(targets) == ["all-linear"]
     linears, targets = _targeted(model, targets)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -200,7 +205,15 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         linear.forward = partial(adapted_forward, linear)
     model.lora_settings = Settings({
         "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
-        "use_rslora": use_rslora, **kind.peft_entries})
+        "use_rslora": use_rslora, **kind.peft_entries}, all_linear)
+
+
+def remove_adapters(model, names, targets: list):
+    """Take the adapters of the Linears of these names away. The rest is called `targets`."""
+    for name in names:
+        linear = model.get_submodule(name)
+        del linear.lora, linear.forward
+    settings(model).peft["target_modules"] = targets
 
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by their last name

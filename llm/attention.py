@@ -11,37 +11,45 @@ from llm.checkpointing import recompute
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
 SCORES = 2**25  # bytes of attention scores that exist at once in the training pass
-UNKNOWN = "softcap", "s_aux", "position_bias"  # what changes scores in ways not known here
+CHANGES = "softcap", "s_aux", "position_bias"  # what only some kernels of transformers know
 
 
-def grouped_attention(query, key, value, bias, scaling):
+def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None):
     """Attention as two matrix products, without repeating a key for the query heads that share it.
 
     The query (B, H, T, D) heads of one KV head are stacked as its query rows. key and value are
-    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S). Returns (B, T, H, D).
+    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S). `softcap` bounds the
+    scores before. sinks (H,) are the scores of a further key whose value is 0, a head each.
+    Returns (B, T, H, D).
     """
     B, H, T, D = query.shape
     kv_heads, S = key.shape[1:3]
     query = (query * scaling).reshape(B, kv_heads, -1, D)
     scores = query @ key.transpose(2, 3)  # (B, H_kv, H / H_kv * T, S)
-    weights = scores.view(B, kv_heads, -1, T, S).add_(bias).softmax(-1)
-    out = weights.view(scores.shape) @ value
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = scores.view(B, kv_heads, -1, T, S).add_(bias)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1, 1, 1).expand(B, -1, -1, T, 1)
+        weights = torch.cat([weights, sinks], -1)
+    weights = weights.softmax(-1)[..., :S]
+    out = weights.reshape(scores.shape) @ value
     return out.reshape(B, H, T, -1).transpose(1, 2).contiguous()
 
 
 def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
-                  row_cache=None, **kwargs):
+                  row_cache=None, softcap=None, s_aux=None, position_bias=None, **_):
     """The engine's attention: the rows of a `RowCache`, each of its own length.
 
     The signature is that of transformers' attention functions, with query (R, H, C, D) and all of
     the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
     """
-    if changes_scores(kwargs):
-        raise UserError(f"{type(module).__name__}: attention with soft-capping, sinks or "
-                        "a position bias is not supported by the engine")
-    if not row_cache.sdpa:
+    if position_bias is not None:
+        raise UserError(f"{type(module).__name__}: attention with a position bias "
+                        "is not supported by the engine")
+    if not row_cache.sdpa or softcap is not None or s_aux is not None:
         bias = row_cache.bias(sliding_window, 1, query.dtype)[:, :, None]  # (R, 1, 1, C, S)
-        return grouped_attention(query, key, value, bias, scaling), None
+        return grouped_attention(query, key, value, bias, scaling, softcap, s_aux), None
     R, H, C, D = query.shape
     groups = H // key.shape[1]
     if C > 1:
@@ -102,7 +110,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 def changes_scores(arguments: dict) -> bool:
     """True if a model hands its attention what only some of transformers' kernels know."""
-    return any(arguments.get(name) is not None for name in UNKNOWN)
+    return any(arguments.get(name) is not None for name in CHANGES)
 
 
 def packed_attention(attend, P, B, query, key, value):

@@ -26,6 +26,7 @@ follows from its ids and its seed. Everything else in a Row belongs to the engin
 The rows that decode are kept in the first slots, so that a step reads a slice of the cache and
 copies nothing. A token and its log-probability come from one softmax.
 """
+import inspect
 import math
 from functools import partial
 from importlib import import_module
@@ -36,7 +37,7 @@ import torch
 from experiment.errors import UserError
 from llm.attention import row_attention
 from llm.fused import Fused, fits
-from llm.kv_cache import RowCache
+from llm.kv_cache import make_cache
 from llm.logprobs import head_logits
 from llm.memory import facts
 from llm.sampling import sample
@@ -108,7 +109,7 @@ class Engine:
         self.slots = slots
         self.stop_ids = frozenset(stop_ids)
         self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-        self.cache = RowCache(slots, self.device)
+        self.cache = make_cache(model, slots)
         self.fused = Fused(model) if fused and fits(model) else None
         self.decoder = self.fused or StockForward(model)
         self.owner: list[Row | None] = [None] * slots
@@ -158,7 +159,7 @@ class Engine:
         self.admit()
         extended = self.in_state("prefill")
         if extended:
-            self.sample(extended, self.run(extended))
+            self.sample(extended, self.read(extended))
         if self.in_state("decode"):
             self.decode()
         return self.ended
@@ -184,7 +185,7 @@ class Engine:
             if row.group not in self.prompts:
                 first.setdefault(row.group, row)
         if first:
-            logits = self.run(list(first.values()))  # (groups, V)
+            logits = self.read(list(first.values()))  # (groups, V)
             for row, row_logits in zip(first.values(), logits):
                 prefix = [tensor.clone() for tensor in self.cache.prefix(row.slot, row.length)]
                 self.prompts[row.group] = prefix, row_logits, row.length
@@ -202,6 +203,12 @@ class Engine:
         self.pack()
         running = self.in_state("decode")
         self.sample(running, self.run(running))
+
+    def read(self, rows: list[Row]):
+        """Run prompts or tool results, one by one where padding would change the rows' states."""
+        if not self.cache.keeps_states:
+            return self.run(rows)
+        return torch.cat([self.run([row]) for row in rows])
 
     def run(self, rows: list[Row]):
         """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""
@@ -277,6 +284,9 @@ class StockForward:
         AttentionInterface.register("row_attention", row_attention)
         self.model = model
         self.config = model.config.get_text_config()
+        arguments = inspect.signature(model.base_model.forward).parameters
+        # Mamba's models have a name of their own for it.
+        self.cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):
@@ -285,7 +295,7 @@ class StockForward:
         self.config._attn_implementation = "row_attention"
         try:
             return self.model.base_model(
-                input_ids=ids, position_ids=cache.position, past_key_values=cache, use_cache=True,
-                row_cache=cache).last_hidden_state
+                input_ids=ids, position_ids=cache.position, use_cache=False, row_cache=cache,
+                **{self.cache_name: cache}).last_hidden_state
         finally:
             self.config._attn_implementation = before

@@ -1,8 +1,20 @@
 """The KV cache of the decoding engine, in which every row has a length of its own."""
 import math
 import mmap
+from importlib import import_module
 
 import torch
+
+STATES = "llm.state_cache"  # what some models need
+
+
+def make_cache(model, slots: int):
+    """Return a cache for this model. It holds states if transformers' own cache of it does."""
+    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+    for layer in DynamicCache(config=model.config).layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            return import_module(STATES).StateCache(slots, model.device)
+    return RowCache(slots, model.device)
 
 
 def empty_pages(like, shape):
@@ -25,10 +37,13 @@ class RowCache:
 
     Attributes:
         tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
+        keeps_states: True for a `StateCache`, whose states padding would change.
         position: (R, C) the position of every new token in its row.
         span: how many positions of a row the pass reads.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
+
+    keeps_states = False
 
     def __init__(self, slots: int, device):
         self.tensors = {}

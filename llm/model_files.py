@@ -85,7 +85,7 @@ def _read_sparingly(folder, config, dtype, device, chosen):
     model = skeleton(config, stored if dtype == "auto" else dtype)
     # On the meta device there are shapes only.
     on_meta = device.type == "meta"
-    read = model.state_dict().__getitem__ if on_meta else tensor_reader(folder)
+    read = model.state_dict().__getitem__ if on_meta else tensor_reader(folder, model)
     fill(model, read, device, chosen)
     # Without such a file the model has the one that from_config made.
     with suppress(OSError):
@@ -95,8 +95,7 @@ def _read_sparingly(folder, config, dtype, device, chosen):
 
 def _read_whole(folder, config, dtype):
     """Read the model as transformers does."""
-    from transformers import AutoModelForCausalLM
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = auto_class(config).from_pretrained(
         folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
         output_loading_info=True)
     # Where weights are missing, transformers would continue with random ones.
@@ -104,6 +103,16 @@ def _read_whole(folder, config, dtype):
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UserError(f"{folder}: no weights for {missing}: the model is incomplete")
     return model
+
+
+def auto_class(config):
+    """Return the class of transformers that makes a model of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    # Some families are published only with a vision tower. On text they are plain decoders.
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def read_tokenizer(source: str):
@@ -125,7 +134,6 @@ def real_dtype(dtype, device):
 # -------------------------------------------------------------------- one tensor at a time
 def skeleton(config, dtype):
     """Return the model of a config, its parameters on the meta device; buffers have numbers."""
-    from transformers import AutoModelForCausalLM
     register = nn.Module.register_parameter
 
     def register_on_meta(module, name, parameter):
@@ -134,26 +142,36 @@ def skeleton(config, dtype):
             parameter = nn.Parameter(parameter.to("meta"))
         register(module, name, parameter)
     with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return auto_class(config).from_config(config, dtype=dtype).eval()
 
 
-def tensor_reader(folder: str):
-    """Return a function that reads one tensor of a model folder by its name.
+def tensor_reader(folder: str, model):
+    """Return a function that reads one tensor of a model folder by its name in this skeleton.
 
     It raises UserError if the folder has no such tensor.
     """
     from safetensors import safe_open
-    file_of = {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    # What transformers joins while reading, such as experts, is not read here.
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    parameters = model.state_dict()
+    place_of = {}
     for path in Path(folder).glob("model*.safetensors"):
         file = safe_open(path, "pt")
-        file_of.update(dict.fromkeys(file.keys(), file))
+        for stored in file.keys():
+            name, _ = rename_source_key(
+                stored, renamings, [], model.base_model_prefix, parameters)
+            place_of[name] = file, stored
 
     def read(name):
-        if name not in file_of:
+        if name not in place_of:
             raise UserError(
-                f"{folder}: no weights for {name}: the model is incomplete, or stored under other "
-                "names, which --load_in_4bit and --memory 4bit, small and stream do not read")
-        return file_of[name].get_tensor(name)
+                f"{folder}: no weights for {name}: the model is incomplete, or stored in another "
+                "form, which --load_in_4bit and --memory 4bit, small and stream do not read")
+        file, stored = place_of[name]
+        return file.get_tensor(stored)
     return read
 
 

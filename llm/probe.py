@@ -10,15 +10,17 @@ transformers adds or changes goes through here as well; no list of architectures
 import time
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
+from torch import nn
 
 from experiment.errors import UserError, first_line
 from llm.adapter_files import check_finite
 from llm.engine import Engine, Row
 from llm.logprobs import token_logprobs
 from llm.memory import facts
-from lora import adapters
+from lora import adapters, remove_adapters, settings
 
 TOKENS = 8  # of each of the probe's two rows
 SHARED = 2  # tokens with which both rows begin
@@ -32,7 +34,8 @@ def probe(model, source: str):
     """Compare the forward passes of a model that `load_model` has read from `source`.
 
     What it finds about the engine and about shared prefixes goes into the model's `Facts`. Raises
-    UserError if the weights are damaged, if training differs, or if an adapter is never used.
+    UserError if the weights are damaged, if training differs, or if the user named an adapter that
+    is never used; others of that kind are taken away.
     """
     began = time.monotonic()
     name = f"{source}: {type(model).__name__}"
@@ -43,6 +46,7 @@ def probe(model, source: str):
     train = partial(token_logprobs, model, ids, mask)
     with narrow_windows(model) as narrowed:
         logits = stock_logits(model, ids, name)  # (2, TOKENS - 1, V)
+        drop_adapters(model, ids, name)
         check_finite(source, dict(model.named_parameters()))
         if not logits.isfinite().all():
             raise UserError(f"{name}: its weights give logits that are not finite; "
@@ -75,33 +79,61 @@ def disagreement(limit, stock, run) -> str:
 
 @torch.no_grad()
 def stock_logits(model, ids, name: str):
-    """Return the logits (B, T - 1, V) of ids (B, T) by transformers' own forward.
-
-    Raises UserError if an adapter had no part in them.
-    """
-    used = set()
-    linears = adapters(model)
-    hooks = [linear.lora.register_forward_hook(lambda adapter, *_: used.add(adapter))
-             for linear in linears.values()]
+    """Return the logits (B, T - 1, V) of ids (B, T) by transformers' own forward."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = "sdpa" if before == "causal_attention" else before
     try:
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return model(input_ids=ids, use_cache=False).logits[:, :-1]
     except (RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"{name}: cannot run on text alone: {first_line(error)}") from None
     finally:
         config._attn_implementation = before
-        for hook in hooks:
-            hook.remove()
-    # The last two parts of a name are enough for --lora_target_modules.
-    ends = [(".".join(path.split(".")[-2:]), linear) for path, linear in linears.items()]
-    idle = {end for end, linear in ends if linear.lora not in used}
-    if idle:
-        rest = {end for end, _ in ends} - idle
-        raise UserError(f"{name}: reads the weights of {', '.join(sorted(idle))} past their "
-                        f"adapters; give --lora_target_modules {','.join(sorted(rest))}")
-    return logits
+
+
+@torch.no_grad()
+def drop_adapters(model, ids, name: str):
+    """Take the adapters away whose Linears an update on ids (B, T) does not call, or not only.
+
+    A model reads their weights itself, for a kernel that fuses several steps, so that an adapter
+    beside such a Linear has no part in the output. Raises UserError if they were named as targets.
+    """
+    linears = adapters(model)
+    inside, called, read_past = set(), set(), set()
+
+    def enter(linear, *_):
+        inside.add(linear)
+        called.add(linear)
+
+    def read(linear, attribute):
+        if attribute == "weight" and linear not in inside:
+            read_past.add(linear)
+        return nn.Module.__getattr__(linear, attribute)
+
+    hooks = []
+    for linear in linears.values():
+        hooks.append(linear.register_forward_pre_hook(enter))
+        hooks.append(linear.register_forward_hook(lambda linear, *_: inside.remove(linear)))
+    # Some kernels are for training alone.
+    model.train()
+    with mock.patch.object(nn.Linear, "__getattr__", read, create=True):
+        model(input_ids=ids, use_cache=False)
+    model.eval()
+    for hook in hooks:
+        hook.remove()
+    # The last two parts of a name are enough for --lora_target_modules. An expert to which no
+    # token went stays if others of that name are called.
+    end_of = {path: ".".join(path.split(".")[-2:]) for path in linears}
+    kept = {end_of[path] for path, linear in linears.items() if linear in called}
+    kept -= {end_of[path] for path, linear in linears.items() if linear in read_past}
+    dropped = set(end_of.values()) - kept
+    if not dropped:
+        return
+    passed = f"{name}: its forward passes by the adapters of {', '.join(sorted(dropped))}"
+    if not settings(model).all_linear:
+        raise UserError(f"{passed}; give --lora_target_modules {','.join(sorted(kept))}")
+    print(f"note: {passed}: they are left out")
+    remove_adapters(model, [path for path in linears if end_of[path] in dropped], sorted(kept))
 
 
 def engine_logprobs(model, ids):

@@ -4,7 +4,8 @@ Decode steps run over tensors that stay in place, `WINDOW` of them before the ho
 they drew. So they are one CUDA graph, a graph for each bucket of rows and of context.
 
 All rows in the first slots are computed along, even one that has ended inside the window. What that
-draws is dropped. What it writes lies behind the row's last token, where no query looks before.
+draws is dropped. What it writes lies behind the row's last token, where no query looks before, and
+its states are put back.
 """
 import sys
 from contextlib import suppress
@@ -24,8 +25,8 @@ class StaticEngine(Engine):
     """The engine with static decode steps, which become CUDA graphs where there is a GPU.
 
     Attributes:
-        inputs: (2 + 2 WINDOW, slots), float64: a row's last token and its place in the cache, then
-            a random number and a forced id (or -1) for every step.
+        inputs: (3 + 2 WINDOW, slots), float64: a row's last token, its place in the cache and how
+            many tokens it may take, then a random number and a forced id (or -1) for every step.
         drawn: (WINDOW, 2, slots), float64: the ids and the log-probabilities of every step.
         graphs: (width, span, capacity) -> a graph, or None while there is none.
     """
@@ -35,8 +36,9 @@ class StaticEngine(Engine):
         self.cache.reserve(tokens + WINDOW)
         # They stay in place, because graphs hold their addresses.
         self.inputs = torch.zeros(
-            2 + 2 * WINDOW, self.slots, dtype=torch.float64, device=self.device)
+            3 + 2 * WINDOW, self.slots, dtype=torch.float64, device=self.device)
         self.drawn = self.inputs.new_zeros(WINDOW, 2, self.slots)
+        self.stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=self.device)
         self.graphs = {}
         resists = any(map(resists_capture, model.base_model.modules()))
         self.graphable = not resists and not facts(model).refuses_graphs
@@ -65,7 +67,8 @@ class StaticEngine(Engine):
         for slot, row in enumerate(self.owner):
             if row:
                 forced = (row.forced + [-1] * WINDOW)[:WINDOW]
-                columns[slot] = [row.pending[-1], row.length, *row.uniforms(WINDOW), *forced]
+                left = row.limit - len(row.turn) if row.state == "decode" else 0
+                columns[slot] = [row.pending[-1], row.length, left, *row.uniforms(WINDOW), *forced]
         self.inputs.copy_(torch.tensor(columns, dtype=torch.float64).T)
 
     def bucket(self, n: int) -> int:
@@ -101,15 +104,22 @@ class StaticEngine(Engine):
 
     def static_steps(self, width: int, span: int):
         """Run decode steps of the first rows. Nothing here looks at a value on the device."""
-        token, position = self.inputs[:2, :width].long()  # (R,) each
-        uniforms, forced = self.inputs[2:, :width].chunk(2)  # (WINDOW, R) each
+        token, position, left = self.inputs[:3, :width].long()  # (R,) each
+        uniforms, forced = self.inputs[3:, :width].chunk(2)  # (WINDOW, R) each
         for step in range(WINDOW):
             self.cache.prepare_step(position + step, span)
+            if self.cache.keeps_states:
+                before = self.cache.copied()
             hidden = self.decoder(token[:, None], self.cache)[:, 0]  # (R, D)
+            if self.cache.keeps_states:
+                self.cache.put_back(before, left <= 0)
             logits = self.decoder.head(hidden)
             token, logprobs = self.draw(logits, uniforms[step], forced[step].long())
             self.drawn[step, 0, :width] = token
             self.drawn[step, 1, :width] = logprobs
+            if self.cache.keeps_states:
+                stopped = (token[:, None] == self.stops).any(1)
+                left = (left - 1) * ~stopped
 
     def capture(self, width: int, span: int):
         """Capture the static steps as a CUDA graph, or return None where no graph can hold it."""

@@ -35,35 +35,38 @@ EXTRA = {
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"] * 2},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2}, "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), {
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 8, "linear_num_heads": 4},
     "bert": {"is_decoder": True}, "roberta": {"is_decoder": True}}
 # Not made: the decoder of a larger model, a config that cannot be small, or another kind of model.
-WITHOUT = {"blt", "git", "phi4_multimodal", "kimi_linear"}  # these take seconds or gigabytes
+WITHOUT = {"blt", "git", "phi4_multimodal"}  # these take seconds or gigabytes
 
-# What `verdict` says of each. "trains" is also every model that decodes by a state, by soft-capping, sinks or a window of its mask.
+# What `verdict` says of each. "trains" is also every model with a window of its mask alone, a bias of positions, or a cache of its own.
 VERSION = "5.23."
 TABLE = {}
 for _verdict, _families in (
     ("runs", """
-        afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v3 diffllama ernie4_5
-        ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma3 gemma3_text gemma4 gemma4_text gemma4_unified
-        gemma4_unified_assistant gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox
-        granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
-        jetmoe kolibri1 laguna llama mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi
-        moss_transcribe_diarize nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3
-        solar_open starcoder2 youtu"""),
+        afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
+        deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2
+        gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text
+        glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+        granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+        iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama longcat_flash mamba mamba2 mellum mimo_v2_flash
+        minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi moss_transcribe_diarize
+        nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 qwen2 qwen3 qwen3_5 qwen3_5_moe
+        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma youtu zamba"""),
     ("trains", """
-        axk2 bailing_hybrid bamba bloom codegen cpmant deepseek_v32 doge dots3_note dots3_note_text falcon falcon_h1 flint gemma2
-        glm_moe_dsa gpt_neo gpt_neox_japanese gpt_oss gptj granite_swa granitemoe_swa granitemoehybrid hrm_text hy_v4
-        inkling2_text lfm2 lfm2_moe lfm3 mamba2 mimo_v2_flash minimax mpt nemotron nemotron_h olmo_hybrid openai-gpt phimoe
-        qwen2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next rwkv stablelm vaultgemma xglm xlm xlnet zamba"""),
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper
+        axk2 bloom codegen cpmant deepseek_v32 doge dots3_note dots3_note_text falcon glm_moe_dsa gpt_neo gpt_neox_japanese gptj
+        hrm_text hy_v4 inkling2_text mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm xlm xlnet"""),
     ("refused", """
-        bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text deepseek_v4 electra
-        ernie falcon_mamba inkling_text jamba llama4 llama4_text longcat_flash mamba marian mbart megatron-bert modernbert-decoder
-        mvp pegasus plbart prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper
-        xlm-roberta xlm-roberta-xl xlstm"""),
+        bert bert-generation big_bird camembert data2vec-text deepseek_v4
+        electra ernie inkling_text llama4 llama4_text megatron-bert modernbert-decoder pegasus
+        prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xlstm"""),
     ("not made", """
-        cohere_compass_text dbrx deepseek_v2 dots1 emu3 gemma3n gemma3n_text gemma4_assistant mllama musicgen musicgen_melody
-        qwen4_exp qwen4_exp_text reformer xmod zamba2 zaya"""),
+        cohere_compass_text dbrx deepseek_v2 dots1 emu3 gemma4_assistant mllama musicgen musicgen_melody qwen4_exp
+        qwen4_exp_text reformer xmod zamba2 zaya"""),
 ):
     TABLE.update(dict.fromkeys(_families.split(), _verdict))
 
@@ -91,8 +94,8 @@ def families() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - WITHOUT)
 
 
-def make(family: str):
-    """Return a random model of this family: four layers, 32 wide."""
+def make(family: str, **options):
+    """Return a random model of this family: four layers, 32 wide. `options` are of its config."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     kind = type(CONFIG_MAPPING[family]().get_text_config())
@@ -105,7 +108,7 @@ def make(family: str):
             sizes[name] = value
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    config = kind(**{**sizes, **(EXTRA.get(family) or {})})
+    config = kind(**{**sizes, **(EXTRA.get(family) or {}), **options})
     config._attn_implementation = None
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -72,12 +72,11 @@ def test_a_position_bias_is_left_to_the_stock_kernel():
     assert close(ours, theirs) and not close(ours, with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}, {"position_bias": torch.zeros(1, 6, 7, 7)}], ids=lambda x: next(iter(x)))
-def test_the_engine_refuses_what_it_would_drop(extra):
+def test_the_engine_refuses_what_it_would_drop():
     class OddAttention:
         pass
     with pytest.raises(ValueError, match="OddAttention: .*not supported by the engine"):
-        row_attention(OddAttention(), *heads(7), None, scaling=0.3, **extra)
+        row_attention(OddAttention(), *heads(7), None, scaling=0.3, position_bias=torch.zeros(1, 6, 7, 7))
 
 
 def cuda_kernel(query, key, mask, capability) -> str:
@@ -109,3 +108,16 @@ def test_repeated_keys_give_the_shared_ones_numbers_and_gradients(monkeypatch):
     theirs = with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7))
     monkeypatch.setattr(attention, "shares_keys", lambda query: False)
     assert close(with_gradients(lambda *x: attention.stock_attention(MODULE, None, *x, scaling=0.3), *heads(7)), theirs)
+
+
+@pytest.mark.parametrize("softcap, sinks", [(0.7, None), (None, torch.linspace(-2, 2, 6)), (0.7, torch.linspace(-2, 2, 6))])
+def test_capped_scores_and_sinks_one_head_after_the_other(softcap, sinks):
+    query, key, value = (x.detach() for x in heads(7))
+    bias = torch.full((7, 7), -torch.inf).triu(1)
+    ours = attention.grouped_attention(query, key, value, bias, 0.3, softcap, sinks)
+    for head in range(6):
+        scores = query[:, head] @ key[:, head // 3].mT * 0.3
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        weights = (scores + bias).exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
+        assert (ours[:, :, head] - weights / total @ value[:, head // 3]).abs().max() < 1e-6

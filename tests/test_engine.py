@@ -368,13 +368,6 @@ def test_not_finite_weights_stop_the_engine():
     assert model.config._attn_implementation != "row_attention"
 
 
-def test_soft_capped_attention_is_refused_by_name():
-    import transformers
-    config = transformers.Gemma2Config(**{**SMALL, "head_dim": 8, "attn_logit_softcapping": 20.0})
-    with pytest.raises(ValueError, match="Gemma2.*soft-capping"):
-        complete(transformers.Gemma2ForCausalLM(config).eval(), [[1, 2, 3]], max_new_tokens=2)
-
-
 def test_the_head_of_the_sampler_is_the_head_of_the_trainer():
     import transformers
     for family, extra in (("Cohere", {"logit_scale": 0.25}), ("Granite", {"logits_scaling": 3.0})):

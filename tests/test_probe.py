@@ -1,5 +1,6 @@
 """llm/probe.py: what the probe at load finds, in every text decoder of transformers and in models changed on purpose."""
 import time
+from functools import partial
 
 import decoders
 import pytest
@@ -11,7 +12,7 @@ from llm import load_model
 from llm.engine import Engine
 from llm.memory import SETTINGS, facts
 from llm.probe import WINDOW, narrow_windows, probe
-from lora import adapters, add_lora
+from lora import adapters, add_lora, settings
 
 
 def test_the_table_names_every_text_decoder_of_transformers_5_23():
@@ -55,19 +56,37 @@ def test_windows_have_their_width_again_and_a_window_that_the_engine_knows_passe
     Engine(model)
 
 
-def test_a_module_that_ignores_its_adapter_is_named_with_what_to_give_instead():
-    import transformers
-    config = transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
-    model = decoders.filled(transformers.MambaForCausalLM(config).eval())
+def test_a_linear_whose_weight_is_read_past_its_forward_gets_no_adapter(capsys):
+    model = decoders.make("mamba")
     add_lora(model, 2, 4)
-    says = r"^folder: MambaForCausalLM: reads the weights of mixer.dt_proj past their adapters; give --lora_target_modules mixer.in_proj,mixer.out_proj,mixer.x_proj$"
+    probe(model, "folder")
+    says = "note: folder: MambaForCausalLM: its forward passes by the adapters of mixer.dt_proj, mixer.out_proj, mixer.x_proj: they are left out\n"
+    assert says in capsys.readouterr().out
+    assert {name.split(".")[-1] for name in adapters(model)} == {"in_proj"}
+    assert settings(model).peft["target_modules"] == ["mixer.in_proj"]
+    Engine(model)
+
+
+def test_one_that_was_named_is_refused_with_what_to_give_instead():
+    model = decoders.make("mamba")
+    add_lora(model, 2, 4, targets="dt_proj,in_proj")
+    says = r"^folder: MambaForCausalLM: its forward passes by the adapters of mixer.dt_proj; give --lora_target_modules mixer.in_proj$"
     with pytest.raises(UserError, match=says):
         probe(model, "folder")
-    model = decoders.filled(transformers.MambaForCausalLM(config).eval())
-    add_lora(model, 2, 4, targets="mixer.in_proj,mixer.out_proj,mixer.x_proj")
+
+
+def test_a_kernel_that_reads_a_weight_only_while_training_is_found():
+    """The adapter would sample with its update and get no gradient."""
+    model = decoders.make("llama")
+    add_lora(model, 2, 4)
+
+    def fused(module, x, forward):
+        return torch.nn.functional.linear(x, module.weight) if module.training else forward(x)
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(lambda mlp, x, out: mlp.down_proj(torch.nn.functional.silu(fused(mlp.gate_proj, x, out)) * mlp.up_proj(x)),
+                                    layer.mlp, out=layer.mlp.gate_proj)
     probe(model, "folder")
-    with pytest.raises(UserError, match="MambaForCausalLM: the engine cannot decode it"):
-        Engine(model)
+    assert {name.split(".")[-1] for name in adapters(model)} == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"} and not model.training
 
 
 def test_an_encoder_is_refused_because_training_would_be_causal():

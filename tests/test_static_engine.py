@@ -41,7 +41,7 @@ def graphs(monkeypatch):
     captured = []
 
     def capture(engine, rows, span):
-        held = [engine.inputs, engine.drawn, *engine.cache.tensors.values()]
+        held = [engine.inputs, engine.drawn, *engine.cache.tensors.values(), *getattr(engine.cache, "states", {}).values()]
         kept = [t.clone() for t in held]
         graph = Recorded(lambda: engine.static_steps(rows, span))
         for t, old in zip(held, kept, strict=True):
@@ -278,3 +278,19 @@ def _as_cuda(engine, real, rows, span):
         return real(engine, rows, span)
     finally:
         engine.device = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "mamba2", "falcon_h1", "kimi_linear", "gpt_oss", "minimax"])
+def test_states_and_sinks_in_static_steps(family, graphs):
+    """A row that ends inside a window, or waits in a slot below others that decode, keeps the state that it has."""
+    import decoders
+    from test_models import ids_of as ids_of_96
+    model = decoders.make(family)
+    decoders.use_causal_attention(model)
+    episodes = [(ids_of_96(n, n), n // 4, [ids_of_96(m, m) for m in answers])
+                for n, answers in ((9, (4, 1)), (9, (1, 1, 1)), (3, ()), (17, (6,)), (1, (2, 1)), (6, (8,)))]
+    options = {"slots": 4, "limit": 11, "stop_ids": set(range(0, 96, 9)), "pause": lambda row: len(row.turn) * 5 % 7}
+    plain, _ = play(model, episodes, **options)
+    static, _ = play(model, episodes, static=True, **options)
+    same(static, plain)
+    assert len(graphs) > 1
