@@ -253,7 +253,7 @@ class GSM8K:
     @staticmethod
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
         """Return at most n rows of the official split, in an order fixed by the seed."""
-        rows = [row for _, row in read_rows(_cached(split))]
+        rows = [row for _, row in read_rows(str(_cached(split)))]
         return [{"question": row["question"], "answer": row["answer"]}
                 for row in shuffled(rows, seed)[:n]]
 
