@@ -62,7 +62,7 @@ for _verdict, _families in (
         hrm_text hy_v4 inkling2_text mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm xlm xlnet"""),
     ("refused", """
         bert bert-generation big_bird camembert data2vec-text deepseek_v4
-        electra ernie inkling_text llama4 llama4_text megatron-bert modernbert-decoder pegasus
+        electra ernie inkling_text llama4 llama4_text megatron-bert modernbert-decoder
         prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xlstm"""),
     ("not made", """
         cohere_compass_text dbrx deepseek_v2 dots1 emu3 gemma4_assistant mllama musicgen musicgen_melody qwen4_exp
