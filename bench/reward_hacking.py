@@ -1,4 +1,4 @@
-"""A reward that can be gamed: the reward rises while true success falls, and the fix.
+"""A reward that can be gamed: the reward rises while true success does not, and the fix.
 
     python bench/reward_hacking.py --seeds 0              all of it
     python grpo.py --env bench/reward_hacking.py:Gamed    the same in a run of your own
