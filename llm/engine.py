@@ -205,10 +205,18 @@ class Engine:
         self.sample(running, self.run(running))
 
     def read(self, rows: list[Row]):
-        """Run prompts or tool results, one by one where padding would change the rows' states."""
+        """Run prompts or tool results, without padding where it would change the rows' states."""
         if not self.cache.keeps_states:
             return self.run(rows)
-        return torch.cat([self.run([row]) for row in rows])
+        batches = []
+        for row in rows:
+            kind = len(row.pending), bool(row.length)
+            if batches and kind == last and row.slot == batches[-1][-1].slot + 1:
+                batches[-1].append(row)
+            else:
+                batches.append([row])
+            last = kind
+        return torch.cat([self.run(batch) for batch in batches])
 
     def run(self, rows: list[Row]):
         """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""

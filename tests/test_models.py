@@ -62,7 +62,7 @@ def play(model, slots=3, limit=5):
     """
     rng = random.Random(0)
     engine = Engine(model, slots=slots, stop_ids=set(range(0, VOCAB, 11)), temperature=1.0)
-    prompts = [ids_of(n, n) for n in (9, 1, 14, 9, 2)]
+    prompts = [ids_of(n, n) for n in (9, 9, 14, 1, 2)]
     rows = [Row(prompts[i], group=i, seed=10 * i + j, limit=limit) for i, size in enumerate((3, 1, 2, 1, 1)) for j in range(size)]
     seen = {row: list(row.pending) for row in rows}
     turns = {row: [] for row in rows}
