@@ -208,10 +208,10 @@ class Engine:
         """Run prompts or tool results, without padding where it would change the rows' states."""
         if not self.cache.keeps_states:
             return self.run(rows)
-        batches = []
+        batches, last = [], None
         for row in rows:
             kind = len(row.pending), bool(row.length)
-            if batches and kind == last and row.slot == batches[-1][-1].slot + 1:
+            if kind == last and row.slot == batches[-1][-1].slot + 1:
                 batches[-1].append(row)
             else:
                 batches.append([row])
