@@ -130,7 +130,8 @@ def test_gradients_of_the_adapter_are_stock_autograds(family):
         lora = adapters(model)[name].lora
         theirs += [lora.scale * lora.B.T @ grad, lora.scale * grad @ lora.A.T]
     ours, theirs = (torch.cat([grad.detach().flatten() for grad in grads]) for grads in (ours, theirs))
-    assert (ours - theirs).norm() / theirs.norm() < 3e-5  # float32: stock itself is 1e-4 from float64 in Qwen3-Next
+    limit = 3e-4 if family == "qwen3_next" else 3e-5  # float32: stock itself is 1e-4 from float64 in Qwen3-Next
+    assert (ours - theirs).norm() / theirs.norm() < limit
 
 
 def save_wrapped(family, text_family, wrapper, folder):

@@ -288,7 +288,7 @@ def test_without_model_or_data_it_makes_both(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 1})
     result = rw.train(rw.Config(output_dir=str(tmp_path), max_steps=1, tasks_per_step=2, group_size=2, max_tokens=160, eval_tasks=2))
     out = capfd.readouterr().out
-    assert result["steps"] == 1 and "tiny model: made here" in out
+    assert result["steps"] == 1 and "tiny model: made in" in out
     adapter = json.loads((tmp_path / "checkpoints" / "step_000001" / "adapter_config.json").read_text())
     assert Path(adapter["base_model_name_or_path"]).resolve() == (tmp_path / "base").resolve()
 
