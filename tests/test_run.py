@@ -354,7 +354,7 @@ def test_optimizer_files_that_do_not_fit(tmp_path):
     from safetensors.torch import save_file
     path, model = tmp_path / "optimizer.safetensors", small_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(UserError, match="optimizer.safetensors: no such file"):
+    with pytest.raises(UserError, match="optimizer.safetensors: .*[Nn]o such file"):
         load_optimizer(optimizer, path)
     saved = optimizer_tensors(optimizer)     # no state yet, no complaint
     save_file(saved, path)
