@@ -20,9 +20,10 @@ numbers are behind tools, and each look has a fee. The reward has four parts:
 --env_options level=2 chooses. A case is drawn from its number.
 """
 import random
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+
+from experiment.seeds import in_test_split
 
 FEASIBILITY, RISK, RETURN, FEE = 0.25, 0.25, 0.5, 0.01
 LEAST_CHANCE = 70  # percent
@@ -202,6 +203,6 @@ class Business:
         tasks = {}
         while len(tasks) < (n or 10_000):
             case = rng.randrange(100_000, 1_000_000)
-            if (zlib.crc32(str(case).encode()) % 10 == 0) == (split == "test"):
+            if in_test_split(str(case)) == (split == "test"):
                 tasks[case] = {"case": case, "level": cls.options["level"]}
         return list(tasks.values())

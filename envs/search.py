@@ -20,13 +20,13 @@ import random
 import re
 import string
 import textwrap
-import zlib
 from collections import Counter, defaultdict
 from functools import lru_cache
 from pathlib import Path
 
 from experiment.data import read_rows, read_text
 from experiment.errors import UserError
+from experiment.seeds import in_test_split
 
 # Relation, what has it, the kind of its value, a sentence that states it.
 FACTS = """
@@ -291,7 +291,7 @@ class Search:
         tasks = []
         while len(tasks) < (n or 10_000):
             archive = "".join(rng.choices(string.ascii_lowercase, k=4))
-            if (zlib.crc32(archive.encode()) % 10 == 0) == (split == "test"):
+            if in_test_split(archive) == (split == "test"):
                 facts, _ = draw_archive(archive, level)
                 for _ in range(LEVELS[level][1]):
                     tasks.append(draw_question(archive, level, facts, rng))
