@@ -52,10 +52,10 @@ def reference_of(t) -> str | None:
     return None if reference is None else str(reference).rpartition("####")[2]
 
 
-def normalized(text: str) -> str:
-    """Return a text in lower case without punctuation, articles and further white space."""
+def normalized(text: str) -> list[str]:
+    """Return the words of a text as SQuAD compares them: no case, punctuation or articles."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def exact(t) -> float | None:
