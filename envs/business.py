@@ -89,6 +89,7 @@ class Business:
     max_turns = 10
     limits = {"max_new_tokens": 256, "max_tokens": 2048}
     options = {"level": 1}
+    option_choices = {"level": tuple(SIZES)}
 
     def reset(self, case: int, level: int = 1, noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin with the number of a case.

@@ -14,10 +14,11 @@ def parse(text: str, env_names: str | None) -> dict:
     The names are options that the environments declare, whose values have the type of the default,
     or arguments of `reset`, whose values are JSON or else text. Raises UserError.
     """
-    arguments, defaults = {}, {}
+    arguments, defaults, choices = {}, {}, {}
     for cls in map(envs.load, envs.names_of(env_names)):
         arguments.update(inspect.signature(cls.reset).parameters)
         defaults.update(getattr(cls, "options", {}))
+        choices.update(getattr(cls, "option_choices", {}))
     # By convention **_ is thrown away, and **kwargs is read.
     arguments.pop("_", None)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
@@ -37,5 +38,8 @@ def parse(text: str, env_names: str | None) -> dict:
             if is_declared:
                 kind = type(defaults[name]).__name__
                 raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
+        if value not in choices.get(name, [value]):
+            one_of = ", ".join(map(str, choices[name]))
+            raise UserError(f"--env_options {item}: {name} is one of {one_of}")
         options[name] = value
     return options

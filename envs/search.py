@@ -119,6 +119,7 @@ class Search:
     max_turns = 12
     limits = {"max_new_tokens": 128, "max_tokens": 2048, "max_tool_tokens": 1536}
     options = {"level": 1, "corpus": ""}
+    option_choices = {"level": tuple(LEVELS)}
 
     def reset(self, question: str, answer: str, archive: str = "", level: int = 1,
               noise: float = 0.0, noise_seed: int = 0, **_) -> str:

@@ -234,6 +234,18 @@ def test_options_reach_reset(monkeypatch):
     assert [task.pop("noise") for task in tasks] == [0.5] * 3 and tasks == load_tasks("equations", "train", 3, 0)
 
 
+@pytest.mark.parametrize("env, item, one_of", [("search", "level=9", "1, 2, 3"), ("business", "level=0", "1, 2, 3"), ("writing", "level=4", "1, 2, 3"),
+                                               ("code", "levels=1+4", r"1, 2, 3, 1\+2, 1\+3, 2\+3, 1\+2\+3"), ("equations,gsm8k", "tools=phyton", r"calculator, calculator\+python")])
+def test_an_option_that_has_choices_takes_no_other_value(env, item, one_of):
+    name = item.split("=")[0]
+    with pytest.raises(UserError, match=rf"^--env_options {re.escape(item)}: {name} is one of {one_of}$"):
+        options_of(item, env)
+    for value in re.sub(r"\\", "", one_of).split(", "):
+        assert str(options_of(f"{name}={value}", env)[name]) == value
+        if "," not in env:
+            assert envs.with_options(envs.load(env), options_of(f"{name}={value}", env))._tasks("train", 3, 0)
+
+
 def take(self, n: int) -> str:
     """Take some.
 
