@@ -245,7 +245,7 @@ def has_expert(env_names: str | None) -> bool:
 def need_expert(env_names: str):
     """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
     for name in names_of(env_names):
-        if not hasattr(load(name), "_expert"):
+        if not has_expert(name):
             raise UserError(
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
                 "one (envs/template.py has an example), imitate recorded episodes with sft.py "

@@ -15,14 +15,19 @@ class StepResult:
 
 
 def step(env, name: str, arguments: dict) -> StepResult:
-    """Call a tool. The reward is the change of the running total `env.reward`."""
-    before = getattr(env, "reward", 0.0)
+    """Call a tool. The rewards of an episode add up to what `get_reward` returns after its end."""
+    before = _paid(env)
     observation, error = call(env, name, arguments)
     info = {"error": error}
     if hasattr(env, "_check"):
         info["success"] = bool(env._check())
-    reward = getattr(env, "reward", 0.0) - before
-    return StepResult(observation, reward, bool(getattr(env, "done", False)), info)
+    return StepResult(observation, _paid(env) - before, bool(getattr(env, "done", False)), info)
+
+
+def _paid(env) -> float:
+    """Return the running total, which after the end is all that the episode is paid."""
+    is_over = getattr(env, "done", False) and hasattr(env, "get_reward")
+    return env.get_reward() if is_over else getattr(env, "reward", 0.0)
 
 
 def valid_actions(env) -> list[str]:

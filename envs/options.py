@@ -1,6 +1,7 @@
 """Reading --env_options."""
 import inspect
 import json
+from contextlib import suppress
 
 import envs
 from envs.cells import read_cell
@@ -31,15 +32,22 @@ def parse(text: str, env_names: str | None) -> dict:
         if name == "unsafe_code" or name not in known and not takes_any:
             hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
             raise UserError(f"--env_options {name}: {env_names} has no such option; {hint}")
-        try:
-            is_declared = name in defaults
-            value = read_cell(value, type(defaults[name])) if is_declared else json.loads(value)
-        except (TypeError, ValueError):
-            if is_declared:
-                kind = type(defaults[name]).__name__
-                raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
-        if value not in choices.get(name, [value]):
-            one_of = ", ".join(map(str, choices[name]))
-            raise UserError(f"--env_options {item}: {name} is one of {one_of}")
-        options[name] = value
+        if name in defaults:
+            options[name] = _declared(item, value, type(defaults[name]), choices.get(name))
+        else:
+            options[name] = value
+            with suppress(ValueError):
+                options[name] = json.loads(value)
     return options
+
+
+def _declared(item: str, text: str, kind: type, choices: tuple | None):
+    """Return the value of a declared option, or raise UserError."""
+    try:
+        value = read_cell(text, kind)
+    except (TypeError, ValueError):
+        raise UserError(f"--env_options {item}: cannot be read as {kind.__name__}") from None
+    if choices and value not in choices:
+        one_of = ", ".join(map(str, choices))
+        raise UserError(f"--env_options {item}: it is one of {one_of}")
+    return value

@@ -121,7 +121,7 @@ def test_a_row_of_no_such_environment_or_prompt_is_an_error_with_its_line(tmp_pa
 
 def test_an_environment_without_get_reward_needs_rewards():
     config = SimpleNamespace(env=f"{FILE}:WordleEnv", rewards=None)
-    with pytest.raises(UserError, match=r"WordleEnv' has no get_reward\(\): write one .*, or name functions with --rewards"):
+    with pytest.raises(UserError, match=r"^--env .*WordleEnv: there is no get_reward\(\): write one .*, or name functions with --rewards"):
         envs.sources(config)
 
 
