@@ -22,6 +22,7 @@ numbers are behind tools, and each look has a fee. The reward has four parts:
 import random
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from experiment.seeds import in_test_split
 
@@ -89,7 +90,7 @@ class Business:
     max_turns = 10
     limits = {"max_new_tokens": 256, "max_tokens": 2048}
     options = {"level": 1}
-    option_choices = {"level": tuple(SIZES)}
+    option_types = {"level": Literal[1, 2, 3]}
 
     def reset(self, case: int, level: int = 1, noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin with the number of a case.

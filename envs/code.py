@@ -11,6 +11,7 @@ values that it never saw.
 import ast
 import random
 import re
+from typing import Literal
 
 from envs.code_style import is_reflective, style_findings
 from envs.code_tasks import generate, read_row, read_tests
@@ -35,7 +36,7 @@ class Code:
               "tool_timeout": 30.0}
     # Which levels are generated, and whether code runs without confinement.
     options = {"levels": "1+2+3", "unsafe_code": False}
-    option_choices = {"levels": ("1", "2", "3", "1+2", "1+3", "2+3", "1+2+3")}
+    option_types = {"levels": Literal["1", "2", "3", "1+2", "1+3", "2+3", "1+2+3"]}
 
     def reset(self, entry_point: str, test: str, question: str, canonical_solution: str = "",
               setup: str = "", noise: float = 0.0, noise_seed: int = 0, **_) -> str:

@@ -15,6 +15,7 @@ import re
 import urllib.request
 from decimal import Decimal
 from pathlib import Path
+from typing import Literal
 
 from envs.sandbox import check, parse, run
 from experiment.data import read_rows
@@ -131,7 +132,7 @@ class GSM8K:
                      "line: #### number")
     # Which tools there are, and whether Python runs without confinement.
     options = {"tools": "calculator", "unsafe_code": False}
-    option_choices = {"tools": ("calculator", "calculator+python")}
+    option_types = {"tools": Literal["calculator", "calculator+python"]}
     max_turns = 12  # the longest solution has 9 calculations
     limits = {"max_new_tokens": 512, "max_tokens": 2048}
 

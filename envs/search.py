@@ -22,6 +22,7 @@ import textwrap
 from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import chain
+from typing import Literal
 
 from envs.corpus import Corpus, read_corpus
 from envs.rewards import normalized
@@ -119,7 +120,7 @@ class Search:
     max_turns = 12
     limits = {"max_new_tokens": 128, "max_tokens": 2048, "max_tool_tokens": 1536}
     options = {"level": 1, "corpus": ""}
-    option_choices = {"level": tuple(LEVELS)}
+    option_types = {"level": Literal[1, 2, 3]}
 
     def reset(self, question: str, answer: str, archive: str = "", level: int = 1,
               noise: float = 0.0, noise_seed: int = 0, **_) -> str:

@@ -24,6 +24,7 @@ one's own is given with --rewards module:function. --env_options level=2 chooses
 import random
 import re
 from itertools import pairwise
+from typing import Literal
 
 from experiment.seeds import in_test_split
 
@@ -88,7 +89,7 @@ class Writing:
     max_turns = 8
     limits = {"max_new_tokens": 384, "max_tokens": 2048}
     options = {"level": 1}
-    option_choices = {"level": (1, 2, 3)}
+    option_types = {"level": Literal[1, 2, 3]}
 
     def reset(self, words: list, min_words: int, max_words: int, person: str, tense: str,
               acrostic: str = "", rhyme: str = "", noise: float = 0.0, noise_seed: int = 0,

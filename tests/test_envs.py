@@ -234,16 +234,18 @@ def test_options_reach_reset(monkeypatch):
     assert [task.pop("noise") for task in tasks] == [0.5] * 3 and tasks == load_tasks("equations", "train", 3, 0)
 
 
-@pytest.mark.parametrize("env, item, one_of", [("search", "level=9", "1, 2, 3"), ("business", "level=0", "1, 2, 3"), ("writing", "level=4", "1, 2, 3"),
-                                               ("code", "levels=1+4", r"1, 2, 3, 1\+2, 1\+3, 2\+3, 1\+2\+3"), ("equations,gsm8k", "tools=phyton", r"calculator, calculator\+python")])
-def test_an_option_that_has_choices_takes_no_other_value(env, item, one_of):
-    name = item.split("=")[0]
-    with pytest.raises(UserError, match=rf"^--env_options {re.escape(item)}: it is one of {one_of}$"):
+@pytest.mark.parametrize("env, item, choices", [("search", "level=9", [1, 2, 3]), ("business", "level=0", [1, 2, 3]), ("writing", "level=x", [1, 2, 3]),
+                                                ("code", "levels=1+4", ["1", "2", "3", "1+2", "1+3", "2+3", "1+2+3"]), ("equations,gsm8k", "tools=phyton", ["calculator", "calculator+python"])])
+def test_an_option_that_has_choices_takes_no_other_value(env, item, choices):
+    with pytest.raises(UserError) as error:
         options_of(item, env)
-    for value in re.sub(r"\\", "", one_of).split(", "):
-        assert str(options_of(f"{name}={value}", env)[name]) == value
+    assert str(error.value) == f"--env_options {item}: cannot be read as Literal{choices}"
+    name = item.split("=")[0]
+    for value in choices:
+        options = options_of(f"{name}={value}", env)
+        assert options == {name: value}
         if "," not in env:
-            assert envs.with_options(envs.load(env), options_of(f"{name}={value}", env))._tasks("train", 3, 0)
+            assert envs.with_options(envs.load(env), options)._tasks("train", 3, 0)
 
 
 def take(self, n: int) -> str:
