@@ -7,8 +7,7 @@
     search.py     questions over documents (corpus.py: their index); writing.py; business.py
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     options.py    reads --env_options
-    calls.py      the tools of a class, and one call of one of them
-    gymnasium.py  the same as step(env, name, arguments)
+    calls.py      the tools of a class, and one call of one of them (gymnasium.py: as a step)
     rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
     play.py       python -m envs.play NAME: play one yourself
@@ -54,11 +53,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from modulefinder import ModuleFinder
 
-from envs.calls import call, schemas, tools
+from envs.calls import schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
-__all__ = ["call", "schemas", "tools"]  # of envs/calls.py
+__all__ = ["schemas", "tools"]  # of envs/calls.py
 GYMNASIUM = "envs.gymnasium"  # loaded when it is asked for
 
 ENVS = {
@@ -73,7 +72,6 @@ ENVS = {
 }
 # Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
-
 
 REWARDS, TRL = "envs.rewards", "envs.trl"  # loaded when a run needs them
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
@@ -103,7 +101,7 @@ LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_
 
 def __getattr__(name):
     """Return a name of the Gymnasium reading of an environment."""
-    if name not in ("StepResult", "step", "valid_actions"):
+    if name not in ("StepResult", "call", "step", "valid_actions"):
         raise AttributeError(name)
     return getattr(importlib.import_module(GYMNASIUM), name)
 

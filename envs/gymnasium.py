@@ -1,7 +1,7 @@
-"""An environment as Gymnasium reads it: step(env, name, arguments), valid_actions(env)."""
+"""An environment as Gymnasium reads it: step(env, name, arguments), or only call."""
 from dataclasses import dataclass
 
-from envs.calls import call, tools
+from envs.calls import call_tool, tools
 
 
 @dataclass
@@ -12,6 +12,12 @@ class StepResult:
     reward: float
     done: bool
     info: dict
+
+
+def call(env, name: str, arguments: dict) -> tuple[str, bool]:
+    """Run one tool call. Return (text for the model, error: bool)."""
+    text, error = call_tool(env, name, arguments)
+    return text, error is not None
 
 
 def step(env, name: str, arguments: dict) -> StepResult:
