@@ -191,14 +191,17 @@ def _task(family, constants: dict, rng) -> dict:
     question = (f"def {name}({argument}: {_type_name(kind)}) -> {_type_name(family)}:\n"
                 f'    """{family.__doc__.format(**constants)}"""\n')
     assigned = "".join(f"    {key} = {value!r}\n" for key, value in constants.items())
-    values = {}
+    # Last one call for each value: a function that always returns the same fails a hidden test.
+    values, one_each = {}, {}
     for _ in range(3 * TESTS):
         drawn = kind(rng)
-        values[repr(drawn)] = repr(family(drawn, **constants))
-    # First one call for each value: a function that always returns the same must fail.
-    one_each = {value: drawn for drawn, value in values.items()}
+        call, value = repr(drawn), repr(family(drawn, **constants))
+        values[call] = value
+        one_each.setdefault(value, call)
+        if len(one_each) == TESTS:
+            break
     tests = list(dict.fromkeys([*one_each.values(), *values]))[:TESTS]
-    asserts = [f"    assert candidate({drawn}) == {values[drawn]}\n" for drawn in tests]
+    asserts = [f"    assert candidate({call}) == {values[call]}\n" for call in reversed(tests)]
     return {"task_id": f"{name} {constants}", "question": question, "entry_point": name,
             "canonical_solution": question + assigned + _body(family),
             "test": "def check(candidate):\n" + "".join(asserts)}

@@ -60,6 +60,12 @@ def test_families_levels_and_splits():
     assert len(Code._tasks("train", None, 0)) == 1000
 
 
+def test_no_constant_passes_the_hidden_tests():
+    rows = [row for seed in range(3) for row in Code._tasks("train", 600, seed)]
+    hidden = [{repr(wanted) for _, wanted in read_tests(row["test"], row["entry_point"])[2:]} for row in rows]
+    assert min(map(len, hidden)) > 1
+
+
 def test_the_generator_is_fast():
     began = time.process_time()
     Code._tasks("train", 1000, 0)
