@@ -99,7 +99,7 @@ class Business:
         `noise_seed` decides when.
         """
         self._case = draw_case(case, level)
-        self._looks = []  # the name of the tool, or of the option whose risk was evaluated
+        self._looks = []  # the tool, or the option whose risk was evaluated
         self._decision = None
         self.done = False
         self.reward = 0.0
@@ -110,12 +110,12 @@ class Business:
     # ------------------------------------------------------------------------------- the tools
     def analyze_situation(self) -> str:
         """Return the budget, the interest rate, and the least chance that an option must have."""
-        self._look("situation")
+        self._look("analyze_situation")
         return f"budget {self._case.budget}, rate {self._case.rate} %, chance {LEAST_CHANCE} %"
 
     def identify_options(self) -> str:
         """Return the cost of each option, and its cash flow of every year if all goes well."""
-        self._look("options")
+        self._look("identify_options")
         return "\n".join(f"{name}: cost {cost}, flows {' '.join(map(str, self._case.flows[name]))}"
                          for name, cost in self._case.costs.items())
 
@@ -184,8 +184,8 @@ class Business:
         if self.done:
             return []
         case = self._case
-        for look, tool in (("situation", "analyze_situation"), ("options", "identify_options")):
-            if look not in self._looks:
+        for tool in ("analyze_situation", "identify_options"):
+            if tool not in self._looks:
                 return [{"name": tool, "arguments": {}}]
         best = next((name for name in case.ranked() if name in self._looks), None)
         promises = {name: case.value(name, chance=100) for name in case.costs

@@ -56,12 +56,13 @@ def as_trl(episodes: list) -> dict:
     tasks = [t.info["task"] for t in trajectories]
     prompts, completions = [], []
     for t, task in zip(trajectories, tasks):
-        first = turns_of(t)[0]
-        completion = [trl_message(message) for message in t.messages[first:]]
+        turns = turns_of(t)
+        prompt = t.messages[:turns[0]]
+        completion = [trl_message(message) for message in t.messages[turns[0]:]]
         if isinstance(task.get("prompt"), str):
-            turns = [message for message in completion if message["role"] == "assistant"]
-            completion = "\n".join(message["content"] for message in turns)
-        prompts.append(task["prompt"] if isinstance(completion, str) else t.messages[:first])
+            prompt = task["prompt"]
+            completion = "\n".join(t.messages[turn]["content"] for turn in turns)
+        prompts.append(prompt)
         completions.append(completion)
 
     def log_metric(name, value):
