@@ -43,10 +43,9 @@ def is_reflective(tree: ast.Module) -> bool:
         match node:
             case ast.Import(aliases):
                 modules.update(alias.name for alias in aliases)
-            case ast.ImportFrom(module, aliases):
+            case ast.ImportFrom(module):
                 modules.add(module)
-                names.update(alias.name for alias in aliases)
-            case ast.Name(name) | ast.Attribute(attr=name):
+            case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name):
                 names.add(name)
     private = [name for name in names if name.startswith("_") and name != "_"]
     return bool(private or names & REFLECTION or modules - MODULES)
