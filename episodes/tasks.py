@@ -81,7 +81,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
         print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
     rows = [task for task in rows if task is not None]
     if dropped := sum(task.get("dropped_tests", 0) for task in rows):
-        print(f"{path}: {dropped} tests of other rows cannot be read: dropped ({split})")
+        print(f"{path}: {dropped} tests cannot be read: dropped ({split})")
     if not rows:
         raise UserError(f"{path}: {name}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
