@@ -14,14 +14,12 @@ from concurrent.futures import Future
 from functools import partial
 from os.path import commonprefix
 
-
-from experiment.errors import UserError, first_line
+from experiment.errors import UserError
 from llm.adapter_files import load_weights, read_settings
 from llm.engine import Engine, Row
 from llm.sampling import sample
 from lora import adapter_tensors, add_lora, merged, settings
 from window.requests import BASE, Refusal
-
 
 
 class Asked(Row):
@@ -37,8 +35,7 @@ class Asked(Row):
         error: why it ended early, or None.
     """
 
-    def __init__(self, prompt, *, weights, sampling=(1.0, 0, 1.0), stop_ids=(), streams=False,
-                 **options):
+    def __init__(self, prompt, *, weights, sampling, stop_ids, streams=False, **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.ids = list(prompt)
         self.weights = weights
@@ -135,7 +132,6 @@ class Player:
     Attributes:
         adapters: name -> its tensors. Those of BASE are of the adapter that was started, if any.
         playing: the one of them that is merged.
-        broken: the error that has ended decoding, in words, or None.
     """
 
     def __init__(self, model, slots: int):
@@ -143,12 +139,10 @@ class Player:
         self.slots = slots
         self.inbox = queue.SimpleQueue()
         self.loop = None  # the server's
-        self.listeners = set()  # queues of those who wait
         self.coming = []  # rows that no engine has yet
         self.adapters = {BASE: self.copy_weights()}
         self.playing = self.adapters[BASE]
         self.engine = None
-        self.broken = None
 
     # ----------------------------------------------------------------------- in the server's thread
     async def play(self, rows):
@@ -159,43 +153,31 @@ class Player:
         """
         self.loop = asyncio.get_running_loop()
         news = asyncio.Queue()
-        self.listeners.add(news)
         for row in rows:
             row.news = news
         self.inbox.put(partial(self.coming.extend, rows))
         try:
             while True:
-                row, *progress = await news.get()
-                error = self.broken or row.error
-                if error:
-                    raise Refusal(500, f"the engine failed: {error}")
-                yield row, *progress
+                row, count, has_ended = await news.get()
+                if row.error:
+                    raise Refusal(500, row.error)
+                yield row, count, has_ended
         finally:
-            self.listeners.remove(news)
             self.inbox.put(partial(self.leave, rows))
 
     def deliver(self, news):
         for row, count, has_ended in news:
             row.news.put_nowait((row, count, has_ended))
 
-    def wake(self):
-        """Let everybody see that the engine has failed."""
-        for news in self.listeners:
-            news.put_nowait((None,))
-
     # --------------------------------------------------------------------------- in its own thread
     def run(self):
-        """Decode until the process ends, or until the engine fails."""
-        try:
-            while True:
-                if self.coming:
-                    self.playing = self.coming[0].weights
-                    self.set_weights(self.playing)
-                with merged(self.model):
-                    self.decode()
-        except Exception as error:
-            self.broken = f"{type(error).__name__}: {first_line(error)}"
-            self.loop.call_soon_threadsafe(self.wake)
+        """Decode until the process ends."""
+        while True:
+            if self.coming:
+                self.playing = self.coming[0].weights
+                self.set_weights(self.playing)
+            with merged(self.model):
+                self.decode()
 
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""

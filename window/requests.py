@@ -5,6 +5,7 @@ import secrets
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
+from fastapi.responses import JSONResponse
 from pydantic import (AliasChoices, BaseModel, ConfigDict, Field, Json, field_validator,
                       model_validator)
 
@@ -29,6 +30,9 @@ class Refusal(Exception):
     def body(self) -> dict:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status)
 
 
 class Body(BaseModel):

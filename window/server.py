@@ -10,7 +10,6 @@ Another machine's run can have its episodes sampled here: `grpo.py --sampler htt
 """
 import json
 import secrets
-import signal
 import threading
 import time
 from contextlib import aclosing
@@ -19,7 +18,7 @@ from functools import lru_cache
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 import envs
 from agent import Episode
@@ -34,8 +33,6 @@ from window.player import Asked, Player, elsewhere
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
                              Turns, conversation_ids)
 
-OBJECTS = {"cmpl": "text_completion", "chatcmpl": "chat.completion",
-           "chunk": "chat.completion.chunk"}
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -92,7 +89,7 @@ class Server:
             app.post(path)(answer)
         app.get("/v1/models")(self.models)
         app.get("/healthz")(self.healthz)
-        for error in (Refusal, RequestValidationError):
+        for error in (Refusal, UserError, RequestValidationError):
             app.exception_handler(error)(refuse)
         return Gate(app, self.config.token)
 
@@ -105,7 +102,6 @@ class Server:
 
     def row(self, body: Sampled, prompt, number: int, **options) -> Choice:
         """Return the row of a turn, or raise Refusal."""
-        self.check()
         name = BASE if body.model == self.config.model_path else body.model
         weights = self.player.adapters.get(name)
         if weights is None:
@@ -251,22 +247,12 @@ class Server:
              "max_model_len": self.context} for name in list(self.player.adapters)]}
 
     async def healthz(self):
-        self.check()
         return {"status": "ok"}
 
-    def check(self):
-        """Raise Refusal if the engine has failed."""
-        if self.player.broken:
-            raise Refusal(503, f"the engine has failed: {self.player.broken}")
-
     async def load(self, body: Adapter):
-        self.check()
         if body.lora_name in self.player.adapters:
             raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
-        try:
-            await elsewhere(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
-        except UserError as error:
-            raise Refusal(400, str(error)) from None
+        await elsewhere(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
         return {"status": "ok"}
 
     async def unload(self, body: Adapter):
@@ -317,7 +303,9 @@ async def refuse(request, error):
         is_unknown = first["type"] == "extra_forbidden"
         reason = "not supported by this server" if is_unknown else first["msg"]
         error = Refusal(400, f"{place}: {reason}")
-    return JSONResponse(error.body(), error.status)
+    if isinstance(error, UserError):
+        error = Refusal(400, str(error))
+    return error.response()
 
 
 def in_thread(function):
@@ -332,11 +320,10 @@ def serve(config, model, tokenizer, limits):
     server = Server(config, model, tokenizer, limits)
     http = uvicorn.Server(uvicorn.Config(
         server.application(), host=config.host, port=config.port, log_level="warning",
-        lifespan="off"))
+        lifespan="off", ws="none"))
     socket = http.config.bind_socket()
     print(f"http://{config.host}:{socket.getsockname()[1]}: {printable(config.model_path)}, "
           f"environment {config.env}; Ctrl-C ends", flush=True)
     in_thread(lambda: http.run([socket]))
-    # In the main thread, which signals interrupt.
+    # In the main thread, which signals interrupt. Where the engine fails, the server ends.
     server.player.run()
-    signal.pause()
