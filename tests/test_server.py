@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
+import decoders  # noqa: E402
 import uvicorn  # noqa: E402
 from programs import ROOT, Program  # noqa: E402
 
@@ -27,6 +28,7 @@ from llm import load_model, save_model  # noqa: E402
 from llm.engine import Engine, Row  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import gate, server as served_by  # noqa: E402
+from window.player import Asked, SharedEngine  # noqa: E402
 from window.server import Server  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
@@ -251,6 +253,25 @@ def test_a_conversation_that_comes_back_runs_only_its_new_message(served, client
     fresh = client.chat.completions.create(model="base", messages=messages, max_tokens=8, seed=2, logprobs=True)
     assert [t.logprob for t in fresh.choices[0].logprobs.content] == pytest.approx(
         [t.logprob for t in again.choices[0].logprobs.content], abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2", "mamba2"])
+def test_a_conversation_that_was_changed_is_sampled_as_a_new_one(family):
+    """Of a state, as LFM2 and Mamba have it, nothing can be taken away: then all is read again."""
+    model = decoders.make(family)
+
+    def logprobs(engine, prompt):
+        row = Asked(prompt, weights=None, sampling=(1.0, 0, 1.0), stop_ids=(), seed=3, limit=6)
+        engine.enter(row)
+        while row.state != "ended":
+            engine.step()
+        return row.logprobs
+    ids = list(range(5, 35))
+    with merged(model):
+        engine = SharedEngine(model, slots=1)
+        logprobs(engine, ids)
+        changed = ids[:25] + [50, 51, 52]
+        assert logprobs(engine, changed) == pytest.approx(logprobs(SharedEngine(model, slots=1), changed), abs=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------- errors

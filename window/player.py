@@ -98,8 +98,10 @@ class SharedEngine(Engine):
         shared, best = 0, None
         for old in self.parked:
             length = len(commonprefix([old.ids[:old.length], row.ids[:-1]]))
-            # Otherwise more is lost than gained, when the other conversation comes back.
-            if length > max(shared, old.length // 2) and not old.error:
+            # Less of it would be a loss, should the other conversation come back. There is no way
+            # back to an earlier state.
+            least = old.length - 1 if self.cache.keeps_states else old.length // 2
+            if length > max(shared, least) and not old.error:
                 shared, best = length, old
         if best is None:
             self.add([row])
