@@ -28,7 +28,7 @@ from llm import load_model, save_model  # noqa: E402
 from llm.engine import Engine, Row  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import gate, server as served_by  # noqa: E402
-from window.player import Asked, SharedEngine  # noqa: E402
+from window.player import Choice, SharedEngine  # noqa: E402
 from window.server import Server  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
@@ -261,7 +261,7 @@ def test_a_conversation_that_was_changed_is_sampled_as_a_new_one(family):
     model = decoders.make(family)
 
     def logprobs(engine, prompt):
-        row = Asked(prompt, weights=None, sampling=(1.0, 0, 1.0), stop_ids=(), seed=3, limit=6)
+        row = Choice(prompt, chat=None, weights=None, sampling=(1.0, 0, 1.0), stop_ids=(), seed=3, limit=6)
         engine.enter(row)
         while row.state != "ended":
             engine.step()

@@ -2,7 +2,7 @@
 
     player = Player(model, slots=64)
     threading.Thread(target=player.run, daemon=True).start()
-    async for row, count, ended in player.play(rows): ...       # in the thread of the server
+    async for choice in player.play(choices): ...       # in the thread of the server
 
 Only `run` touches the engine and the weights. The server's thread puts functions into its inbox,
 and they are called between two decode steps.
@@ -22,28 +22,46 @@ from lora import adapter_tensors, add_lora, merged, settings
 from window.requests import BASE, Refusal
 
 
-class Asked(Row):
-    """A row that a client waits for.
+class Choice(Row):
+    """A turn that a client waits for.
 
     Attributes:
         ids: all of its ids that the cache may hold.
+        chat: the Chat that reads its tokens.
         weights: the adapter that plays it, one of the values of `Player.adapters`.
         sampling: temperature, top_k and top_p.
-        stop_ids: the ids that end its turn.
-        streams: True if its client wants to know of every token.
+        stop_ids, stops: the ids and the texts that end it.
+        streams: True if the server wants to know of every token.
         news: where the server's thread hears of it.
         error: why it ended early, or None.
+        shown: the tokens that count: none come after a stop text.
+        text: what they say, without the stop token or the stop text.
+        reason: why it ended, "stop" or "length"; None before.
     """
+    news = error = reason = None
+    shown, text = (), ""
 
-    def __init__(self, prompt, *, weights, sampling, stop_ids, streams=False, **options):
+    def __init__(self, prompt, *, chat, weights, sampling, stop_ids, stops=(), streams=False,
+                 **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.ids = list(prompt)
+        self.chat = chat
         self.weights = weights
         self.sampling = sampling
         self.stop_ids = frozenset(stop_ids)
-        self.streams = streams
-        self.news = None
-        self.error = None
+        self.stops = stops
+        self.streams = streams or bool(stops)
+
+    def show(self, count: int, has_ended: bool):
+        """Show the first `count` tokens to the client."""
+        self.shown = self.turn[:count]
+        is_stop = self.shown[-1] in self.stop_ids
+        self.text = self.chat.text(self.shown[:count - is_stop])
+        cuts = [self.text.index(stop) for stop in self.stops if stop in self.text]
+        if cuts:
+            self.text = self.text[:min(cuts)]
+        if cuts or has_ended:
+            self.reason = "stop" if cuts or is_stop else "length"
 
 
 class SharedEngine(Engine):
@@ -147,25 +165,27 @@ class Player:
         self.engine = None
 
     # ----------------------------------------------------------------------- in the server's thread
-    async def play(self, rows):
-        """Let rows sample a turn each. Yield (row, its tokens so far, True if it has ended).
+    async def play(self, choices):
+        """Let choices be sampled. Yield one whenever it has grown or ended, until all have.
 
-        However this generator is left, the rows leave the engine. Raises Refusal if they cannot be
+        However this generator is left, they leave the engine. Raises Refusal if one cannot be
         sampled.
         """
         self.loop = asyncio.get_running_loop()
         news = asyncio.Queue()
-        for row in rows:
-            row.news = news
-        self.inbox.put(partial(self.coming.extend, rows))
+        for choice in choices:
+            choice.news = news
+        self.inbox.put(partial(self.coming.extend, choices))
         try:
-            while True:
-                row, count, has_ended = await news.get()
-                if row.error:
-                    raise Refusal(500, row.error)
-                yield row, count, has_ended
+            while not all(choice.reason for choice in choices):
+                choice, count, has_ended = await news.get()
+                if choice.error:
+                    raise Refusal(500, choice.error)
+                if not choice.reason:
+                    choice.show(count, has_ended)
+                    yield choice
         finally:
-            self.inbox.put(partial(self.leave, rows))
+            self.inbox.put(partial(self.leave, choices))
 
     def deliver(self, news):
         for row, count, has_ended in news:
@@ -224,11 +244,11 @@ class Player:
             # The model as it was started is now one whose B is zero.
             self.adapters[BASE].update(self.copy_weights())
         # The shapes are compared by load_weights.
+        ours = settings(self.model).peft
         for key in ("r", "lora_alpha", "use_rslora"):
-            ours, theirs = settings(self.model).peft[key], config.get(key) or 0
-            if theirs != ours:
-                raise UserError(f"{folder}: {key} is {theirs}; this server plays adapters like the "
-                                f"first one that it loaded, of {key} {ours}")
+            if (config.get(key) or 0) != ours[key]:
+                raise UserError(f"{folder}: {key} is {config.get(key)}; this server plays adapters "
+                                f"like the first one that it loaded, of {key} {ours[key]}")
         try:
             load_weights(self.model, folder)
             self.adapters[name] = self.copy_weights()

@@ -2,6 +2,7 @@
 no others. A parameter that would silently have no effect is refused."""
 import re
 import secrets
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
@@ -156,6 +157,16 @@ class Adapter(Body):
     lora_path: str = ""
 
 
+@contextmanager
+def refused(what: str):
+    """Refuse a request whose `what` raises an error inside this block."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise Refusal(400, f"{what}: {first_line(error)}") from None
+
+
+@refused("messages")
 def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """Return the ids of a conversation up to the agent's next turn, as an episode would hold them.
 
@@ -163,15 +174,8 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """
     roles = "".join(f"{message.role} " for message in messages)
     if not ORDER.fullmatch(roles):
-        raise Refusal(400, "messages: expected system, user, assistant, user or tool results, "
-                           f"assistant, ... and at the end not the assistant; got {roles}")
-    try:
-        return _episode_ids(chat, messages)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"messages: {first_line(error)}") from None
-
-
-def _episode_ids(chat, messages):
+        raise ValueError("expected system, user, assistant, user or tool results, assistant, ... "
+                         f"and at the end not the assistant; got {roles}")
     system = [m.text for m in takewhile(lambda m: m.role != "user", messages)]
     opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     ids = chat.prompt([*opening, {"role": "user", "content": messages[len(system)].text}])

@@ -12,7 +12,6 @@ import json
 import secrets
 import threading
 import time
-from contextlib import aclosing
 from functools import lru_cache
 
 import uvicorn
@@ -23,39 +22,17 @@ from fastapi.responses import StreamingResponse
 import envs
 from agent import Episode
 from envs.session import Session, Watch, load_environments
-from experiment.errors import UserError, first_line, printable
+from experiment.errors import UserError, printable
 from experiment.seeds import mix
 from llm.chat import Chat
 from llm.memory import techniques_of
 from llm.tool_calls import parse_tool_calls
 from window.gate import Gate
-from window.player import Asked, Player, elsewhere
+from window.player import Choice, Player, elsewhere
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
-                             Turns, conversation_ids)
+                             Turns, conversation_ids, refused)
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-class Choice(Asked):
-    """A row that answers a request, as far as its client may see it.
-
-    Attributes:
-        shown: the tokens that count: none come after a stop text.
-        text: what they say, without the stop token or the stop text.
-        reason: why the turn ended, "stop" or "length"; None before.
-    """
-    shown, text, reason = (), "", None
-
-    def hear(self, count: int, has_ended: bool, chat: Chat, stops: list[str]):
-        """Show the first `count` tokens of the turn."""
-        self.shown = self.turn[:count]
-        is_stop = self.shown[-1] in self.stop_ids
-        self.text = chat.text(self.shown[:count - is_stop])
-        cuts = [self.text.index(stop) for stop in stops if stop in self.text]
-        if cuts:
-            self.text = self.text[:min(cuts)]
-        if cuts or has_ended:
-            self.reason = "stop" if cuts or is_stop else "length"
 
 
 class Server:
@@ -81,7 +58,8 @@ class Server:
 
     def application(self):
         """Return the ASGI application."""
-        app = FastAPI(openapi_url=None)
+        errors = Refusal, UserError, RequestValidationError
+        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
         for path, answer in (("/v1/chat/completions", self.chat_completions),
                              ("/v1/completions", self.completions), ("/solve", self.solve),
                              ("/v1/load_lora_adapter", self.load),
@@ -89,8 +67,6 @@ class Server:
             app.post(path)(answer)
         app.get("/v1/models")(self.models)
         app.get("/healthz")(self.healthz)
-        for error in (Refusal, UserError, RequestValidationError):
-            app.exception_handler(error)(refuse)
         return Gate(app, self.config.token)
 
     # ----------------------------------------------------------------------------------- sampling
@@ -98,7 +74,7 @@ class Server:
         """Return the rows of n turns after one prompt."""
         limit = body.limit(prompt, self.context, default)
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         streams=streams or bool(body.stop)) for i in range(body.n)]
+                         stops=body.stop, streams=streams) for i in range(body.n)]
 
     def row(self, body: Sampled, prompt, number: int, **options) -> Choice:
         """Return the row of a turn, or raise Refusal."""
@@ -107,22 +83,12 @@ class Server:
         if weights is None:
             raise Refusal(404, f"the model {name!r} does not exist here; GET /v1/models",
                           "model_not_found")
-        return Choice(prompt, weights=weights, sampling=body.sampling,
+        return Choice(prompt, chat=self.plain, weights=weights, sampling=body.sampling,
                       seed=mix(body.seed, number), **options)
 
-    async def follow(self, choices, stops):
-        """Let choices be sampled. Yield one whenever it has grown or ended, until all have."""
-        async with aclosing(self.player.play(choices)) as news:
-            async for choice, count, has_ended in news:
-                if not choice.reason:
-                    choice.hear(count, has_ended, self.plain, stops)
-                    yield choice
-                if all(choice.reason for choice in choices):
-                    return
-
-    async def finish(self, choices, stops=()):
+    async def finish(self, choices):
         """Wait for the ends of choices."""
-        async for _ in self.follow(choices, stops):
+        async for _ in self.player.play(choices):
             pass
 
     # -------------------------------------------------------------------------------- completions
@@ -132,7 +98,7 @@ class Server:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
         choices = self.turns(body, prompt, stop_ids, 16)
-        await self.finish(choices, body.stop)
+        await self.finish(choices)
         shown = []
         for i, choice in enumerate(choices):
             shown.append({"index": i, "text": choice.text, "finish_reason": choice.reason})
@@ -144,17 +110,15 @@ class Server:
 
     async def chat_completions(self, body: ChatCompletion):
         tools = body.tools if body.tool_choice == "auto" else []
-        try:
+        with refused("tools"):
             chat = self.chat_of(json.dumps(tools))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Refusal(400, f"tools: {first_line(error)}") from None
         prompt = conversation_ids(chat, body.messages)
         stop_ids = chat.stop_ids | chat.start_ids
         choices = self.turns(body, prompt, stop_ids, self.limits.max_new_tokens, body.stream)
         if body.stream:
             events = self.events(body, choices, tools)
             return StreamingResponse(events, media_type="text/event-stream")
-        await self.finish(choices, body.stop)
+        await self.finish(choices)
         shown = []
         for i, choice in enumerate(choices):
             message, reason = message_of(choice, tools)
@@ -169,7 +133,7 @@ class Server:
         # A stop text may have come by half.
         unsure = max(map(len, body.stop), default=1) - 1
         try:
-            async for choice in self.follow(choices, body.stop):
+            async for choice in self.player.play(choices):
                 if choice.reason:
                     delta, reason = message_of(choice, tools)
                 elif tools:
@@ -232,10 +196,8 @@ class Server:
             raise Refusal(400, "this server plays no environment (--env) that makes a task of a "
                                "text (_from_text)")
         name, cls, chat = self.environment
-        try:
+        with refused("problem"):
             task = {**cls._from_text(problem), **envs.options_of(self.config)}
-        except ValueError as error:
-            raise Refusal(400, f"problem: {first_line(error)}") from None
         session = Session(Watch(self.limits.tool_timeout), name, cls, task)
         return Episode(session, chat, self.limits, "solve")
 
