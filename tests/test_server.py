@@ -344,7 +344,8 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
 def test_models_and_health(served, client):
     [model] = client.models.list().data
     assert model.id == "base" and model.max_model_len == 1024 and model.root == "tiny"
-    assert served.client.get(f"{served.url}/healthz", cast_to=object) == {"status": "ok"}
+    for path in ("healthz", "health"):  # the second is what a sampler asks while it waits
+        assert served.client.get(f"{served.url}/{path}", cast_to=object) == {"status": "ok"}
     assert client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
 
 

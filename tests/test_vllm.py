@@ -1,5 +1,7 @@
 """llm/vllm.py against a stand-in for vLLM: what a run asks, what it proves, and how every fault of a server ends."""
 import json
+import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -321,6 +323,27 @@ def test_a_slow_server_is_waited_for(place, tmp_path, server, monkeypatch):  # n
     # Nothing was asked twice.
     asked = [(body["model"], *body["prompt"], body["seed"]) for body in server.requests]
     assert len(set(asked)) == len(asked)
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
+def test_a_slow_server_is_waited_for_behind_tls_too(server, tmp_path, monkeypatch):
+    """TLS 1.3 sends tickets before the answer: that a socket can be read does not say that the answer is there."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=localhost",
+                    "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.load = lambda name, path: time.sleep(2.5)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setattr(vllm, "PATIENCE", 1)
+    answer = vllm.ask(f"https://localhost:{server.server_port}/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"})
+    assert answer.startswith(b"Success")
+
+
+def test_a_server_that_is_named_twice_is_one(place, tmp_path, server):  # noqa: F811
+    played(place, tmp_path / "r", [server, server], max_steps=1)
+    assert len(server.loads) == len(set(server.loads))
 
 
 def test_a_server_that_was_started_again_gets_its_adapter_again(place, tmp_path, server):  # noqa: F811

@@ -11,6 +11,7 @@ BODY = 2**22  # bytes of a request
 BODY_SECONDS = 30  # until they must have come
 SECONDS = 600  # until a request must have been answered
 REQUESTS = 256  # at the same time
+HEALTH = "/healthz", "/health"  # may be asked without a token; the second is vLLM's name for it
 
 
 class Gate:
@@ -40,7 +41,7 @@ class Gate:
         """Return the body of a request, or raise Refusal."""
         given = dict(scope["headers"]).get(b"authorization", b"")
         wanted = f"Bearer {self.token}".encode()
-        if self.token and scope["path"] != "/healthz" and not hmac.compare_digest(given, wanted):
+        if self.token and scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
             raise Refusal(401, "the token is missing or wrong", "invalid_api_key")
         if self.running > REQUESTS:
             raise Refusal(429, f"{REQUESTS} requests are being answered; try again later",

@@ -27,7 +27,7 @@ from experiment.seeds import mix
 from llm.chat import Chat
 from llm.memory import techniques_of
 from llm.tool_calls import parse_tool_calls
-from window.gate import Gate
+from window.gate import HEALTH, Gate
 from window.player import Choice, Player, elsewhere
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
                              Turns, conversation_ids, refused)
@@ -66,7 +66,8 @@ class Server:
                              ("/v1/unload_lora_adapter", self.unload)):
             app.post(path)(answer)
         app.get("/v1/models")(self.models)
-        app.get("/healthz")(self.healthz)
+        for path in HEALTH:
+            app.get(path)(self.health)
         return Gate(app, self.config.token)
 
     # ----------------------------------------------------------------------------------- sampling
@@ -208,7 +209,7 @@ class Server:
              "root": self.config.model_path, "parent": None if name == BASE else BASE,
              "max_model_len": self.context} for name in list(self.player.adapters)]}
 
-    async def healthz(self):
+    async def health(self):
         return {"status": "ok"}
 
     async def load(self, body: Adapter):
