@@ -15,8 +15,8 @@ adapter's name, and under an old name would use stale ones. Before the first epi
 llm/vllm_proof.py compares the servers' log-probabilities with ours. Answers come in any order, so
 that a run is not repeated bit for bit.
 
-The client is http.client: a turn has no use for more, and a slow server can be told from a dead one.
-A server started with VLLM_API_KEY gets the key from the variable of that name here.
+The client is http.client: a turn has no use for more, and after a time-out it can go on waiting. A
+server started with VLLM_API_KEY gets the key from the variable of that name here.
 """
 import functools
 import json
