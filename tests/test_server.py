@@ -554,6 +554,16 @@ def test_solve_plays_an_episode_with_the_problem(served):
         served.client.post(f"{served.url}/solve", body={"problem": "what is love"}, cast_to=object)
 
 
+@pytest.mark.parametrize("reward, says", [(float("nan"), "not finite"), ("much", "get_reward")])
+def test_solve_says_what_is_wrong_with_a_reward(served, monkeypatch, reward, says):
+    name, cls, chat = served.server.environment
+    broken = type("Broken", (cls,), {"get_reward": lambda self: reward})
+    monkeypatch.setattr(served.server, "environment", (name, broken, chat))
+    served.script[:] = [chat.turn("3", [])]
+    with pytest.raises(openai.InternalServerError, match=says):
+        served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
+
+
 def test_solve_needs_an_environment(tiny_model):
     served = Served(*tiny_model, env=None)
     with pytest.raises(openai.BadRequestError, match="--env"):

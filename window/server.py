@@ -180,8 +180,9 @@ class Server:
                            limit=episode.turn_budget)
             await self.finish([row])
             await elsewhere(in_thread, take_turn, episode, row)
-        if "error" in t.info:
-            raise Refusal(500, t.info["error"])
+        fault = t.info.get("error") or t.info.get("not_finite")
+        if fault:
+            raise Refusal(500, fault)
         said = {role: [m["content"] for m in t.messages if m["role"] == role]
                 for role in ("assistant", "tool")}
         # A question whose right answer nobody gave is neither solved nor failed.
