@@ -60,11 +60,11 @@ class Server:
         """Return the ASGI application."""
         errors = Refusal, UserError, RequestValidationError
         app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
-        for path, answer in (("/v1/chat/completions", self.chat_completions),
-                             ("/v1/completions", self.completions), ("/solve", self.solve),
-                             ("/v1/load_lora_adapter", self.load),
-                             ("/v1/unload_lora_adapter", self.unload)):
-            app.post(path)(answer)
+        app.post("/v1/chat/completions")(self.chat_completions)
+        app.post("/v1/completions")(self.completions)
+        app.post("/v1/load_lora_adapter")(self.load)
+        app.post("/v1/unload_lora_adapter")(self.unload)
+        app.post("/solve")(self.solve)
         app.get("/v1/models")(self.models)
         for path in HEALTH:
             app.get(path)(self.health)
@@ -144,14 +144,16 @@ class Server:
                     text = choice.text[:len(choice.text) - unsure].rstrip("\ufffd")
                     delta, reason = {"content": text}, None
                 text = delta["content"] or ""
-                characters, ids = sent.get(choice, (0, 0))
+                characters, tokens = sent.get(choice, (0, 0))
                 if not reason and len(text) <= characters:
                     continue
-                delta |= {"content": text[characters:]} | ({} if ids else {"role": "assistant"})
                 sent[choice] = len(text), len(choice.shown)
-                yield event({**chunk, "choices": [
-                    {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
-                     "logprobs": self.logprobs(body, choice, ids)}]})
+                delta["content"] = text[characters:]
+                if not tokens:
+                    delta["role"] = "assistant"
+                shown = {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
+                         "logprobs": self.logprobs(body, choice, tokens)}
+                yield event({**chunk, "choices": [shown]})
             if body.stream_options.include_usage:
                 yield event({**chunk, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
@@ -183,13 +185,15 @@ class Server:
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise Refusal(500, fault)
-        said = {role: [m["content"] for m in t.messages if m["role"] == role]
-                for role in ("assistant", "tool")}
+        turns = [message["content"] for message in t.messages if message["role"] == "assistant"]
+        results = [message["content"] for message in t.messages if message["role"] == "tool"]
         # A question whose right answer nobody gave is neither solved nor failed.
         is_judged = t.stop_reason and None not in episode.session.task.values()
-        return {"solution": said["assistant"][-1] if said["assistant"] else "",
-                "success": t.info["success"] if is_judged else None, "reward": t.reward,
-                "stop_reason": t.stop_reason or "max_tokens", "tools": said["tool"],
+        return {"solution": turns[-1] if turns else "",
+                "success": t.info["success"] if is_judged else None,
+                "reward": t.reward,
+                "stop_reason": t.stop_reason or "max_tokens",
+                "tools": results,
                 "transcript": t.messages}
 
     def begin(self, problem: str) -> Episode:
@@ -205,10 +209,12 @@ class Server:
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
-        return {"object": "list", "data": [
-            {"id": name, "object": "model", "created": 0, "owned_by": "this machine",
-             "root": self.config.model_path, "parent": None if name == BASE else BASE,
-             "max_model_len": self.context} for name in list(self.player.adapters)]}
+        models = []
+        for name in list(self.player.adapters):
+            models.append({"id": name, "object": "model", "created": 0, "owned_by": "this machine",
+                           "root": self.config.model_path, "max_model_len": self.context,
+                           "parent": None if name == BASE else BASE})
+        return {"object": "list", "data": models}
 
     async def health(self):
         return {"status": "ok"}
@@ -242,10 +248,12 @@ def message_of(choice, tools) -> tuple[dict, str]:
     content, calls, _ = parse_tool_calls(choice.text) if tools else ("", [], [])
     if not calls:
         return {"content": choice.text}, choice.reason
-    calls = [{"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {
-        "name": call["name"], "arguments": json.dumps(call["arguments"])}}
-        for i, call in enumerate(calls)]
-    return {"content": content or None, "tool_calls": calls}, "tool_calls"
+    tool_calls = []
+    for i, call in enumerate(calls):
+        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
+                           "function": function})
+    return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
 
 
 def take_turn(episode, row):
