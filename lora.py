@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
+# Before torch: it says how torch's threads wait.
+from experiment import UserError, give_back_memory
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from experiment import UserError, give_back_memory
 
 
 @dataclass
