@@ -8,6 +8,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -445,6 +446,16 @@ def test_ahead_needs_a_sampler():
 
 
 # --------------------------------------------------------------------------------------------- several ranks
+def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
+    """Where each rank plays one task, all of them would else ask the first server."""
+    asked = []
+    servers = SimpleNamespace(name="a", is_proved=True, complete=None, run=SimpleNamespace(ranks=SimpleNamespace(rank=1)),
+                              start=lambda answers, row, act, body, number: asked.append((row.group, number)))
+    engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
+    engine.add([Row([1], group=group) for group in "aabc"])
+    assert asked == [("a", 1), ("a", 1), ("b", 2), ("c", 3)]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_each_rank_asks_for_its_share_and_one_of_them_loads(place, tmp_path, server, ahead):  # noqa: F811
     words = f"""--model_path {place}/base --output_dir {tmp_path}/r --sampler {server.url} --dtype float32 --max_samples 200 --tasks_per_step 3
