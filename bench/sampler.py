@@ -245,7 +245,8 @@ def rounding(args, url):
                 "logprobs": 20, "return_tokens_as_token_ids": True}
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(
-                lambda ids: ask(f"{url}/v1/completions", {**body, "prompt": ids}), prefixes))
+                lambda ids: json.loads(ask(f"{url}/v1/completions", {**body, "prompt": ids})),
+                prefixes))
         ask(f"{url}/v1/unload_lora_adapter", {"lora_name": name})
         tops = [answer["choices"][0]["logprobs"]["top_logprobs"][0] for answer in answers]
         tops = [{int(key.split(":")[1]): value for key, value in top.items()} for top in tops]

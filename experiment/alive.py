@@ -12,25 +12,27 @@ class Others:
     """A thread counts this rank's signs in torchrun's store, and reads the counts of the others."""
 
     def __init__(self, rank: int, world: int):
-        self.rank, self.world = rank, world
-        self.heard = {}  # rank -> its count, and when it grew for the last time
+        self.rank = rank
         self.listened = time.monotonic()  # when the store answered for the last time
+        self.heard = [self.listened] * world  # when each rank's count grew for the last time
         threading.Thread(target=self.listen, daemon=True).start()
 
     def listen(self):
         import torch.distributed as dist
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
                               timeout=timedelta(seconds=SILENCE))
+        before = [0] * len(self.heard)
         while True:
             try:
                 store.add(f"alive/{self.rank}", 1)
-                counts = [store.add(f"alive/{rank}", 0) for rank in range(self.world)]
+                counts = [store.add(f"alive/{rank}", 0) for rank in range(len(before))]
             except RuntimeError:
                 return  # `check` says so
             self.listened = time.monotonic()
             for rank, count in enumerate(counts):
-                if self.heard.get(rank, [None])[0] != count:
-                    self.heard[rank] = count, self.listened
+                if count > before[rank]:
+                    self.heard[rank] = self.listened
+            before = counts
             time.sleep(BEAT)
 
     def check(self):
@@ -38,6 +40,6 @@ class Others:
         now = time.monotonic()
         if now - self.listened > SILENCE:
             raise RuntimeError(f"torchrun's store has not answered for {SILENCE} s")
-        for rank, (_, when) in list(self.heard.items()):
+        for rank, when in enumerate(self.heard):
             if now - when > SILENCE + BEAT:
                 raise RuntimeError(f"nothing was heard of rank {rank} for {SILENCE} s")

@@ -187,24 +187,6 @@ def fingerprints(paths):
     return {label: fingerprint(path) for label, path in paths.items()}
 
 
-def check_ingredients(recorded, paths):
-    """Refuse to continue a run with other weights, data or another environment.
-
-    A program that has changed is noted. `recorded` is what `fingerprints` returned when it began.
-    """
-    now = fingerprints(paths)
-    for label in sorted(recorded.keys() | now.keys()):
-        if recorded.get(label) == now.get(label):
-            continue
-        if not label.startswith("program "):
-            raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
-                            "that back, or begin anew with another --output_dir")
-        # Which modules are imported may depend on the caller.
-        if label in recorded and label in now:
-            print(f"note: {label} is not the file this run began with: from here on it may learn "
-                  "something else")
-
-
 def check_base(checkpoint, base):
     """Raise UserError if the base model of a checkpoint's adapter has been replaced.
 

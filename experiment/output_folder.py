@@ -1,4 +1,4 @@
-"""The output folder of a run: who may write there, what is set aside, what is resumed.
+"""The output folder of a run: who may write there, what is written, what is set aside.
 
 Nothing is removed: a run that is overwritten, or a checkpoint that is in the way, is renamed.
 """
@@ -8,10 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from experiment.checkpoint import (check_ingredients, checkpoints, newest_checkpoint, read_state,
-                                   whole_logs)
-from experiment.config import MIXTURES, ONCE, convert, options
-from experiment.data import read_json, read_yaml, reading
+from experiment.config import MIXTURES, ONCE
+from experiment.data import reading
 from experiment.errors import UserError
 from experiment.files import replace_file, set_aside, sync, to_json
 
@@ -20,10 +18,8 @@ EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 THINNING = "experiment.thinning"  # few runs need it
+RESUMING = "experiment.resuming"  # a new run does not
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
-# What a resumed run may change. The two that make an update may change together.
-FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
-UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 
 def algorithm_of(folder):
@@ -39,8 +35,8 @@ def algorithm_of(folder):
 class OutputFolder:
     """The folder of one run. One process holds it at a time.
 
-    `enter` and `continue_run` only look, and lock the folder. `begin` is the first to change it, so
-    that a run which cannot start leaves everything as it was.
+    `enter` only looks, and locks the folder. `begin` is the first to change it, so that a run which
+    cannot start leaves everything as it was.
 
     Args:
         path: the folder, which is created if it does not exist.
@@ -53,7 +49,7 @@ class OutputFolder:
         self.path = Path(path).absolute()
         self.algorithm, self.command = algorithm, command
         self.is_replaced = self.is_resumed = False
-        self.state = None
+        self.state = None  # of the checkpoint to continue from
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self, values):
@@ -130,7 +126,7 @@ class OutputFolder:
                                 "give another --output_dir") from None
             self._lock(values["output_dir"])
         if self.is_resumed:
-            self._go_back()
+            importlib.import_module(RESUMING).go_back(self.path, self.state)
         self.values = values
         self.write_config()
 
@@ -172,95 +168,3 @@ class OutputFolder:
         path = self.path / EPISODES
         if path.exists() and path.stat().st_size > EPISODE_BYTES:
             importlib.import_module(THINNING).thin(path, step)
-
-    # ------------------------------------------------------------------------------------- resuming
-    def continue_run(self, config, values, paths):
-        """Check that the run can be continued.
-
-        Args:
-            config: the config of this call.
-            values: {flag: value} of it.
-            paths: the `ingredients` of this call.
-
-        Returns:
-            (result, None, None) of a finished run, else (None, checkpoint, its state), where both
-            are None if no step is saved. Raises UserError.
-        """
-        algorithm = algorithm_of(self.path)
-        if algorithm != self.algorithm:
-            raise UserError(f"{self.path}: holds a {algorithm} run, not one of {self.algorithm}")
-        longer = self._compare(config, values)
-        if (self.path / "result.json").exists() and not longer:
-            result = read_json(self.path / "result.json")
-            with reading(self.path / "result.json"):
-                steps = result["steps"]
-            print(f"{self.path}: finished after {steps} steps; a larger --max_steps continues it")
-            return result, None, None
-        checkpoint, state = newest_checkpoint(self.path), None
-        if checkpoint:
-            state = self._verified(checkpoint)
-            check_ingredients(state["made_of"], paths)
-        self.is_resumed, self.state = True, state
-        print(f"{self.path}: continues after step {state['step']}" if state else
-              f"{self.path}: no step is saved, begins again")
-        return None, checkpoint, state
-
-    def _compare(self, config, values):
-        """Refuse other flags than the run began with. Returns True if it is to become longer.
-
-        A `max_steps` of None in `values` becomes that of the run.
-        """
-        flags, path = options(type(config)), self.path / CONFIG
-        began = {name: convert(value, flags[name], f"{path}: {name}")
-                 for _, name, value in read_yaml(path) if name in flags and name not in FREE}
-        if values.get("max_steps", 0) is None:
-            values["max_steps"] = began.get("max_steps")
-        changed = {name: old for name, old in began.items() if old != values[name]}
-        if _sequences(values) == _sequences({**values, **began}):
-            for name in UPDATE:
-                changed.pop(name, None)
-        steps = changed.get("max_steps"), values.get("max_steps")
-        longer = None not in steps and steps[1] > steps[0]
-        if longer:
-            del changed["max_steps"]
-        if changed:
-            differences = [f"--{name} is {values[name]} and was {changed[name]}"
-                           for name in changed]
-            raise UserError(f"{self.path}: --resume continues the run as it began (max_steps may "
-                            f"grow), but {', '.join(differences)}; the same command: "
-                            f"{self.command}")
-        return longer
-
-    def _verified(self, checkpoint):
-        """Return the state of a checkpoint that is whole."""
-        try:
-            return read_state(checkpoint)
-        except UserError as error:
-            raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
-                            "checkpoint before") from None
-
-    def _go_back(self):
-        """Take away what was written after the checkpoint: result, log lines, newer checkpoints."""
-        (self.path / "result.json").unlink(missing_ok=True)
-        sizes, step = (self.state["lines"], self.state["step"]) if self.state else ({}, 0)
-        for thinned_at, whole in whole_logs(self.path):
-            if thinned_at >= step:
-                whole.replace(self.path / EPISODES)
-        for name in LOGS:
-            path, size = self.path / name, sizes.get(name, 0)
-            length = path.stat().st_size if path.exists() else 0
-            if length > size:
-                os.truncate(path, size)
-            elif 0 < length < size:
-                print(f"{path}: lines of before step {step} were removed; what is left is now "
-                      f"{set_aside(path).name}")
-        for path in checkpoints(self.path):
-            if self.state and int(path.name[5:]) > self.state["step"]:
-                print(f"{path}: is now {set_aside(path).name}")
-
-
-def _sequences(values):
-    """Return the sequences of an update where UPDATE decides it. In grpo it does not."""
-    if "updates_per_step" in values:
-        return None
-    return values["batch_size"] * (values["gradient_accumulation_steps"] or 1)

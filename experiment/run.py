@@ -27,7 +27,7 @@ from experiment.errors import Stop, UserError, printable
 from experiment.files import finite, to_json
 from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
                               step_line, step_numbers)
-from experiment.output_folder import OutputFolder, algorithm_of
+from experiment.output_folder import RESUMING, OutputFolder, algorithm_of
 from experiment.process import active_signals, peak_memory_mb
 from experiment.seeds import mix
 
@@ -95,14 +95,15 @@ class Run:
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
 
     def _open(self):
-        """Enter the folder; return (result, checkpoint, state) as `continue_run` does."""
+        """Enter the folder; return (result, checkpoint, state) as resuming.py's function does."""
         self.files.enter(self.values)
         if not self.values.get("resume"):
             return None, None, None
         if not algorithm_of(self.folder):
             print(f"{self.folder}: nothing to resume, a new run begins")
             return None, None, None
-        return self.files.continue_run(self.config, self.values, self._ingredients())
+        return import_module(RESUMING).continue_run(
+            self.files, self.config, self.values, self._ingredients())
 
     def begin(self):
         """Take the output folder for this run: rename what is overwritten, write config.yaml.

@@ -48,6 +48,13 @@ def to_host(tensor):
     return host.copy_(tensor, non_blocking=True)
 
 
+def pinned(tensor):
+    """Return the tensor in host memory, pinned if there is a GPU so that copies need not wait."""
+    if torch.cuda.is_available() and not tensor.is_meta:
+        return tensor.pin_memory()
+    return tensor.to("cpu")
+
+
 def tile_mlps(model, tokens: int):
     """Let every MLP see `tokens` tokens at a time, so that the inner width of one tile is held.
 

@@ -3,6 +3,7 @@ import inspect
 import os
 import sys
 import tempfile
+from importlib import import_module
 
 import torch
 
@@ -11,12 +12,11 @@ from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import ADAPTER, FORMS, adapter_base, load_weights, read_settings
 from llm.attention import causal_attention
-from llm.checkpointing import Stream, checkpoint_layers, layers_of, tile_mlps
-from llm.memory import Facts, Techniques, techniques, techniques_of
+from llm.checkpointing import Stream, checkpoint_layers, layers_of, pinned, tile_mlps
+from llm.memory import QUANTIZATION, Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.probe import probe
-from llm.quantization import pinned, round_weights
 from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -78,7 +78,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     if adapter["r"]:
         _adapt(model, adapter, lora_dropout, seed, path if continues else None)
     if merge:
-        round_weights(model, quantized)
+        if quantized:
+            import_module(QUANTIZATION).round_weights(model, quantized)
         merge_adapter(model)
     if not lora_r:
         model.requires_grad_(train)

@@ -4,17 +4,13 @@
     score             token_logprobs of a whole step, without gradient
     hidden_states     send rows that begin alike through the model as one packed row
 
-The output head runs on chunks of tokens (_HeadLogprobs) or, if its weight is in int8, on blocks of
-the vocabulary (block_logprobs).
+The output head runs on chunks of tokens. One whose weight is in int8 runs on blocks of the
+vocabulary (`Int8Head.logprobs`).
 """
-from functools import partial
-
 import torch
 from torch.nn import functional as F
 
-from llm.checkpointing import recompute
 from llm.memory import facts
-from llm.quantization import BLOCK_ROWS, Int8Head, blocks
 from lora import GRADIENT_SCALE
 
 CHUNK = 2**23  # logits that exist at once
@@ -49,8 +45,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     hidden = hidden[index[:, :-1][predicted[:, :used - 1]]]  # (n, D)
     targets = token_ids[:, 1:][predicted]  # (n,)
     head = model.get_output_embeddings()
-    if isinstance(head, Int8Head):
-        logprobs, entropy = block_logprobs(model, hidden, targets, temperature)
+    if hasattr(head, "logprobs"):
+        logprobs, entropy = head.logprobs(model, hidden, targets, temperature)
     else:
         weights = [weight for weight in head.parameters() if weight.requires_grad]
         logprobs, entropy = _HeadLogprobs.apply(
@@ -144,14 +140,13 @@ def hidden_states(model, token_ids, prefix: int):
     return hidden, torch.where(column < prefix, column, row * (T - prefix) + column)
 
 
-def head_logits(model, hidden, block: slice | None = None):
-    """Return the logits (N, V) of hidden states (N, D), scaled as Cohere, Granite and Gemma 2 do.
+def head_logits(model, hidden):
+    """Return the logits (N, V) of hidden states (N, D)."""
+    return scaled(model.config, model.get_output_embeddings()(hidden))
 
-    With `block`, only that slice of V is computed, by a head whose weight is in int8.
-    """
-    head = model.get_output_embeddings()
-    config = model.config
-    logits = head(hidden) if block is None else head.block_logits(hidden, block)
+
+def scaled(config, logits):
+    """Return what a head puts out, scaled as Cohere, Granite and Gemma 2 do."""
     if getattr(config, "logit_scale", None):
         logits = logits * config.logit_scale
     if getattr(config, "logits_scaling", None):
@@ -248,41 +243,11 @@ def _logits_gradient(logits, targets, temperature, entropy, grad_logprobs, grad_
     return _over(grad, temperature).to(logits.dtype)
 
 
-def block_logprobs(model, hidden, targets, temperature):
-    """Return the same in blocks of the vocabulary, for a head that is too large to dequantize.
-
-    A block with the weights p_b = exp(lse_b - lse) has its share in the softmax, so that
-
-        lse = log sum exp(lse_b)        H = lse - sum p_b mean_b
-
-    The backward pass computes the blocks again. hidden is (n, D), targets (n,).
-    """
-    block_rows = min(BLOCK_ROWS, max(128, CHUNK // 4 // max(1, len(hidden))))
-    # The blocks' gradients are added in float32.
-    exact = hidden.float()
-    columns = []
-    for block in blocks(len(model.get_output_embeddings().weight), block_rows):
-        run = partial(_block, model, hidden.dtype, block, targets, temperature)
-        columns.append(recompute(run, exact))
-    lse_b, mean_b, target_z = torch.stack(columns).unbind(1)  # (blocks, n) each
-    lse = lse_b.logsumexp(0)  # (n,)
-    entropy = lse - ((lse_b - lse).exp() * mean_b).sum(0)
-    return target_z.sum(0) - lse, entropy
-
-
-def _block(model, dtype, block: slice, targets, temperature, hidden):
-    """Return log-sum-exp, mean and target of a block's logits z, (3, n).
-
-    The mean is taken under the block's own softmax. A target in another block counts as 0.
-    """
-    z = _over(head_logits(model, hidden.to(dtype), block).float(), temperature)  # (n, v)
-    lse = z.logsumexp(-1)
-    mean = ((z - lse[:, None]).exp() * z).sum(-1)
-    inside = (targets >= block.start) & (targets < block.stop)
-    column = torch.where(inside, targets - block.start, 0)
-    return torch.stack([lse, mean, z.gather(1, column[:, None])[:, 0] * inside])
-
-
 def _over(x, temperature):
     """Return x / temperature, without the pass over x if the temperature is 1."""
     return x if temperature == 1 else x / temperature
+
+
+def blocks(n: int, size: int) -> list[slice]:
+    """Return slices of `size` that cover range(n)."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]

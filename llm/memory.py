@@ -34,6 +34,7 @@ class Techniques(NamedTuple):
 
 
 PLAIN = Techniques()
+QUANTIZATION = "llm.quantization"  # which only 4 bits and int8 import
 CHECKPOINT = PLAIN._replace(gradient_checkpointing=True)
 FOUR_BIT = CHECKPOINT._replace(load_in_4bit=True)
 SMALL = FOUR_BIT._replace(

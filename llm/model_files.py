@@ -7,6 +7,7 @@ time, so that never more than one is held as it was stored.
 import os
 from collections import defaultdict
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -15,8 +16,7 @@ from torch import nn
 
 from experiment.errors import UserError, first_line
 from llm.checkpointing import layers_of
-from llm.memory import Techniques
-from llm.quantization import Int8Embedding, Int8Head, Int8Table, Linear4bit, fits_4bit
+from llm.memory import QUANTIZATION, Techniques
 from llm.tiny import make_tiny
 
 # What is read of a model on the hub, beside its weights.
@@ -181,6 +181,8 @@ def fill(model, read, device, chosen: Techniques):
     tied = head.weight is embedding.weight
     host = torch.device("meta" if device.type == "meta" else "cpu")
     streamed, table = set(), None
+    if chosen.int8_head or chosen.load_in_4bit:
+        forms = import_module(QUANTIZATION)
     if chosen.stream_layers:
         for layer in layers_of(model):
             streamed.update(layer.modules())
@@ -201,20 +203,20 @@ def fill(model, read, device, chosen: Techniques):
                 tensor = tensor.to(model.dtype)
             tensors[key.rpartition(".")[2]] = tensor
         if in_table:
-            table = Int8Table(tensors["weight"], on_host=chosen.stream_layers)
+            table = forms.Int8Table(tensors["weight"], on_host=chosen.stream_layers)
             if module is embedding:
                 factor = getattr(module, "scalar_embed_scale", 1.0)
-                model.set_input_embeddings(Int8Embedding(table, factor))
+                model.set_input_embeddings(forms.Int8Embedding(table, factor))
             else:
-                model.set_output_embeddings(Int8Head(table, tensors.get("bias")))
-        elif chosen.load_in_4bit and module is not head and fits_4bit(module):
-            model.set_submodule(name, Linear4bit(**tensors).to(place))
+                model.set_output_embeddings(forms.Int8Head(table, tensors.get("bias")))
+        elif chosen.load_in_4bit and module is not head and forms.fits_4bit(module):
+            model.set_submodule(name, forms.Linear4bit(**tensors).to(place))
         else:
             placed = {leaf: tensor.to(place) for leaf, tensor in tensors.items()}
             module.load_state_dict(placed, strict=False, assign=True)
         # Free them before the next module's are read.
         del tensors, tensor
     if tied and chosen.int8_head:
-        model.set_output_embeddings(Int8Head(table))
+        model.set_output_embeddings(forms.Int8Head(table))
     elif tied:
         head.weight = embedding.weight

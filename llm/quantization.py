@@ -1,9 +1,13 @@
 """Frozen weights in fewer bits: NF4 for the layers, int8 for the embedding and the output head."""
 import logging
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from llm.checkpointing import pinned, recompute
+from llm.logprobs import CHUNK, blocks, scaled
 
 BLOCK_ROWS = 4096  # rows of an int8 table that are in the compute dtype at once
 NF4_BLOCK = 64  # weights that share a scale
@@ -137,15 +141,50 @@ class Int8Head(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def block_logits(self, hidden, block: slice):
-        """Return the logits of a block of V only; `token_logprobs` never asks for all."""
+        """Return the logits of a block of V only."""
         bias = None if self.bias is None else self.bias[block]
         return F.linear(hidden, self.table.dequantize(block, hidden.device), bias)
 
     def forward(self, hidden):
         logits = hidden.new_empty(*hidden.shape[:-1], len(self.weight))
-        for block in blocks(len(self.weight)):
+        for block in blocks(len(self.weight), BLOCK_ROWS):
             logits[..., block] = self.block_logits(hidden, block)
         return logits
+
+    def logprobs(self, model, hidden, targets, temperature):
+        """Return log-probability and entropy (n,) of targets (n,) after hidden states (n, D).
+
+        The weight is too large to dequantize as a whole. A block of the vocabulary with the weights
+        p_b = exp(lse_b - lse) has its share in the softmax, so that
+
+            lse = log sum exp(lse_b)        H = lse - sum p_b mean_b
+
+        The backward pass computes the blocks again.
+        """
+        block_rows = min(BLOCK_ROWS, max(128, CHUNK // 4 // max(1, len(hidden))))
+        # The blocks' gradients are added in float32.
+        exact = hidden.float()
+        columns = []
+        for block in blocks(len(self.weight), block_rows):
+            run = partial(self.block_sums, model, hidden.dtype, block, targets, temperature)
+            columns.append(recompute(run, exact))
+        lse_b, mean_b, target_z = torch.stack(columns).unbind(1)  # (blocks, n) each
+        lse = lse_b.logsumexp(0)  # (n,)
+        entropy = lse - ((lse_b - lse).exp() * mean_b).sum(0)
+        return target_z.sum(0) - lse, entropy
+
+    def block_sums(self, model, dtype, block: slice, targets, temperature, hidden):
+        """Return log-sum-exp, mean and target of a block's logits z, (3, n).
+
+        The mean is taken under the block's own softmax. A target in another block counts as 0.
+        """
+        logits = scaled(model.config, self.block_logits(hidden.to(dtype), block))
+        z = logits.float() / temperature  # (n, v)
+        lse = z.logsumexp(-1)
+        mean = ((z - lse[:, None]).exp() * z).sum(-1)
+        inside = (targets >= block.start) & (targets < block.stop)
+        column = torch.where(inside, targets - block.start, 0)
+        return torch.stack([lse, mean, z.gather(1, column[:, None])[:, 0] * inside])
 
 
 @torch.no_grad()
@@ -163,15 +202,3 @@ def round_weights(model, quantized: str):
         for module in model.modules():
             if module is not head and fits_4bit(module):
                 module.weight.copy_(Linear4bit(module.weight).dequantize(module.weight.dtype))
-
-
-def blocks(n: int, size: int = BLOCK_ROWS) -> list[slice]:
-    """Return slices of `size` that cover range(n)."""
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def pinned(tensor):
-    """Return the tensor in host memory, pinned if there is a GPU so that copies need not wait."""
-    if torch.cuda.is_available() and not tensor.is_meta:
-        return tensor.pin_memory()
-    return tensor.to("cpu")

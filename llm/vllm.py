@@ -15,23 +15,23 @@ adapter's name, and under an old name would use stale ones. Before the first epi
 llm/vllm_proof.py compares the servers' log-probabilities with ours. Answers come in any order, so
 that a run is not repeated bit for bit.
 
-The client is http.client: a turn has no use for more, and `select` tells a slow server from a dead
-one. A server started with VLLM_API_KEY gets the key from the variable of that name here.
+The client is http.client: a turn has no use for more, and after a time-out it can go on waiting. A
+server started with VLLM_API_KEY gets the key from the variable of that name here.
 """
 import functools
 import json
 import os
 import queue
 import secrets
-import select
 import shutil
 import threading
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from copy import copy
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
+from experiment.bars import say
 from experiment.errors import UserError, first_line
 from llm.adapter_files import save_model
 from llm.vllm_proof import prove
@@ -39,55 +39,62 @@ from lora import settings
 
 REQUESTS = 128  # of each server, at once
 TRIES = 8  # of a request; the pauses between them add up to half a minute
-CONNECT = 10  # seconds
-PATIENCE = 60  # seconds without an answer, then the server is asked whether it lives
-WAITS = 60  # so many times
+PATIENCE = 30  # seconds without an answer, then the server is asked whether it lives
+WAITS = 120  # so many times
 KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
 
 
 class Refused(Exception):
-    """An answer that the same request would get again. `code` is its HTTP status."""
-
-    def __init__(self, code: int, message: str):
-        super().__init__(f"{code}: {message}")
-        self.code = code
+    """An answer that the same request would get again."""
 
 
 class Lost(Exception):
     """No answer, half of one, or one without sense: the next try may have more luck."""
 
 
-def ask(url: str, body=None):
-    """Return the answer to a POST of `body`, or to a GET without one. Raises Refused or Lost.
+class NotFound(Lost):
+    """The server does not know the adapter. It may have been started again."""
 
-    A server that is silent is waited for as long as its /health answers, at most an hour.
-    """
+
+def ask(url: str, body=None) -> bytes:
+    """Return the answer to a POST of `body`, or to a GET without one. Raises Refused or Lost."""
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     key = os.environ.get("VLLM_API_KEY", "none")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
-        with closing(kind(parts.netloc, timeout=CONNECT)) as connection:
-            method = "GET" if body is None else "POST"
+        with closing(kind(parts.netloc, timeout=PATIENCE)) as connection:
+            method = "POST" if body else "GET"
             connection.request(method, parts.path, body and json.dumps(body), headers)
-            for wait in range(WAITS):
-                if select.select([connection.sock], [], [], PATIENCE)[0]:
-                    break
-                if wait == WAITS - 1 or parts.path == "/health":
-                    raise Lost(f"no answer in {(wait + 1) * PATIENCE} s")
-                ask(f"{parts.scheme}://{parts.netloc}/health")
-            answer = connection.getresponse()
-            text = answer.read()
-        if answer.status == 200:
-            # Loading an adapter is answered with a sentence.
-            return json.loads(text) if text.startswith(b"{") else text
-    except (OSError, HTTPException, ValueError, RecursionError) as error:
+            response = await_response(connection, url)
+            text = response.read()
+    except (OSError, HTTPException) as error:
         raise Lost(f"{type(error).__name__}: {first_line(error)}") from None
-    reason = f"{answer.status}: {first_line(text.decode('utf-8', 'replace'))}"
+    if response.status == 200:
+        return text
+    reason = f"{response.status}: {first_line(text.decode('utf-8', 'replace'))}"
+    if response.status == 404:
+        raise NotFound(reason)
     # 408 and 429 say that it has too much to do.
-    if answer.status >= 500 or answer.status in (408, 429):
+    if response.status >= 500 or response.status in (408, 429):
         raise Lost(reason)
-    raise Refused(answer.status, reason)
+    raise Refused(reason)
+
+
+def await_response(connection, url: str):
+    """Return the response, for which a silent server gets an hour as long as its /health answers.
+
+    Raises Lost, TimeoutError or what http.client raises.
+    """
+    health = urljoin(url, "/health")
+    for _ in range(WAITS):
+        try:
+            return connection.getresponse()
+        except TimeoutError:
+            if url == health:
+                raise
+            ask(health)
+    raise Lost(f"no answer in {WAITS * PATIENCE} s")
 
 
 def persist(act, tries: int):
@@ -112,11 +119,12 @@ class Servers:
     def __init__(self, addresses: str, run):
         """Ask every server what it plays. Raises UserError if one does not answer."""
         self.run = run
-        self.urls = self.living = [url.strip().rstrip("/") for url in addresses.split(",")]
+        urls = [url.strip().rstrip("/") for url in addresses.split(",")]
+        self.urls = self.living = list(dict.fromkeys(urls))
         self.folder = run.folder / "sampler"
         self.context = min(run.ranks.first(lambda: list(map(context_of, self.urls))))
         # A server may know the names of an earlier run.
-        self.prefix = run.ranks.gather(secrets.token_hex(4))[0]
+        self.prefix = run.ranks.first(lambda: secrets.token_hex(4))
         self.step = self.name = None
         self.names = []
         self.is_pinned = self.is_proved = False
@@ -145,7 +153,7 @@ class Servers:
         if not self.is_pinned and self.step != self.run.step:
             self.step = self.run.step
             self.name = f"{self.prefix}-step-{self.step:06d}"
-            self.run.ranks.first(lambda: self.publish(model, self.name))
+            self.living = self.run.ranks.first(lambda: self.publish(model, self.name))
         return nullcontext()
 
     def pinned(self):
@@ -154,20 +162,27 @@ class Servers:
         servers.is_pinned = True
         return servers
 
-    def publish(self, model, name: str):
-        """Write the model's adapter, let the servers load it, and unload old ones."""
+    def publish(self, model, name: str) -> list:
+        """Write the model's adapter, let the servers load it, and unload old ones.
+
+        Returns the servers that live. Raises UserError if there are none, or one refuses.
+        """
         if not self.names:
             # What a run left here that was killed.
             shutil.rmtree(self.folder, ignore_errors=True)
         save_model(model, self.folder / name)
         self.names.append(name)
-        errors = self.everywhere(self.bring, name)
-        self.living = [url for url, error in zip(self.urls, errors) if error is None]
-        for error in errors:
-            if isinstance(error, UserError) or not self.living:
-                raise UserError(str(error))
+        errors = self.everywhere(self.load_at_last, name)
+        living = [url for url, error in errors.items() if error is None]
+        for url, error in errors.items():
+            message = f"--sampler {url}: {error}"
+            if isinstance(error, Refused) or not living:
+                raise UserError(message)
+            if error:
+                say(f"{message}; the other servers take its episodes")
         for old in self.names[:-KEPT]:
             self.retire(old)
+        return living
 
     def retire(self, name: str):
         """Let the servers unload an adapter, and remove its folder."""
@@ -175,20 +190,19 @@ class Servers:
         shutil.rmtree(self.folder / name)
         self.names.remove(name)
 
-    def bring(self, url: str, name: str):
-        """Let a server load an adapter. Raises Lost, or UserError if it refuses."""
+    def load_at_last(self, url: str, name: str):
+        persist(lambda: self.load(url, name), TRIES if url in self.living else 1)
+
+    def load(self, url: str, name: str):
+        """Let a server load an adapter. Raises Lost, or Refused which says how to start it."""
         try:
-            persist(lambda: self.tell(url, "load", name), TRIES if url in self.living else 1)
-        except Lost as error:
-            raise Lost(f"--sampler {url}: no server answers there ({error})") from None
-        except Refused as error:
-            if "already" in str(error):
-                return
-            hint = "is --max-lora-rank too low, or can the server not see this folder?"
-            if error.code == 404:
-                hint = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
-            raise UserError(f"--sampler {url}: does not load {self.folder / name} "
-                            f"({error}); {hint}") from None
+            self.tell(url, "load", name)
+        except (Refused, NotFound) as error:
+            if "already" not in str(error):
+                raise Refused(
+                    f"does not load {self.folder / name} ({error}); start it where it sees this "
+                    "folder, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and "
+                    "--max-lora-rank") from None
 
     def tell(self, url: str, verb: str, name: str):
         """Send one of the two requests about adapters."""
@@ -208,19 +222,17 @@ class Servers:
             except BaseException as error:
                 answers.put((key, error))
 
-    def everywhere(self, act, *arguments) -> list:
-        """Return what act(url, *arguments) returns or raises for every server. Signals leave."""
+    def everywhere(self, act, *arguments) -> dict:
+        """Return {url: what act(url, *arguments) returns or raises}. Signals are looked at."""
         answers = queue.SimpleQueue()
         for url in self.urls:
             self.start(answers, url, act, url, *arguments)
         results = {}
         while len(results) < len(self.urls):
             self.run.check()
-            try:
-                url, results[url] = answers.get(timeout=0.1)
-            except queue.Empty:
-                continue
-        return [results[url] for url in self.urls]
+            with suppress(queue.Empty):
+                results.update([answers.get(timeout=0.1)])
+        return results
 
     def complete(self, body: dict, number: int):
         """Return the ids and logprobs of one turn, by the server of this number or by another."""
@@ -235,27 +247,24 @@ class Servers:
         url = living[number % len(living)]
         try:
             return self.turn(url, body)
+        except NotFound:
+            self.load(url, body["model"])
+            return self.turn(url, body)
         except Lost:
             # The others take its rows until the next adapter. If there are none, all are asked.
             self.living = [other for other in living if other != url] or self.urls
             raise
-        except Refused as error:
-            if error.code != 404:
-                raise
-            # The server was started again, and has forgotten its adapters.
-            self.bring(url, body["model"])
-            return self.turn(url, body)
 
     def turn(self, url: str, body: dict):
         """Ask a server for one turn. Returns its ids and logprobs. Raises Refused or Lost."""
-        answer = ask(f"{url}/v1/completions", body)
+        text = ask(f"{url}/v1/completions", body)
         try:
-            choice = answer["choices"][0]
+            choice = json.loads(text)["choices"][0]
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             is_sound = 0 < len(ids) == len(logprobs) <= body["max_tokens"] and all(
                 type(i) is int and 0 <= i < self.vocabulary and -9999 < logprob < 1e-3
                 for i, logprob in zip(ids, logprobs))
-        except (KeyError, IndexError, TypeError):
+        except (LookupError, TypeError, ValueError, RecursionError):
             is_sound = False
         if not is_sound:
             raise Lost("the answer holds no token ids with their log-probabilities")
@@ -271,7 +280,7 @@ servers_of = functools.cache(Servers)
 def context_of(url: str) -> int:
     """Return how many tokens an episode may have at this server, or raise UserError."""
     try:
-        models = ask(f"{url}/v1/models")["data"]
+        models = json.loads(ask(f"{url}/v1/models"))["data"]
         return next(model["max_model_len"] for model in models if not model.get("parent"))
     except Exception as error:
         raise UserError(
@@ -279,7 +288,10 @@ def context_of(url: str) -> int:
 
 
 class ServerEngine:
-    """An engine (the protocol is in llm/engine.py) whose turns are requests to the servers."""
+    """An engine (the protocol is in llm/engine.py) whose turns are requests to the servers.
+
+    All ids of a row stay in `row.pending`: each request has them all.
+    """
 
     def __init__(self, servers: Servers, model, *, stop_ids, temperature, top_k=0, top_p=1.0):
         self.servers, self.model = servers, model
@@ -287,8 +299,7 @@ class ServerEngine:
             "model": servers.name, "stop_token_ids": sorted(stop_ids), "logprobs": 0,
             "return_token_ids": True, "temperature": temperature, "top_p": top_p,
             "top_k": top_k or -1, "min_p": 0, "repetition_penalty": 1}
-        self.ids = {}  # row -> all of its ids
-        self.server = {}  # group -> the number of its server
+        self.numbers = {}  # group -> the number of its server
         self.asked = 0  # requests without an answer
         self.answers = queue.SimpleQueue()  # (row, its turn or an error)
 
@@ -302,43 +313,41 @@ class ServerEngine:
         return int(time.monotonic() * 100)
 
     def add(self, rows):
-        if not self.servers.is_proved and self.servers.run.ranks.rank == 0:
+        rank = self.servers.run.ranks.rank
+        if not self.servers.is_proved and rank == 0:
             prompts = list({row.group: row.pending for row in rows}.values())
             prove(self.servers, self.model, prompts, self.body)
         self.servers.is_proved = True
         for row in rows:
-            self.ids[row] = list(row.pending)
-            self.server.setdefault(row.group, len(self.server))
+            # Ranks begin with different servers.
+            self.numbers.setdefault(row.group, rank + len(self.numbers))
             self.start(row)
 
     def extend(self, row, ids, limit):
-        self.ids[row] += ids
+        row.pending = row.pending + ids
         row.limit = limit
         self.start(row)
 
     def release(self, row):
-        del self.ids[row]
+        pass
 
     def start(self, row):
         """Ask for the row's next turn. What is drawn follows from its ids and its seed."""
-        ids = list(self.ids[row])
-        seed = (row.seed + len(ids)) % 2**31
-        body = {**self.body, "prompt": ids, "max_tokens": row.limit, "seed": seed}
+        seed = (row.seed + len(row.pending)) % 2**31
+        body = {**self.body, "prompt": row.pending, "max_tokens": row.limit, "seed": seed}
         self.asked += 1
-        self.servers.start(self.answers, row, self.servers.complete, body, self.server[row.group])
+        self.servers.start(self.answers, row, self.servers.complete, body, self.numbers[row.group])
 
     def step(self):
         """Return the rows whose turn has ended, perhaps none: signals are looked at in between."""
         rows = []
-        while self.asked and not (rows and self.answers.empty()):
-            try:
-                row, turn = self.answers.get(timeout=0.1)
-            except queue.Empty:
-                break
-            self.asked -= 1
-            if isinstance(turn, BaseException):
-                raise turn
-            row.turn, row.logprobs = turn
-            self.ids[row] += row.turn
-            rows.append(row)
+        with suppress(queue.Empty):
+            while self.asked:
+                row, turn = self.answers.get(timeout=0 if rows else 0.1)
+                self.asked -= 1
+                if isinstance(turn, BaseException):
+                    raise turn
+                row.turn, row.logprobs = turn
+                row.pending = row.pending + row.turn
+                rows.append(row)
         return rows

@@ -45,15 +45,17 @@ def prove(servers, model, prompts, sampling):
 
 def sample(servers, prompts, body) -> dict:
     """Return {url: its turns}. A turn is its prompt, the sampled ids and their logprobs."""
-    def ask_for_turns(url):
-        bodies = [{**body, "prompt": prompt, "max_tokens": TOKENS, "seed": 0}
-                  for prompt in prompts[:PROMPTS]]
-        return [(body["prompt"], *servers.turn(url, body)) for body in bodies]
-    turns = {}
-    for url, result in zip(servers.urls, servers.everywhere(ask_for_turns)):
+    def turns_of(url):
+        turns = []
+        for prompt in prompts[:PROMPTS]:
+            asked = {**body, "prompt": prompt, "max_tokens": TOKENS, "seed": 0}
+            turns.append((prompt, *servers.turn(url, asked)))
+        return turns
+
+    turns = servers.everywhere(turns_of)
+    for url, result in turns.items():
         if isinstance(result, Exception):
             raise UserError(f"--sampler {url}: no usable answer ({result})")
-        turns[url] = result
     return turns
 
 

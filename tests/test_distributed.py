@@ -251,9 +251,8 @@ def test_a_rank_or_a_store_that_is_silent_is_told(monkeypatch):
     monkeypatch.setattr(alive.Others, "listen", lambda self: None)
     others = alive.Others(0, 2)
     now = time.monotonic()
-    others.heard = {0: (9, now), 1: (8, now)}
     others.check()
-    others.heard[1] = 8, now - alive.SILENCE - alive.BEAT - 1
+    others.heard[1] = now - alive.SILENCE - alive.BEAT - 1
     with pytest.raises(RuntimeError, match="nothing was heard of rank 1 for 60 s"):
         others.check()
     others.listened = now - alive.SILENCE - 1

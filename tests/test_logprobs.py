@@ -5,7 +5,7 @@ import pytest
 import torch
 from memory_helpers import CHECKPOINT, IDS, gradients, load
 
-from llm import logprobs
+from llm import logprobs, quantization
 from bench.budget import Bytes
 from llm.logprobs import token_logprobs
 from llm.memory import Techniques
@@ -18,8 +18,8 @@ INT8 = Techniques(int8_head=True)
 @pytest.mark.parametrize("scaling", [{}, {"logit_scale": 0.3}, {"final_logit_softcapping": 5.0}], ids=str)
 @pytest.mark.parametrize("chunk", [2**22, 200])
 def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk, monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK", chunk)
-    monkeypatch.setattr(logprobs, "BLOCK_ROWS", 300)
+    monkeypatch.setattr(quantization, "CHUNK", chunk)
+    monkeypatch.setattr(quantization, "BLOCK_ROWS", 300)
     model = load(tiny, INT8)
     for name, value in scaling.items():
         setattr(model.config, name, value)
@@ -30,7 +30,7 @@ def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk, m
     expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     weights = torch.linspace(-1, 2, 37)
     expected_grad, = torch.autograd.grad((expected[0] * weights + expected[1] * weights.flip(0)).sum(), hidden)
-    ours = logprobs.block_logprobs(model, hidden, targets, 0.7)
+    ours = model.get_output_embeddings().logprobs(model, hidden, targets, 0.7)
     grad, = torch.autograd.grad((ours[0] * weights + ours[1] * weights.flip(0)).sum(), hidden)
     assert all((a - b).abs().max() < 3e-5 for a, b in zip(expected, ours))
     assert (grad - expected_grad).norm() < 1e-4 * expected_grad.norm()
@@ -55,12 +55,12 @@ def test_the_peak_of_the_log_probabilities_does_not_depend_on_the_vocabulary(mem
 
 
 def test_no_block_of_logits_is_kept(tiny, monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK", 2**14)
+    monkeypatch.setattr(quantization, "CHUNK", 2**14)
     model = load(tiny, INT8)
     hidden = torch.randn(50, 128, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        logprobs.block_logprobs(model, hidden, torch.zeros(50).long(), 1.0)
+        model.get_output_embeddings().logprobs(model, hidden, torch.zeros(50).long(), 1.0)
     assert len(kept) > 5 and max(kept) == 50 * 128
 
 

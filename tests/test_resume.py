@@ -32,7 +32,8 @@ from experiment.run import Run
 from experiment.command_line import parse
 from experiment.errors import UserError
 from experiment.files import to_json
-from experiment.output_folder import OutputFolder, _sequences
+from experiment.output_folder import OutputFolder
+from experiment.resuming import _sequences
 from llm import load_model, merge, save_model
 from llm.tiny import make_tiny
 

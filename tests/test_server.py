@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
+import decoders  # noqa: E402
 import uvicorn  # noqa: E402
 from programs import ROOT, Program  # noqa: E402
 
@@ -27,6 +28,7 @@ from llm import load_model, save_model  # noqa: E402
 from llm.engine import Engine, Row  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import gate, server as served_by  # noqa: E402
+from window.player import Choice, SharedEngine  # noqa: E402
 from window.server import Server  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
@@ -95,7 +97,6 @@ def served(shared):
     yield shared
     shared.wait_until_free()
     shared.script.clear()
-    assert not shared.server.player.broken
 
 
 @pytest.fixture
@@ -254,6 +255,25 @@ def test_a_conversation_that_comes_back_runs_only_its_new_message(served, client
         [t.logprob for t in again.choices[0].logprobs.content], abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "lfm2", "mamba2"])
+def test_a_conversation_that_was_changed_is_sampled_as_a_new_one(family):
+    """Of a state, as LFM2 and Mamba have it, nothing can be taken away: then all is read again."""
+    model = decoders.make(family)
+
+    def logprobs(engine, prompt):
+        row = Choice(prompt, chat=None, weights=None, sampling=(1.0, 0, 1.0), stop_ids=(), seed=3, limit=6)
+        engine.enter(row)
+        while row.state != "ended":
+            engine.step()
+        return row.logprobs
+    ids = list(range(5, 35))
+    with merged(model):
+        engine = SharedEngine(model, slots=1)
+        logprobs(engine, ids)
+        changed = ids[:25] + [50, 51, 52]
+        assert logprobs(engine, changed) == pytest.approx(logprobs(SharedEngine(model, slots=1), changed), abs=1e-4)
+
+
 # ---------------------------------------------------------------------------------------------------------- errors
 CHAT = {"model": "base", "messages": HELLO, "max_tokens": 4}
 
@@ -324,7 +344,8 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
 def test_models_and_health(served, client):
     [model] = client.models.list().data
     assert model.id == "base" and model.max_model_len == 1024 and model.root == "tiny"
-    assert served.client.get(f"{served.url}/healthz", cast_to=object) == {"status": "ok"}
+    for path in ("healthz", "health"):  # the second is what a sampler asks while it waits
+        assert served.client.get(f"{served.url}/{path}", cast_to=object) == {"status": "ok"}
     assert client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
 
 
@@ -489,28 +510,27 @@ def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(tmp_path):
     served.http.should_exit = True
 
 
-def test_when_the_engine_fails_everybody_hears_of_it(monkeypatch):
-    served = Served(*load_model("tiny", train=False))
-    stream = served.client.chat.completions.create(**LONG, stream=True)
-    next(stream)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(served.client.chat.completions.create, **LONG)
-        while served.playing() < 2:
-            time.sleep(0.01)
+FAILS = """
+import runpy
+from window.player import SharedEngine
+def fails(*_):
+    raise MemoryError("no memory left")
+SharedEngine.run = fails
+runpy.run_path("agent.py", run_name="__main__")
+"""
 
-        def fails(*_):
-            raise RuntimeError("no memory left")
-        served.server.player.engine.run = fails
-        with pytest.raises(openai.InternalServerError, match="no memory left") as caught:
-            other.result()
-    assert caught.value.status_code == 500
-    with pytest.raises(openai.APIError, match="no memory left"):
-        list(stream)
-    for ask in (lambda: served.client.chat.completions.create(**CHAT), lambda: served.client.get(f"{served.url}/healthz", cast_to=object)):
-        with pytest.raises(openai.InternalServerError, match="no memory left") as caught:
-            ask()
-        assert caught.value.status_code == 503
-    served.http.should_exit = True
+
+def test_when_the_engine_fails_the_server_ends(tmp_path):
+    """Whoever watches the process starts it again; clients are not left waiting."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    program = Program(tmp_path / "fails.py", "--serve", "--port", "0")
+    try:
+        with pytest.raises(openai.APIConnectionError):
+            client_of(program).chat.completions.create(**CHAT)
+        _, errors = program.communicate(timeout=20)
+        assert program.returncode == 1 and "out of memory: no memory left" in errors and "Traceback" not in errors
+    finally:
+        program.kill()
 
 
 # ----------------------------------------------------------------------------------------------------------- solve
@@ -532,6 +552,16 @@ def test_solve_plays_an_episode_with_the_problem(served):
     assert [m["role"] for m in solution["transcript"]].count("assistant") == len(turns)
     with pytest.raises(openai.BadRequestError, match="problem"):
         served.client.post(f"{served.url}/solve", body={"problem": "what is love"}, cast_to=object)
+
+
+@pytest.mark.parametrize("reward, says", [(float("nan"), "not finite"), ("much", "get_reward")])
+def test_solve_says_what_is_wrong_with_a_reward(served, monkeypatch, reward, says):
+    name, cls, chat = served.server.environment
+    broken = type("Broken", (cls,), {"get_reward": lambda self: reward})
+    monkeypatch.setattr(served.server, "environment", (name, broken, chat))
+    served.script[:] = [chat.turn("3", [])]
+    with pytest.raises(openai.InternalServerError, match=says):
+        served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
 
 
 def test_solve_needs_an_environment(tiny_model):
@@ -557,17 +587,8 @@ def test_a_run_samples_here(tmp_path, tiny):
 def test_signals_end_the_server_at_once(signum):
     program = Program("agent.py", "--serve", "--port", "0")
     try:
-        while "http://" not in (text := (program_output(program))):
-            assert program.poll() is None, text
-            time.sleep(0.05)
-        url = next(word for word in text.split() if word.startswith("http://")).rstrip(":")
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        while True:
-            try:
-                next(client.chat.completions.create(**LONG, stream=True))
-                break
-            except openai.APIConnectionError:
-                time.sleep(0.05)
+        client = client_of(program)
+        next(client.chat.completions.create(**LONG, stream=True))
         began = time.monotonic()
         program.send_signal(signum)
         _, errors = program.communicate(timeout=20)
@@ -577,9 +598,19 @@ def test_signals_end_the_server_at_once(signum):
         program.kill()
 
 
-def program_output(program):
-    from pathlib import Path
-    return (Path(program.folder.name) / "stdout").read_text()
+def client_of(program):
+    """Return a client of a program that serves, once it answers."""
+    while "http://" not in (text := program.said("stdout")):
+        assert program.poll() is None, program.said("stderr")
+        time.sleep(0.05)
+    url = next(word for word in text.split() if word.startswith("http://")).rstrip(":")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    while True:
+        try:
+            client.models.list()
+            return client
+        except openai.APIConnectionError:
+            time.sleep(0.05)
 
 
 def test_without_fastapi_one_line_says_what_to_install(tmp_path):

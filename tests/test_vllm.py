@@ -1,11 +1,14 @@
 """llm/vllm.py against a stand-in for vLLM: what a run asks, what it proves, and how every fault of a server ends."""
 import json
+import shutil
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,7 +232,7 @@ def test_too_short_a_context_is_refused(place, tmp_path, server):  # noqa: F811
 
 
 @pytest.mark.parametrize("status, answer, hint", [
-    (400, "LoRA rank 2 is greater than max_lora_rank 1.", "is --max-lora-rank too low"),
+    (400, "LoRA rank 2 is greater than max_lora_rank 1.", "--max-lora-rank"),
     (404, "Not Found", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
     (401, "Unauthorized", "401")])
 def test_a_server_that_loads_no_adapter_is_named_with_its_reason(place, tmp_path, server, status, answer, hint):  # noqa: F811
@@ -302,20 +305,46 @@ def test_a_fault_ends_the_run_which_is_saved_and_continues_later(place, tmp_path
 
 def test_a_server_that_dies_or_hangs_ends_the_run_too(place, tmp_path, server, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(vllm, "PATIENCE", 0.2)
+    monkeypatch.setattr(vllm, "PATIENCE", 1)
+    monkeypatch.setattr(vllm, "TRIES", 2)
     server.fault = lambda body: (setattr(server, "is_deaf", True), threading.Event().wait(60)) if "proof" not in body["model"] else None
-    with pytest.raises(UserError, match="no answer in 0.2 s"):
+    with pytest.raises(UserError, match="TimeoutError: timed out"):
         played(place, tmp_path / "hangs", [server])
     server.is_deaf = False
+    monkeypatch.setattr(vllm, "PATIENCE", 30)
     server.fault = lambda body: threading.Thread(target=server.die).start() if body["model"].endswith("1") else None
     with pytest.raises(UserError, match="Connection refused|ConnectionReset|RemoteDisconnected"):
         played(place, tmp_path / "dies", [server], max_steps=4)
 
 
 def test_a_slow_server_is_waited_for(place, tmp_path, server, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(vllm, "PATIENCE", 0.05)
-    server.fault = lambda body: time.sleep(0.3)
+    monkeypatch.setattr(vllm, "PATIENCE", 1)
+    server.fault = lambda body: time.sleep(0 if "proof" in body["model"] else 2.5)
     played(place, tmp_path / "r", [server], max_steps=1)
+    # Nothing was asked twice.
+    asked = [(body["model"], *body["prompt"], body["seed"]) for body in server.requests]
+    assert len(set(asked)) == len(asked)
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
+def test_a_slow_server_is_waited_for_behind_tls_too(server, tmp_path, monkeypatch):
+    """TLS 1.3 sends tickets before the answer: that a socket can be read does not say that the answer is there."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=localhost",
+                    "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.load = lambda name, path: time.sleep(2.5)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setattr(vllm, "PATIENCE", 1)
+    answer = vllm.ask(f"https://localhost:{server.server_port}/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"})
+    assert answer.startswith(b"Success")
+
+
+def test_a_server_that_is_named_twice_is_one(place, tmp_path, server):  # noqa: F811
+    played(place, tmp_path / "r", [server, server], max_steps=1)
+    assert len(server.loads) == len(set(server.loads))
 
 
 def test_a_server_that_was_started_again_gets_its_adapter_again(place, tmp_path, server):  # noqa: F811
@@ -417,6 +446,16 @@ def test_ahead_needs_a_sampler():
 
 
 # --------------------------------------------------------------------------------------------- several ranks
+def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
+    """Where each rank plays one task, all of them would else ask the first server."""
+    asked = []
+    servers = SimpleNamespace(name="a", is_proved=True, complete=None, run=SimpleNamespace(ranks=SimpleNamespace(rank=1)),
+                              start=lambda answers, row, act, body, number: asked.append((row.group, number)))
+    engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
+    engine.add([Row([1], group=group) for group in "aabc"])
+    assert asked == [("a", 1), ("a", 1), ("b", 2), ("c", 3)]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_each_rank_asks_for_its_share_and_one_of_them_loads(place, tmp_path, server, ahead):  # noqa: F811
     words = f"""--model_path {place}/base --output_dir {tmp_path}/r --sampler {server.url} --dtype float32 --max_samples 200 --tasks_per_step 3

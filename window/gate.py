@@ -2,7 +2,8 @@
 import asyncio
 import hmac
 
-from fastapi.responses import JSONResponse
+from fastapi.requests import Request
+from starlette.requests import ClientDisconnect
 
 from window.requests import Refusal
 
@@ -10,6 +11,7 @@ BODY = 2**22  # bytes of a request
 BODY_SECONDS = 30  # until they must have come
 SECONDS = 600  # until a request must have been answered
 REQUESTS = 256  # at the same time
+HEALTH = "/healthz", "/health"  # may be asked without a token; the second is vLLM's name for it
 
 
 class Gate:
@@ -28,8 +30,10 @@ class Gate:
         try:
             body = await self.admit(scope, receive)
             await self.answer(body, scope, receive, send)
+        except ClientDisconnect:
+            pass
         except Refusal as refusal:
-            await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
+            await refusal.response()(scope, receive, send)
         finally:
             self.running -= 1
 
@@ -37,25 +41,25 @@ class Gate:
         """Return the body of a request, or raise Refusal."""
         given = dict(scope["headers"]).get(b"authorization", b"")
         wanted = f"Bearer {self.token}".encode()
-        if self.token and scope["path"] != "/healthz" and not hmac.compare_digest(given, wanted):
+        if self.token and scope["path"] not in HEALTH and not hmac.compare_digest(given, wanted):
             raise Refusal(401, "the token is missing or wrong", "invalid_api_key")
         if self.running > REQUESTS:
             raise Refusal(429, f"{REQUESTS} requests are being answered; try again later",
                           "rate_limit_exceeded")
-        body, size, more = b"", 0, True
+        body = bytearray()
+        size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while more:
-                    message = await receive()
-                    size += len(message.get("body", b""))
+                async for chunk in Request(scope, receive).stream():
+                    size += len(chunk)
                     # One that is too long is read to its end, or the client would not see why.
-                    body = body + message.get("body", b"") if size <= BODY else b""
-                    more = message.get("more_body", False)
+                    if size <= BODY:
+                        body += chunk
         except TimeoutError:
             raise Refusal(408, f"the body did not come within {BODY_SECONDS} s") from None
         if size > BODY:
             raise Refusal(413, f"the body has more than {BODY} bytes")
-        return body
+        return bytes(body)
 
     async def answer(self, body, scope, receive, send):
         """Run the application until it has answered, the client has left or the time is over."""

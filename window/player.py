@@ -2,7 +2,7 @@
 
     player = Player(model, slots=64)
     threading.Thread(target=player.run, daemon=True).start()
-    async for row, count, ended in player.play(rows): ...       # in the thread of the server
+    async for choice in player.play(choices): ...       # in the thread of the server
 
 Only `run` touches the engine and the weights. The server's thread puts functions into its inbox,
 and they are called between two decode steps.
@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from os.path import commonprefix
 
-
-from experiment.errors import UserError, first_line
+from experiment.errors import UserError
 from llm.adapter_files import load_weights, read_settings
 from llm.engine import Engine, Row
 from llm.sampling import sample
@@ -23,30 +22,46 @@ from lora import adapter_tensors, add_lora, merged, settings
 from window.requests import BASE, Refusal
 
 
-
-class Asked(Row):
-    """A row that a client waits for.
+class Choice(Row):
+    """A turn that a client waits for.
 
     Attributes:
         ids: all of its ids that the cache may hold.
+        chat: the Chat that reads its tokens.
         weights: the adapter that plays it, one of the values of `Player.adapters`.
         sampling: temperature, top_k and top_p.
-        stop_ids: the ids that end its turn.
-        streams: True if its client wants to know of every token.
+        stop_ids, stops: the ids and the texts that end it.
+        streams: True if the server wants to know of every token.
         news: where the server's thread hears of it.
         error: why it ended early, or None.
+        shown: the tokens that count: none come after a stop text.
+        text: what they say, without the stop token or the stop text.
+        reason: why it ended, "stop" or "length"; None before.
     """
+    news = error = reason = None
+    shown, text = (), ""
 
-    def __init__(self, prompt, *, weights, sampling=(1.0, 0, 1.0), stop_ids=(), streams=False,
+    def __init__(self, prompt, *, chat, weights, sampling, stop_ids, stops=(), streams=False,
                  **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.ids = list(prompt)
+        self.chat = chat
         self.weights = weights
         self.sampling = sampling
         self.stop_ids = frozenset(stop_ids)
-        self.streams = streams
-        self.news = None
-        self.error = None
+        self.stops = stops
+        self.streams = streams or bool(stops)
+
+    def show(self, count: int, has_ended: bool):
+        """Show the first `count` tokens to the client."""
+        self.shown = self.turn[:count]
+        is_stop = self.shown[-1] in self.stop_ids
+        self.text = self.chat.text(self.shown[:count - is_stop])
+        cuts = [self.text.index(stop) for stop in self.stops if stop in self.text]
+        if cuts:
+            self.text = self.text[:min(cuts)]
+        if cuts or has_ended:
+            self.reason = "stop" if cuts or is_stop else "length"
 
 
 class SharedEngine(Engine):
@@ -101,8 +116,10 @@ class SharedEngine(Engine):
         shared, best = 0, None
         for old in self.parked:
             length = len(commonprefix([old.ids[:old.length], row.ids[:-1]]))
-            # Otherwise more is lost than gained, when the other conversation comes back.
-            if length > max(shared, old.length // 2) and not old.error:
+            # Less of it would be a loss, should the other conversation come back. There is no way
+            # back to an earlier state.
+            least = old.length - 1 if self.cache.keeps_states else old.length // 2
+            if length > max(shared, least) and not old.error:
                 shared, best = length, old
         if best is None:
             self.add([row])
@@ -135,7 +152,6 @@ class Player:
     Attributes:
         adapters: name -> its tensors. Those of BASE are of the adapter that was started, if any.
         playing: the one of them that is merged.
-        broken: the error that has ended decoding, in words, or None.
     """
 
     def __init__(self, model, slots: int):
@@ -143,59 +159,47 @@ class Player:
         self.slots = slots
         self.inbox = queue.SimpleQueue()
         self.loop = None  # the server's
-        self.listeners = set()  # queues of those who wait
         self.coming = []  # rows that no engine has yet
         self.adapters = {BASE: self.copy_weights()}
         self.playing = self.adapters[BASE]
         self.engine = None
-        self.broken = None
 
     # ----------------------------------------------------------------------- in the server's thread
-    async def play(self, rows):
-        """Let rows sample a turn each. Yield (row, its tokens so far, True if it has ended).
+    async def play(self, choices):
+        """Let choices be sampled. Yield one whenever it has grown or ended, until all have.
 
-        However this generator is left, the rows leave the engine. Raises Refusal if they cannot be
+        However this generator is left, they leave the engine. Raises Refusal if one cannot be
         sampled.
         """
         self.loop = asyncio.get_running_loop()
         news = asyncio.Queue()
-        self.listeners.add(news)
-        for row in rows:
-            row.news = news
-        self.inbox.put(partial(self.coming.extend, rows))
+        for choice in choices:
+            choice.news = news
+        self.inbox.put(partial(self.coming.extend, choices))
         try:
-            while True:
-                row, *progress = await news.get()
-                error = self.broken or row.error
-                if error:
-                    raise Refusal(500, f"the engine failed: {error}")
-                yield row, *progress
+            while not all(choice.reason for choice in choices):
+                choice, count, has_ended = await news.get()
+                if choice.error:
+                    raise Refusal(500, choice.error)
+                if not choice.reason:
+                    choice.show(count, has_ended)
+                    yield choice
         finally:
-            self.listeners.remove(news)
-            self.inbox.put(partial(self.leave, rows))
+            self.inbox.put(partial(self.leave, choices))
 
     def deliver(self, news):
         for row, count, has_ended in news:
             row.news.put_nowait((row, count, has_ended))
 
-    def wake(self):
-        """Let everybody see that the engine has failed."""
-        for news in self.listeners:
-            news.put_nowait((None,))
-
     # --------------------------------------------------------------------------- in its own thread
     def run(self):
-        """Decode until the process ends, or until the engine fails."""
-        try:
-            while True:
-                if self.coming:
-                    self.playing = self.coming[0].weights
-                    self.set_weights(self.playing)
-                with merged(self.model):
-                    self.decode()
-        except Exception as error:
-            self.broken = f"{type(error).__name__}: {first_line(error)}"
-            self.loop.call_soon_threadsafe(self.wake)
+        """Decode until the process ends."""
+        while True:
+            if self.coming:
+                self.playing = self.coming[0].weights
+                self.set_weights(self.playing)
+            with merged(self.model):
+                self.decode()
 
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""
@@ -240,11 +244,11 @@ class Player:
             # The model as it was started is now one whose B is zero.
             self.adapters[BASE].update(self.copy_weights())
         # The shapes are compared by load_weights.
+        ours = settings(self.model).peft
         for key in ("r", "lora_alpha", "use_rslora"):
-            ours, theirs = settings(self.model).peft[key], config.get(key) or 0
-            if theirs != ours:
-                raise UserError(f"{folder}: {key} is {theirs}; this server plays adapters like the "
-                                f"first one that it loaded, of {key} {ours}")
+            if (config.get(key) or 0) != ours[key]:
+                raise UserError(f"{folder}: {key} is {config.get(key)}; this server plays adapters "
+                                f"like the first one that it loaded, of {key} {ours[key]}")
         try:
             load_weights(self.model, folder)
             self.adapters[name] = self.copy_weights()

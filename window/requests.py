@@ -2,9 +2,11 @@
 no others. A parameter that would silently have no effect is refused."""
 import re
 import secrets
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
+from fastapi.responses import JSONResponse
 from pydantic import (AliasChoices, BaseModel, ConfigDict, Field, Json, field_validator,
                       model_validator)
 
@@ -29,6 +31,9 @@ class Refusal(Exception):
     def body(self) -> dict:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status)
 
 
 class Body(BaseModel):
@@ -152,6 +157,16 @@ class Adapter(Body):
     lora_path: str = ""
 
 
+@contextmanager
+def refused(what: str):
+    """Refuse a request whose `what` raises an error inside this block."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise Refusal(400, f"{what}: {first_line(error)}") from None
+
+
+@refused("messages")
 def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """Return the ids of a conversation up to the agent's next turn, as an episode would hold them.
 
@@ -159,15 +174,8 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """
     roles = "".join(f"{message.role} " for message in messages)
     if not ORDER.fullmatch(roles):
-        raise Refusal(400, "messages: expected system, user, assistant, user or tool results, "
-                           f"assistant, ... and at the end not the assistant; got {roles}")
-    try:
-        return _episode_ids(chat, messages)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"messages: {first_line(error)}") from None
-
-
-def _episode_ids(chat, messages):
+        raise ValueError("expected system, user, assistant, user or tool results, assistant, ... "
+                         f"and at the end not the assistant; got {roles}")
     system = [m.text for m in takewhile(lambda m: m.role != "user", messages)]
     opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     ids = chat.prompt([*opening, {"role": "user", "content": messages[len(system)].text}])

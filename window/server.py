@@ -10,55 +10,29 @@ Another machine's run can have its episodes sampled here: `grpo.py --sampler htt
 """
 import json
 import secrets
-import signal
 import threading
 import time
-from contextlib import aclosing
 from functools import lru_cache
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 import envs
 from agent import Episode
 from envs.session import Session, Watch, load_environments
-from experiment.errors import UserError, first_line, printable
+from experiment.errors import UserError, printable
 from experiment.seeds import mix
 from llm.chat import Chat
 from llm.memory import techniques_of
 from llm.tool_calls import parse_tool_calls
-from window.gate import Gate
-from window.player import Asked, Player, elsewhere
+from window.gate import HEALTH, Gate
+from window.player import Choice, Player, elsewhere
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
-                             Turns, conversation_ids)
+                             Turns, conversation_ids, refused)
 
-OBJECTS = {"cmpl": "text_completion", "chatcmpl": "chat.completion",
-           "chunk": "chat.completion.chunk"}
 LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-class Choice(Asked):
-    """A row that answers a request, as far as its client may see it.
-
-    Attributes:
-        shown: the tokens that count: none come after a stop text.
-        text: what they say, without the stop token or the stop text.
-        reason: why the turn ended, "stop" or "length"; None before.
-    """
-    shown, text, reason = (), "", None
-
-    def hear(self, count: int, has_ended: bool, chat: Chat, stops: list[str]):
-        """Show the first `count` tokens of the turn."""
-        self.shown = self.turn[:count]
-        is_stop = self.shown[-1] in self.stop_ids
-        self.text = chat.text(self.shown[:count - is_stop])
-        cuts = [self.text.index(stop) for stop in stops if stop in self.text]
-        if cuts:
-            self.text = self.text[:min(cuts)]
-        if cuts or has_ended:
-            self.reason = "stop" if cuts or is_stop else "length"
 
 
 class Server:
@@ -84,16 +58,16 @@ class Server:
 
     def application(self):
         """Return the ASGI application."""
-        app = FastAPI(openapi_url=None)
-        for path, answer in (("/v1/chat/completions", self.chat_completions),
-                             ("/v1/completions", self.completions), ("/solve", self.solve),
-                             ("/v1/load_lora_adapter", self.load),
-                             ("/v1/unload_lora_adapter", self.unload)):
-            app.post(path)(answer)
+        errors = Refusal, UserError, RequestValidationError
+        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
+        app.post("/v1/chat/completions")(self.chat_completions)
+        app.post("/v1/completions")(self.completions)
+        app.post("/v1/load_lora_adapter")(self.load)
+        app.post("/v1/unload_lora_adapter")(self.unload)
+        app.post("/solve")(self.solve)
         app.get("/v1/models")(self.models)
-        app.get("/healthz")(self.healthz)
-        for error in (Refusal, RequestValidationError):
-            app.exception_handler(error)(refuse)
+        for path in HEALTH:
+            app.get(path)(self.health)
         return Gate(app, self.config.token)
 
     # ----------------------------------------------------------------------------------- sampling
@@ -101,32 +75,21 @@ class Server:
         """Return the rows of n turns after one prompt."""
         limit = body.limit(prompt, self.context, default)
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         streams=streams or bool(body.stop)) for i in range(body.n)]
+                         stops=body.stop, streams=streams) for i in range(body.n)]
 
     def row(self, body: Sampled, prompt, number: int, **options) -> Choice:
         """Return the row of a turn, or raise Refusal."""
-        self.check()
         name = BASE if body.model == self.config.model_path else body.model
         weights = self.player.adapters.get(name)
         if weights is None:
             raise Refusal(404, f"the model {name!r} does not exist here; GET /v1/models",
                           "model_not_found")
-        return Choice(prompt, weights=weights, sampling=body.sampling,
+        return Choice(prompt, chat=self.plain, weights=weights, sampling=body.sampling,
                       seed=mix(body.seed, number), **options)
 
-    async def follow(self, choices, stops):
-        """Let choices be sampled. Yield one whenever it has grown or ended, until all have."""
-        async with aclosing(self.player.play(choices)) as news:
-            async for choice, count, has_ended in news:
-                if not choice.reason:
-                    choice.hear(count, has_ended, self.plain, stops)
-                    yield choice
-                if all(choice.reason for choice in choices):
-                    return
-
-    async def finish(self, choices, stops=()):
+    async def finish(self, choices):
         """Wait for the ends of choices."""
-        async for _ in self.follow(choices, stops):
+        async for _ in self.player.play(choices):
             pass
 
     # -------------------------------------------------------------------------------- completions
@@ -136,7 +99,7 @@ class Server:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
         choices = self.turns(body, prompt, stop_ids, 16)
-        await self.finish(choices, body.stop)
+        await self.finish(choices)
         shown = []
         for i, choice in enumerate(choices):
             shown.append({"index": i, "text": choice.text, "finish_reason": choice.reason})
@@ -148,17 +111,15 @@ class Server:
 
     async def chat_completions(self, body: ChatCompletion):
         tools = body.tools if body.tool_choice == "auto" else []
-        try:
+        with refused("tools"):
             chat = self.chat_of(json.dumps(tools))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Refusal(400, f"tools: {first_line(error)}") from None
         prompt = conversation_ids(chat, body.messages)
         stop_ids = chat.stop_ids | chat.start_ids
         choices = self.turns(body, prompt, stop_ids, self.limits.max_new_tokens, body.stream)
         if body.stream:
             events = self.events(body, choices, tools)
             return StreamingResponse(events, media_type="text/event-stream")
-        await self.finish(choices, body.stop)
+        await self.finish(choices)
         shown = []
         for i, choice in enumerate(choices):
             message, reason = message_of(choice, tools)
@@ -173,7 +134,7 @@ class Server:
         # A stop text may have come by half.
         unsure = max(map(len, body.stop), default=1) - 1
         try:
-            async for choice in self.follow(choices, body.stop):
+            async for choice in self.player.play(choices):
                 if choice.reason:
                     delta, reason = message_of(choice, tools)
                 elif tools:
@@ -183,14 +144,16 @@ class Server:
                     text = choice.text[:len(choice.text) - unsure].rstrip("\ufffd")
                     delta, reason = {"content": text}, None
                 text = delta["content"] or ""
-                characters, ids = sent.get(choice, (0, 0))
+                characters, tokens = sent.get(choice, (0, 0))
                 if not reason and len(text) <= characters:
                     continue
-                delta |= {"content": text[characters:]} | ({} if ids else {"role": "assistant"})
                 sent[choice] = len(text), len(choice.shown)
-                yield event({**chunk, "choices": [
-                    {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
-                     "logprobs": self.logprobs(body, choice, ids)}]})
+                delta["content"] = text[characters:]
+                if not tokens:
+                    delta["role"] = "assistant"
+                shown = {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
+                         "logprobs": self.logprobs(body, choice, tokens)}
+                yield event({**chunk, "choices": [shown]})
             if body.stream_options.include_usage:
                 yield event({**chunk, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
@@ -219,15 +182,18 @@ class Server:
                            limit=episode.turn_budget)
             await self.finish([row])
             await elsewhere(in_thread, take_turn, episode, row)
-        if "error" in t.info:
-            raise Refusal(500, t.info["error"])
-        said = {role: [m["content"] for m in t.messages if m["role"] == role]
-                for role in ("assistant", "tool")}
+        fault = t.info.get("error") or t.info.get("not_finite")
+        if fault:
+            raise Refusal(500, fault)
+        turns = [message["content"] for message in t.messages if message["role"] == "assistant"]
+        results = [message["content"] for message in t.messages if message["role"] == "tool"]
         # A question whose right answer nobody gave is neither solved nor failed.
         is_judged = t.stop_reason and None not in episode.session.task.values()
-        return {"solution": said["assistant"][-1] if said["assistant"] else "",
-                "success": t.info["success"] if is_judged else None, "reward": t.reward,
-                "stop_reason": t.stop_reason or "max_tokens", "tools": said["tool"],
+        return {"solution": turns[-1] if turns else "",
+                "success": t.info["success"] if is_judged else None,
+                "reward": t.reward,
+                "stop_reason": t.stop_reason or "max_tokens",
+                "tools": results,
                 "transcript": t.messages}
 
     def begin(self, problem: str) -> Episode:
@@ -236,37 +202,27 @@ class Server:
             raise Refusal(400, "this server plays no environment (--env) that makes a task of a "
                                "text (_from_text)")
         name, cls, chat = self.environment
-        try:
+        with refused("problem"):
             task = {**cls._from_text(problem), **envs.options_of(self.config)}
-        except ValueError as error:
-            raise Refusal(400, f"problem: {first_line(error)}") from None
         session = Session(Watch(self.limits.tool_timeout), name, cls, task)
         return Episode(session, chat, self.limits, "solve")
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
-        return {"object": "list", "data": [
-            {"id": name, "object": "model", "created": 0, "owned_by": "this machine",
-             "root": self.config.model_path, "parent": None if name == BASE else BASE,
-             "max_model_len": self.context} for name in list(self.player.adapters)]}
+        models = []
+        for name in list(self.player.adapters):
+            models.append({"id": name, "object": "model", "created": 0, "owned_by": "this machine",
+                           "root": self.config.model_path, "max_model_len": self.context,
+                           "parent": None if name == BASE else BASE})
+        return {"object": "list", "data": models}
 
-    async def healthz(self):
-        self.check()
+    async def health(self):
         return {"status": "ok"}
 
-    def check(self):
-        """Raise Refusal if the engine has failed."""
-        if self.player.broken:
-            raise Refusal(503, f"the engine has failed: {self.player.broken}")
-
     async def load(self, body: Adapter):
-        self.check()
         if body.lora_name in self.player.adapters:
             raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
-        try:
-            await elsewhere(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
-        except UserError as error:
-            raise Refusal(400, str(error)) from None
+        await elsewhere(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
         return {"status": "ok"}
 
     async def unload(self, body: Adapter):
@@ -292,10 +248,12 @@ def message_of(choice, tools) -> tuple[dict, str]:
     content, calls, _ = parse_tool_calls(choice.text) if tools else ("", [], [])
     if not calls:
         return {"content": choice.text}, choice.reason
-    calls = [{"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {
-        "name": call["name"], "arguments": json.dumps(call["arguments"])}}
-        for i, call in enumerate(calls)]
-    return {"content": content or None, "tool_calls": calls}, "tool_calls"
+    tool_calls = []
+    for i, call in enumerate(calls):
+        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
+                           "function": function})
+    return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
 
 
 def take_turn(episode, row):
@@ -317,7 +275,9 @@ async def refuse(request, error):
         is_unknown = first["type"] == "extra_forbidden"
         reason = "not supported by this server" if is_unknown else first["msg"]
         error = Refusal(400, f"{place}: {reason}")
-    return JSONResponse(error.body(), error.status)
+    if isinstance(error, UserError):
+        error = Refusal(400, str(error))
+    return error.response()
 
 
 def in_thread(function):
@@ -332,11 +292,10 @@ def serve(config, model, tokenizer, limits):
     server = Server(config, model, tokenizer, limits)
     http = uvicorn.Server(uvicorn.Config(
         server.application(), host=config.host, port=config.port, log_level="warning",
-        lifespan="off"))
+        lifespan="off", ws="none"))
     socket = http.config.bind_socket()
     print(f"http://{config.host}:{socket.getsockname()[1]}: {printable(config.model_path)}, "
           f"environment {config.env}; Ctrl-C ends", flush=True)
     in_thread(lambda: http.run([socket]))
-    # In the main thread, which signals interrupt.
+    # In the main thread, which signals interrupt. Where the engine fails, the server ends.
     server.player.run()
-    signal.pause()

@@ -1,0 +1,129 @@
+"""Resuming: what a run must have in common with the one it continues, and the way back to it."""
+import os
+
+from experiment.checkpoint import (checkpoints, fingerprints, newest_checkpoint, read_state,
+                                   whole_logs)
+from experiment.config import ONCE, convert, options
+from experiment.data import read_json, read_yaml, reading
+from experiment.errors import UserError
+from experiment.files import set_aside
+from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of
+
+# What a resumed run may change. The two that make an update may change together.
+FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
+UPDATE = ("batch_size", "gradient_accumulation_steps")
+
+
+def continue_run(folder, config, values, paths):
+    """Check that the run in an output folder can be continued, which changes nothing there.
+
+    Args:
+        folder: the OutputFolder; its `begin` then goes back to the checkpoint.
+        config: the config of this call.
+        values: {flag: value} of it.
+        paths: the `ingredients` of this call.
+
+    Returns:
+        (result, None, None) of a finished run, else (None, checkpoint, its state), where both
+        are None if no step is saved. Raises UserError.
+    """
+    algorithm = algorithm_of(folder.path)
+    if algorithm != folder.algorithm:
+        raise UserError(f"{folder.path}: holds a {algorithm} run, not one of {folder.algorithm}")
+    longer = _compare(folder, config, values)
+    if (folder.path / "result.json").exists() and not longer:
+        result = read_json(folder.path / "result.json")
+        with reading(folder.path / "result.json"):
+            steps = result["steps"]
+        print(f"{folder.path}: finished after {steps} steps; a larger --max_steps continues it")
+        return result, None, None
+    checkpoint, state = newest_checkpoint(folder.path), None
+    if checkpoint:
+        state = _verified(checkpoint)
+        check_ingredients(state["made_of"], paths)
+    folder.is_resumed, folder.state = True, state
+    print(f"{folder.path}: continues after step {state['step']}" if state else
+          f"{folder.path}: no step is saved, begins again")
+    return None, checkpoint, state
+
+
+def _compare(folder, config, values):
+    """Refuse other flags than the run began with. Returns True if it is to become longer.
+
+    A `max_steps` of None in `values` becomes that of the run.
+    """
+    flags, path = options(type(config)), folder.path / CONFIG
+    began = {name: convert(value, flags[name], f"{path}: {name}")
+             for _, name, value in read_yaml(path) if name in flags and name not in FREE}
+    if values.get("max_steps", 0) is None:
+        values["max_steps"] = began.get("max_steps")
+    changed = {name: old for name, old in began.items() if old != values[name]}
+    if _sequences(values) == _sequences({**values, **began}):
+        for name in UPDATE:
+            changed.pop(name, None)
+    steps = changed.get("max_steps"), values.get("max_steps")
+    longer = None not in steps and steps[1] > steps[0]
+    if longer:
+        del changed["max_steps"]
+    if changed:
+        differences = [f"--{name} is {values[name]} and was {changed[name]}" for name in changed]
+        raise UserError(f"{folder.path}: --resume continues the run as it began (max_steps may "
+                        f"grow), but {', '.join(differences)}; the same command: {folder.command}")
+    return longer
+
+
+def _verified(checkpoint):
+    """Return the state of a checkpoint that is whole."""
+    try:
+        return read_state(checkpoint)
+    except UserError as error:
+        raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
+                        "checkpoint before") from None
+
+
+def go_back(folder, state):
+    """Take away what was written after the checkpoint: result, log lines, newer checkpoints.
+
+    `folder` is the path of the output folder, `state` that of the checkpoint, or None without one.
+    """
+    (folder / "result.json").unlink(missing_ok=True)
+    sizes, step = (state["lines"], state["step"]) if state else ({}, 0)
+    for thinned_at, whole in whole_logs(folder):
+        if thinned_at >= step:
+            whole.replace(folder / EPISODES)
+    for name in LOGS:
+        path, size = folder / name, sizes.get(name, 0)
+        length = path.stat().st_size if path.exists() else 0
+        if length > size:
+            os.truncate(path, size)
+        elif 0 < length < size:
+            print(f"{path}: lines of before step {step} were removed; what is left is now "
+                  f"{set_aside(path).name}")
+    for path in checkpoints(folder):
+        if state and int(path.name[5:]) > step:
+            print(f"{path}: is now {set_aside(path).name}")
+
+
+def _sequences(values):
+    """Return the sequences of an update where UPDATE decides it. In grpo it does not."""
+    if "updates_per_step" in values:
+        return None
+    return values["batch_size"] * (values["gradient_accumulation_steps"] or 1)
+
+
+def check_ingredients(recorded, paths):
+    """Refuse to continue a run with other weights, data or another environment.
+
+    A program that has changed is noted. `recorded` is what `fingerprints` returned when it began.
+    """
+    now = fingerprints(paths)
+    for label in sorted(recorded.keys() | now.keys()):
+        if recorded.get(label) == now.get(label):
+            continue
+        if not label.startswith("program "):
+            raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
+                            "that back, or begin anew with another --output_dir")
+        # Which modules are imported may depend on the caller.
+        if label in recorded and label in now:
+            print(f"note: {label} is not the file this run began with: from here on it may learn "
+                  "something else")
