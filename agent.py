@@ -14,14 +14,16 @@ from functools import wraps
 from importlib import import_module
 from itertools import product
 
+# Before torch: it says how torch's threads wait.
+from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
+                        pass_at_k, problem, summarise, without_too_long)
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from envs import Limits, limits_of, options_of, rewards_of
 from envs.calls import shorten
 from envs.session import Session, Watch, load_environments
-from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
-                        pass_at_k, problem, summarise, without_too_long)
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row, make_engine

@@ -31,6 +31,11 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+# Before torch: it says how torch's threads wait.
+from experiment import (NO_BAR, MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
+                        UserError, auto, fill, flag, main, nearest, preference_learning_rate,
+                        without_faults)
+
 import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -41,9 +46,6 @@ from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from episodes.demonstrations import read_trajectories
 from episodes.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from episodes.tasks import drop_seen, tasks_of, train_and_held_out, with_env
-from experiment import (NO_BAR, MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, fill, flag, main, nearest, preference_learning_rate,
-                        without_faults)
 from llm import (TrainingState, adamw, is_tiny, load_model, model_options,
                  shuffled_batches, token_logprobs)
 from lora import merged

@@ -2,8 +2,8 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations above it
-are pure functions. Left out: adaptive KL coefficients, value networks, DAPO's overlong penalty, and
-TRL's loss bnpo, which divides by the tokens of a micro-batch.
+are pure functions. Left out: adaptive KL coefficients, value networks, and TRL's loss bnpo, which
+divides by the tokens of a micro-batch. DAPO's overlong penalty is `--rewards length`.
 
     python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
@@ -24,6 +24,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+# Before torch: it says how torch's threads wait.
+from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
+                        UserError, auto, check_accumulation, fill, flag, main, members,
+                        unusable)
+
 import torch
 from torch.nn.utils import clip_grad_norm_
 
@@ -31,9 +36,6 @@ import envs
 from agent import collate, evaluate, rollout, rollout_options
 from episodes.groups import collector, group_shares
 from episodes.tasks import train_and_held_out
-from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, check_accumulation, fill, flag, main, members,
-                        unusable)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, score, token_logprobs)
 from lora import freeze_reference, merged, reference

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
+# Before torch: it says how torch's threads wait.
+from experiment import UserError, give_back_memory
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from experiment import UserError, give_back_memory
 
 
 @dataclass
@@ -320,8 +322,10 @@ def dithered(total, dtype, by_column: bool = False):
     if by_column:
         bits.add_(noise[:total.shape[-1]])
     else:
-        for block in bits.view(-1).split(len(noise)):
-            block.add_(noise[:len(block)])
+        # One addition for all but the tail: a GPU waits for launches.
+        flat, whole = bits.view(-1), bits.numel() // len(noise) * len(noise)
+        flat[:whole].view(-1, len(noise)).add_(noise)
+        flat[whole:].add_(noise[:len(flat) - whole])
     bits.bitwise_and_(-1 << LOST_BITS[dtype])
     return total.to(dtype)
 

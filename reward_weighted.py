@@ -25,6 +25,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
+# Before torch: it says how torch's threads wait.
+from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
+                        UserError, auto, fill, flag, imitation_learning_rate, main, members,
+                        shift_and_scale, unusable, without_faults)
+
 import torch
 from torch.nn.utils import clip_grad_norm_
 
@@ -32,9 +37,6 @@ import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from episodes.demonstrations import read_trajectories
 from episodes.tasks import (draw_tasks, drop_seen, recorded_env, tasks_of, train_and_held_out)
-from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, fill, flag, imitation_learning_rate, main, members,
-                        shift_and_scale, unusable, without_faults)
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged

@@ -25,6 +25,10 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 
+# Before torch: it says how torch's threads wait.
+from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
+                        auto, fill, flag, imitation_learning_rate, main)
+
 import torch
 from torch.nn.utils import clip_grad_norm_
 
@@ -32,8 +36,6 @@ import envs
 from agent import collate, evaluate
 from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
 from episodes.tasks import with_env
-from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
-                        auto, fill, flag, imitation_learning_rate, main)
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 

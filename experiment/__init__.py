@@ -31,6 +31,10 @@ def check_installation():
 
 
 check_installation()
+# Torch's threads (GNU OpenMP) wait for each other by spinning, for ten times longer than this. Beside
+# another busy process that made an update 14 times slower; this costs 3 % of one alone.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 from experiment.bars import NO_BAR, EpisodeBar
 from experiment.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RolloutFlags, RunFlags,

@@ -88,6 +88,10 @@ def summarise(trajectories: list) -> dict:
     def total(name):
         return sum(t.info.get(name, 0) for t in trajectories)
 
+    solved = {}  # environment -> whether each of its episodes succeeded
+    for t in trajectories:
+        solved.setdefault(t.info["env"], []).append(t.info["success"])
+    apart = {f"success/{name}": sum(values) / len(values) for name, values in solved.items()}
     turns = sum(len(t.rewards) for t in trajectories)
     tried = total("tool_calls") + total("unreadable_calls")
     parts = sorted({name for t in trajectories for name in t.reward_parts})
@@ -98,6 +102,7 @@ def summarise(trajectories: list) -> dict:
     return {
         "episodes": len(trajectories),
         "success": mean(t.info["success"] for t in trajectories),
+        **(apart if len(apart) > 1 else {}),
         "reward": mean(t.reward for t in trajectories),
         **rewards,
         "turns": turns / len(trajectories),

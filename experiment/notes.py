@@ -65,12 +65,14 @@ def wilson(k, n):
 def print_table(before, after, steps, seconds):
     """Print the held-out metrics before and after training, a row each, shares with an interval."""
     names = [name for name in HELD_OUT if name in after]
+    names += [name for name in after if name.startswith("success/")]  # of several environments
     if not names:
         return
+    width = max(16, *(len(name) + 1 for name in names))
     counts = [f"{after[name]} {words}" for name, words in COUNTS.items() if after.get(name)]
     interval = "   95 % interval" if SHARES.keys() & set(names) else ""
     print(f"\nheld out: {', '.join(counts)}; trained: {steps} steps, {duration(seconds)}\n"
-          f"{'':16}{'before':>10}{'after':>10}{interval}")
+          f"{'':{width}}{'before':>10}{'after':>10}{interval}")
     for name in names:
         old = f"{before[name]:.3f}" if name in before else "-"
         interval = ""
@@ -78,7 +80,7 @@ def print_table(before, after, steps, seconds):
             n = after[SHARES[name]]
             low, high = wilson(after[name] * n, n)
             interval = f"   {low:.3f} to {high:.3f}"
-        print(f"{name:16}{old:>10}{after[name]:10.3f}{interval}")
+        print(f"{name:{width}}{old:>10}{after[name]:10.3f}{interval}")
 
 
 def next_command(program, config, *words):

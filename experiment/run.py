@@ -406,6 +406,7 @@ class Run:
         print(f"written: {self.config.output_dir}\nnext:    {command}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),
+                  "before": self.before, "after": self.after,
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}

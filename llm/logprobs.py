@@ -19,7 +19,7 @@ from lora import GRADIENT_SCALE
 
 CHUNK = 2**23  # logits that exist at once
 CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
-GPU_PIECE = 2**21
+GPU_PIECE = 2**23
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,

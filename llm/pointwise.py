@@ -13,7 +13,7 @@ from lora import recomputable
 
 FAMILY = {"llama", "qwen2", "qwen3"}
 CPU_PIECE = 2**17  # numbers of a norm in float32 at once: on a CPU they stay in its cache
-GPU_PIECE = 2**20  # a GPU waits for launches, so it takes more of them
+GPU_PIECE = 2**23  # a GPU waits for launches, so it takes more of them
 
 
 def install(model):

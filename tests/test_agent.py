@@ -289,6 +289,10 @@ def test_sampled_episodes_of_several_environments(monkeypatch):
         check_invariants(t, limits)
     check_logprobs(MODEL, found)
     assert [t.info["env"] for t in found[::6]] == ["box", "equations", "asking", "box"] and found[0].info["task"] == {"word": "a"}
+    apart = summarise(found)
+    boxes = [t.info["success"] for t in found[:6] + found[18:]]
+    assert apart["success/box"] == sum(boxes) / 12 and {"success/equations", "success/asking"} <= apart.keys()
+    assert not any(name.startswith("success/") for name in summarise(found[:6]))
 
 
 def test_an_environment_that_draws_its_prompt_is_not_given_another_episodes_cache():

@@ -120,6 +120,8 @@ def test_tables_of_files_hold_loss_accuracy_and_margin(capsys):
     notes.print_table(pairs, {**pairs, "pairs/loss": 0.5, "pairs/accuracy": 0.75, "pairs/margin": 12.5}, 9, 100)
     notes.print_table({}, {"loss": 0.25, "demonstrations": 7}, 9, 100)
     notes.print_table({}, {}, 9, 100)
+    apart = {"success": 0.5, "success/a": 1.0, "success/my_env.py:Mine": 0.0, "episodes": 20}
+    notes.print_table(apart, apart, 9, 100)
     assert capsys.readouterr().out == """
 held out: 20 pairs; trained: 9 steps, 2 min
                     before     after   95 % interval
@@ -130,6 +132,12 @@ pairs/margin         0.000    12.500
 held out: 7 demonstrations; trained: 9 steps, 2 min
                     before     after
 loss                     -     0.250
+
+held out: 20 tasks; trained: 9 steps, 2 min
+                           before     after   95 % interval
+success                     0.500     0.500   0.299 to 0.701
+success/a                   1.000     1.000
+success/my_env.py:Mine      0.000     0.000
 """
 
 
