@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python bench/decode_families.py                    three minutes
     python bench/decode_families.py --families mamba2 --rounds 9
 
-Eight rows with prompts of 40 tokens sample 32 tokens each. The models have four layers and are 32 wide (tests/decoders.py),
-so that what is timed is the work around the products of matrices, which both do alike. `generate` has prompts of one
-length, which need no padding, and returns no log-probabilities. A ratio is generate / engine, above 1 where the engine
+Eight rows with prompts of 40 tokens sample 32 tokens each. The models have four layers and are 32 wide
+(tests/decoders.py), so that what is timed is the work around the products of matrices, which both do alike. `generate`
+has prompts of one length, which need no padding, and returns no log-probabilities. A ratio is generate / engine, above 1 where the engine
 is faster: the median over rounds of pairs that ran one after the other, in wall seconds and, for a machine that others
 share, in CPU seconds. Writes bench/results/decode_families.json; the last line is JSON.
 """
@@ -23,8 +23,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-FAMILIES = """llama qwen3 gemma2 gemma3n gemma4 gpt_oss deepseek_v3 qwen3_moe hunyuan_v1_moe qwen3_5 lfm2 granitemoehybrid
-falcon_h1 mamba2 kimi_linear minimax""".split()
+FAMILIES = """llama qwen3 gemma2 gemma3n gemma4 gpt_oss deepseek_v3 qwen3_moe hunyuan_v1_moe qwen3_5 lfm2
+granitemoehybrid falcon_h1 mamba2 kimi_linear minimax""".split()
 ROWS, PROMPT, TOKENS, VOCABULARY = 8, 40, 32, 96
 
 
@@ -74,9 +74,10 @@ def main():
         ratios[family] = {name: round(statistics.median(theirs[k] / ours[k] for theirs, ours in pairs), 2)
                           for k, name in enumerate(("wall", "cpu"))}
         print(family, ratios[family], flush=True)
-    result = {"ratios": ratios, "rows": ROWS, "prompt": PROMPT, "tokens": TOKENS, "rounds": args.rounds, "seed": args.seed,
-              "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]},
-              "date": datetime.date.today().isoformat(), "command": "python bench/decode_families.py " + " ".join(sys.argv[1:])}
+    machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    result = {"ratios": ratios, "rows": ROWS, "prompt": PROMPT, "tokens": TOKENS, "rounds": args.rounds,
+              "seed": args.seed, "machine": machine, "date": datetime.date.today().isoformat(),
+              "command": "python bench/decode_families.py " + " ".join(sys.argv[1:])}
     path = Path(args.results, "decode_families.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -72,7 +72,7 @@ def tiled(run, tokens, x):
 
 
 def recompute(run, *inputs):
-    """Return run(*inputs), a tensor, of which the graph keeps the input tensors alone."""
+    """Return run(*inputs), a tensor or a tuple that begins with one, keeping the inputs alone."""
     if not torch.is_grad_enabled():
         return run(*inputs)
     needs_gradient = inputs[0].new_empty(0, requires_grad=True)
