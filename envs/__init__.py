@@ -4,11 +4,10 @@
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator, or Python
     code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
-    search.py     questions over documents; beside it writing.py and business.py
+    search.py     questions over documents (corpus.py: their index); writing.py; business.py
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     options.py    reads --env_options
-    calls.py      the tools of a class, and one call of one of them
-    gymnasium.py  the same as step(env, name, arguments)
+    calls.py      the tools of a class, and one call of one of them (gymnasium.py: as a step)
     rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
     play.py       python -m envs.play NAME: play one yourself
@@ -26,12 +25,14 @@ one loop that all episodes share. All else is optional and invisible to TRL:
     done                        set it to True, and the episode ends
     reward                      running total written by tools; its change is the turn's reward
     options                     attribute of the class: what --env_options may set, and the
-                                defaults, such as {"corpus": ""}; read from self or cls
+                                defaults, such as {"level": 1}; read from self or cls
+    option_types                their types where those of the defaults say less, such as
+                                {"level": Literal[1, 2, 3]}
     limits                      attribute of the class: recommended LIMITS, such as
                                 {"max_new_tokens": 512, "max_tokens": 2048}
     _tasks(split, n, seed)      static: task rows of the split "train" or "test"
     _row(row)                   static: checks or converts one row of a task file, or ValueError;
-                                None drops it
+                                None drops it, and "dropped_tests" in it are counted
     _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
     _reply(text)                the user's reply to a turn without a tool call, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
@@ -39,10 +40,10 @@ one loop that all episodes share. All else is optional and invisible to TRL:
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
     _from_text(text)            static: the task row in what a person typed into a chat, or
-                                ValueError; None in it stands for an answer that nobody knows
+                                ValueError; None in it is an answer that nobody knows
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own, and
-`--env gymnasium:FrozenLake-v1` one of another package (ADAPTERS).
+`--env gymnasium:FrozenLake-v1` one of another package (ADAPTERS, numbered.py).
 """
 import importlib.util
 import inspect
@@ -52,12 +53,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from modulefinder import ModuleFinder
 
-from envs.calls import call, schemas, tools
+from envs.calls import schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
-__all__ = ["call", "schemas", "tools"]  # of envs/calls.py
-GYMNASIUM = dict.fromkeys(("StepResult", "step", "valid_actions"), "envs.gymnasium")
+__all__ = ["schemas", "tools"]  # of envs/calls.py
+GYMNASIUM = "envs.gymnasium"  # loaded when it is asked for
 
 ENVS = {
     "equations": "envs.equations:Equations",
@@ -71,7 +72,6 @@ ENVS = {
 }
 # Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
-
 
 REWARDS, TRL = "envs.rewards", "envs.trl"  # loaded when a run needs them
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
@@ -100,10 +100,10 @@ LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_
 
 
 def __getattr__(name):
-    """Load the Gymnasium reading of an environment when it is first asked for."""
-    if name not in GYMNASIUM:
+    """Return a name of the Gymnasium reading of an environment."""
+    if name not in ("StepResult", "call", "step", "valid_actions"):
         raise AttributeError(name)
-    return getattr(importlib.import_module(GYMNASIUM[name]), name)
+    return getattr(importlib.import_module(GYMNASIUM), name)
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -129,11 +129,10 @@ def load(name: str) -> type:
     if place in ADAPTERS:
         return module_at(f"envs.{place}_text", wanted).make(class_name)
     cls = getattr(module_at(place, wanted), class_name, None)
-    if not inspect.isclass(cls):
-        raise UserError(f"environment {name!r}: {place} has no class {class_name}; a class of a "
-                        "notebook or function is found in a file: --env path/to/file.py:ClassName")
-    if not callable(getattr(cls, "reset", None)):
-        raise UserError(f"environment {name!r}: {class_name} has no reset(); see envs/template.py")
+    if not inspect.isclass(cls) or not callable(getattr(cls, "reset", None)):
+        raise UserError(f"environment {name!r}: {place} has no class {class_name} with reset(); a "
+                        "class of a notebook or function is found in a file: --env "
+                        "path/to/file.py:ClassName")
     return cls
 
 
@@ -245,7 +244,7 @@ def has_expert(env_names: str | None) -> bool:
 def need_expert(env_names: str):
     """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
     for name in names_of(env_names):
-        if not hasattr(load(name), "_expert"):
+        if not has_expert(name):
             raise UserError(
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
                 "one (envs/template.py has an example), imitate recorded episodes with sft.py "

@@ -20,9 +20,11 @@ numbers are behind tools, and each look has a fee. The reward has four parts:
 --env_options level=2 chooses. A case is drawn from its number.
 """
 import random
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
+
+from experiment.seeds import in_test_split
 
 FEASIBILITY, RISK, RETURN, FEE = 0.25, 0.25, 0.5, 0.01
 LEAST_CHANCE = 70  # percent
@@ -88,6 +90,7 @@ class Business:
     max_turns = 10
     limits = {"max_new_tokens": 256, "max_tokens": 2048}
     options = {"level": 1}
+    option_types = {"level": Literal[1, 2, 3]}
 
     def reset(self, case: int, level: int = 1, noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin with the number of a case.
@@ -96,7 +99,7 @@ class Business:
         `noise_seed` decides when.
         """
         self._case = draw_case(case, level)
-        self._looks = []  # the name of the tool, or of the option whose risk was evaluated
+        self._looks = []  # the tool, or the option whose risk was evaluated
         self._decision = None
         self.done = False
         self.reward = 0.0
@@ -107,12 +110,12 @@ class Business:
     # ------------------------------------------------------------------------------- the tools
     def analyze_situation(self) -> str:
         """Return the budget, the interest rate, and the least chance that an option must have."""
-        self._look("situation")
+        self._look("analyze_situation")
         return f"budget {self._case.budget}, rate {self._case.rate} %, chance {LEAST_CHANCE} %"
 
     def identify_options(self) -> str:
         """Return the cost of each option, and its cash flow of every year if all goes well."""
-        self._look("options")
+        self._look("identify_options")
         return "\n".join(f"{name}: cost {cost}, flows {' '.join(map(str, self._case.flows[name]))}"
                          for name, cost in self._case.costs.items())
 
@@ -181,8 +184,8 @@ class Business:
         if self.done:
             return []
         case = self._case
-        for look, tool in (("situation", "analyze_situation"), ("options", "identify_options")):
-            if look not in self._looks:
+        for tool in ("analyze_situation", "identify_options"):
+            if tool not in self._looks:
                 return [{"name": tool, "arguments": {}}]
         best = next((name for name in case.ranked() if name in self._looks), None)
         promises = {name: case.value(name, chance=100) for name in case.costs
@@ -202,6 +205,6 @@ class Business:
         tasks = {}
         while len(tasks) < (n or 10_000):
             case = rng.randrange(100_000, 1_000_000)
-            if (zlib.crc32(str(case).encode()) % 10 == 0) == (split == "test"):
+            if in_test_split(str(case)) == (split == "test"):
                 tasks[case] = {"case": case, "level": cls.options["level"]}
         return list(tasks.values())

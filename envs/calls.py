@@ -106,18 +106,12 @@ def hint_name(hint) -> str:
 
 
 # ------------------------------------------------------------------------------------------ calls
-def call(env, name: str, arguments: dict) -> tuple[str, bool]:
-    """Run one tool call that the model asked for. Return (text for the model, error: bool).
+def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | None]:
+    """Run one tool call that the model asked for.
 
     Unknown tools, arguments that do not fit the signature and exceptions inside the tool are
-    answers to the model.
+    answers to the model. Return the text for it, and the exception that the text tells or None.
     """
-    text, error = call_tool(env, name, arguments)
-    return text, error is not None
-
-
-def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | None]:
-    """Run one tool call. Return the text for the model, and the exception that it tells or None."""
     try:
         method = tools(env).get(name)
         if method is None:

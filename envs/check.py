@@ -8,7 +8,8 @@ cannot be checked. The exit status is 1 if a check failed.
 import re
 import sys
 import time
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from itertools import zip_longest
 from random import Random
 
 import envs
@@ -62,9 +63,8 @@ class Conformance:
     @cached_property
     def last_turn(self) -> tuple[str, list[dict]]:
         """The last turn of the expert in a training task."""
-        if not self.has_expert:
-            return "0", []
-        return self.play(self.expert, self.setup.tasks("train", 1)[0]).record[-2][:2]
+        [task] = self.setup.tasks("train", 1)
+        return self.play(self.expert, task).record[-2][:2]
 
     def answering_at_once(self, game):
         """Give the answer to another task."""
@@ -94,23 +94,20 @@ class Conformance:
         return "pass", ", ".join(tool["name"] for tool in self.tools) or "no tools"
 
     def check_replay(self, replay):
-        """Check that replay(agent, task, other task) is the same episode as the task alone."""
+        """Check that replay(agent, task) is the same episode as the task alone."""
         tasks = self.held_out[:REPLAYED]
         for agent in [self.random_calls] + [self.expert] * self.has_expert:
-            for task, other in zip(tasks, tasks[1:] + tasks[:1]):
+            for task in tasks:
                 first = self.play(agent, task).record
-                second = replay(agent, task, other).record
-                for a, b in zip([*first, None], [*second, None]):
+                for a, b in zip_longest(first, replay(agent, task).record):
                     if a != b:
                         return "FAIL", f"task {task!r:.80}: once {a!r:.80}, then {b!r:.80}"
         return "pass", f"{len(tasks)} tasks"
 
-    def alone(self, agent, task, other):
-        return self.play(agent, task)
-
-    def among_others(self, agent, task, other):
+    def among_others(self, agent, task):
         """Play a task in an instance that has played another one, in turns with that one again."""
         env = self.setup.cls()
+        other = self.held_out[-1]
         self.play(agent, other, env)
         games = [Game(self.setup, task, env), Game(self.setup, other)]
         while playing := [game for game in games if not game.over]:
@@ -150,32 +147,27 @@ class Conformance:
 
     def verdicts(self):
         """Yield (check, verdict, reason). A fault of the environment is a failure."""
-        always = {
-            "valid tool schemas": self.check_schemas,
-            "the same task is the same episode": partial(self.check_replay, self.alone),
-            "episodes share no state": partial(self.check_replay, self.among_others),
-            "random calls solve 30 % or less":
-                partial(self.check_success, self.random_calls, 0, 0.3)}
-        of_tasks = {
-            "the same seed gives the same tasks": self.check_seed,
-            "train and test tasks are disjoint": self.check_split,
-            f"{TASKS_PER_SECOND:,} tasks a second": self.check_speed}
-        of_expert = {
-            "the expert solves 95 % or more": partial(self.check_success, self.expert, 0.95, 1)}
-        for agent in (self.doing_nothing, self.repeating_the_question, self.random_calls,
-                      self.answering_at_once, self.copying_tool_output):
-            name = agent.__name__.replace("_", " ")
-            of_expert[f"{name} pays less"] = partial(self.check_pay, agent)
-        for name, check in {**always, **of_tasks, **of_expert}.items():
-            if name in of_tasks and not self.setup.makes_tasks:
-                yield name, "-", "no tasks of its own: not checked"
-            elif name in of_expert and not self.has_expert:
-                yield name, "-", "no expert: not checked"
-            else:
-                try:
-                    yield name, *check()
-                except (UserError, EnvironmentFault) as error:
-                    yield name, "FAIL", first_line(error)
+        checks = [
+            ("valid tool schemas", "", self.check_schemas),
+            ("the same task is the same episode", "", self.check_replay, self.play),
+            ("episodes share no state", "", self.check_replay, self.among_others),
+            ("random calls solve 30 % or less", "", self.check_success, self.random_calls, 0, 0.3),
+            ("the same seed gives the same tasks", "tasks", self.check_seed),
+            ("train and test tasks are disjoint", "tasks", self.check_split),
+            (f"{TASKS_PER_SECOND:,} tasks a second", "tasks", self.check_speed),
+            ("the expert solves 95 % or more", "expert", self.check_success, self.expert, 0.95, 1),
+            *((f"{agent.__name__.replace('_', ' ')} pays less", "expert", self.check_pay, agent)
+              for agent in (self.doing_nothing, self.repeating_the_question, self.random_calls,
+                            self.answering_at_once, self.copying_tool_output))]
+        lacking = {"": False, "tasks": not self.setup.makes_tasks, "expert": not self.has_expert}
+        for name, needed, check, *arguments in checks:
+            if lacking[needed]:
+                yield name, "-", f"no {needed} of its own: not checked"
+                continue
+            try:
+                yield name, *check(*arguments)
+            except (UserError, EnvironmentFault) as error:
+                yield name, "FAIL", first_line(error)
 
 
 def any_value(schema: dict, words: list[str], rng: Random):

@@ -11,12 +11,11 @@ values that it never saw.
 import ast
 import random
 import re
-from functools import lru_cache
+from typing import Literal
 
 from envs.code_style import is_reflective, style_findings
-from envs.code_tasks import LEVELS, generate, read_row, read_tests
+from envs.code_tasks import generate, read_row, read_tests
 from envs.sandbox import check, parse, run, same
-from experiment.errors import UserError
 
 CODE = 8000  # characters of a function
 SLACK = 1.5  # times the reference's operations count as efficient
@@ -35,10 +34,11 @@ class Code:
     max_turns = 12
     limits = {"max_new_tokens": 512, "max_tokens": 4096, "max_tool_tokens": 2048,
               "tool_timeout": 30.0}
-    # Which levels are generated, such as 1 or 1+2; and whether code runs without confinement.
+    # Which levels are generated, and whether code runs without confinement.
     options = {"levels": "1+2+3", "unsafe_code": False}
+    option_types = {"levels": Literal["1", "2", "3", "1+2", "1+3", "2+3", "1+2+3"]}
 
-    def reset(self, prompt: str, entry_point: str, test: str, canonical_solution: str = "",
+    def reset(self, entry_point: str, test: str, question: str, canonical_solution: str = "",
               setup: str = "", noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin with a task in HumanEval's form, but that `canonical_solution` is the whole code.
 
@@ -53,14 +53,13 @@ class Code:
         self._name = entry_point
         self._setup = setup
         self._solution = canonical_solution
-        self._prompt = prompt
         self._code = None
         self._results = None
-        self._parts = {"correctness": 0.0, "efficiency": 0.0, "style": 0.0}
+        self._reward_parts = {"correctness": 0.0, "efficiency": 0.0, "style": 0.0}
         self._noise = noise
-        self._rng = random.Random(f"{noise_seed} {prompt}")
+        self._rng = random.Random(f"{noise_seed} {question}")
         self.done = False
-        return "\n".join([prompt.rstrip(), "", "Examples:", *map(self._shown, self._examples)])
+        return "\n".join([question.rstrip(), "", "Examples:", *map(self._shown, self._examples)])
 
     # ------------------------------------------------------------------------------- the tools
     def analyze_requirements(self) -> str:
@@ -127,38 +126,29 @@ class Code:
         passed = verdicts(result, self._hidden)
         if not passed or not all(passed):
             share = sum(passed) / max(1, len(passed))
-            self._parts["correctness"] = ATTEMPT * share
+            self._reward_parts["correctness"] = ATTEMPT * share
             return f"wrong: {sum(passed)} of {len(passed)} hidden tests pass"
-        tree = parse(self._code)
-        findings = len(style_findings(tree))
-        self._parts = {"correctness": CORRECT, "efficiency": EFFICIENCY * self._efficiency(result),
-                       "style": STYLE * max(0.0, 1 - findings / 4)}
+        findings = len(style_findings(parse(self._code)))
+        self._reward_parts = {"correctness": CORRECT,
+                              "efficiency": EFFICIENCY * self._efficiency(result),
+                              "style": STYLE * max(0.0, 1 - findings / 4)}
         return "right"
 
     # ------------------------------------------------------------------------------- the reward
     def get_reward(self) -> float:
-        return sum(self._parts.values())
-
-    @property
-    def reward(self) -> float:
-        return self.get_reward()
-
-    @property
-    def _reward_parts(self) -> dict:
-        return self._parts
+        return sum(self._reward_parts.values())
 
     def _check(self) -> bool:
-        return self._parts["correctness"] == CORRECT
+        return self._reward_parts["correctness"] == CORRECT
 
     def _efficiency(self, result) -> float:
         """Return 1 for at most SLACK times the reference's operations, less in proportion."""
-        if is_reflective(parse(self._code)):
-            return 0.0
-        calls = repr([arguments for arguments, _ in self._hidden])
-        reference = operations(self._setup, self._solution, self._name, calls,
-                               self.options["unsafe_code"])
         spent = count_operations(result)
-        return min(1.0, SLACK * reference / spent) if reference and spent else 1.0
+        if spent is None or is_reflective(parse(self._code)):
+            return 0.0
+        reference = count_operations(self._run(self._solution, self._hidden, count=True))
+        # A function that is not Python's executes no line.
+        return min(1.0, SLACK * reference / max(spent, 1)) if reference else 1.0
 
     # ------------------------------------------------------------------------- the rest of it
     def _reply(self, text: str) -> str | None:
@@ -187,17 +177,13 @@ class Code:
     def _from_text(text: str) -> dict:
         """Return a task without tests, of the function that "def name(" names, or solve."""
         name = re.search(r"def (\w+)\(", text)
-        return {"prompt": text, "entry_point": name[1] if name else "solve", "test": ""}
+        return {"question": text, "entry_point": name[1] if name else "solve", "test": ""}
 
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n generated rows. No function with the same constants is in both splits."""
         check(cls.options["unsafe_code"])
-        levels = cls.options["levels"].split("+")
-        if unknown := set(levels) - LEVELS.keys():
-            raise UserError(f"--env_options levels={cls.options['levels']}: no level "
-                            f"{min(unknown)}; write 1, or 1+2+3")
-        return generate(levels, split, 1000 if n is None else n, seed)
+        return generate(cls.options["levels"].split("+"), split, 1000 if n is None else n, seed)
 
     @classmethod
     def _row(cls, row: dict) -> dict | None:
@@ -226,15 +212,8 @@ def verdicts(result, tests) -> list[bool]:
     return [same(value, wanted) for value, (_, wanted) in zip(values, tests)]
 
 
-def count_operations(result) -> int:
-    """Return the executed lines of all calls, 0 if the code forged them."""
+def count_operations(result) -> int | None:
+    """Return the executed lines of all calls, or None if one failed or the code forged them."""
     counts = [outcome.get("operations") for outcome in result.outcomes]
-    return sum(counts) if all(type(count) is int and count > 0 for count in counts) else 0
-
-
-@lru_cache(4096)
-def operations(setup: str, solution: str, name: str, calls: str, unsafe: bool) -> int:
-    """Return the operations of the reference solution, 0 if it has none or fails."""
-    calls = [(name, arguments) for arguments in ast.literal_eval(calls)]
-    result = run(with_setup(setup, solution), calls, count=True, unsafe=unsafe)
-    return count_operations(result) if result.status == "ok" else 0
+    is_counted = result.status == "ok" and all(type(n) is int and n >= 0 for n in counts)
+    return sum(counts) if is_counted else None

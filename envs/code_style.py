@@ -18,8 +18,8 @@ def style_findings(tree: ast.Module) -> list[str]:
             case ast.FunctionDef(name=name) if name != name.lower():
                 findings.append((node.lineno, f"the function {name} is not in snake_case"))
             case ast.arguments(defaults=defaults):
-                mutable = [d for d in defaults if isinstance(d, ast.List | ast.Dict | ast.Set)]
-                findings += [(default.lineno, "a default is mutable") for default in mutable]
+                findings += [(default.lineno, "a default is mutable") for default in defaults
+                             if isinstance(default, ast.List | ast.Dict | ast.Set)]
             case ast.ExceptHandler(type=None):
                 findings.append((node.lineno, "except catches everything"))
             case ast.Compare(ops=[ast.Eq() | ast.NotEq()],
@@ -27,14 +27,12 @@ def style_findings(tree: ast.Module) -> list[str]:
                 findings.append((node.lineno, "== with None, True or False"))
             case ast.Global() | ast.Nonlocal():
                 findings.append((node.lineno, "a global or nonlocal variable"))
-            case ast.Name(name, ast.Store()):
-                bound.setdefault(name, node.lineno)
-            case ast.Name(name):
+            case ast.Name(name, ast.Load()):
                 read.add(name)
-            case ast.alias(name=name, asname=asname):
-                bound.setdefault((asname or name).split(".")[0], node.lineno)
-    unused = [name for name in bound if name not in read and not name.startswith("_")]
-    findings += [(bound[name], f"{name} is never used") for name in unused]
+            case ast.Name(name) | ast.alias(asname=str(name)) | ast.alias(name=name):
+                bound.setdefault(name.split(".")[0], node.lineno)
+    findings += [(line, f"{name} is never used") for name, line in bound.items()
+                 if name not in read and not name.startswith("_")]
     return [f"style, line {line}: {text}" for line, text in sorted(findings)]
 
 
@@ -45,10 +43,9 @@ def is_reflective(tree: ast.Module) -> bool:
         match node:
             case ast.Import(aliases):
                 modules.update(alias.name for alias in aliases)
-            case ast.ImportFrom(module, aliases):
+            case ast.ImportFrom(module):
                 modules.add(module)
-                names.update(alias.name for alias in aliases)
-            case ast.Name(name) | ast.Attribute(attr=name):
+            case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name):
                 names.add(name)
     private = [name for name in names if name.startswith("_") and name != "_"]
     return bool(private or names & REFLECTION or modules - MODULES)

@@ -1,19 +1,21 @@
 """Tasks of writing a function: a generator of them, and rows in the form of HumanEval and of MBPP.
 
-A family is a plain function below. Its keyword-only arguments become constants of the task, drawn
-from their annotations; its other arguments are drawn by theirs. From
+A family is a plain function below. Its argument is drawn by the annotation, a kind of input. Its
+keyword-only arguments become constants of the task, and their annotations are the choices. From
 
     def sum_above(numbers: numbers, *, k: range(-5, 40)) -> int:
         \"""Return the sum of the numbers that are greater than {k}.\"""
 
 comes the task "def sum_above(numbers: list[int]) -> int: Return the sum of the numbers that are
 greater than 7.", with its reference solution and with calls whose values the family computed.
+A row has the columns of HumanEval, but that its "prompt" is our "question": in TRL and here
+"prompt" is a column of messages.
 """
 import ast
 import inspect
 import random
 import zlib
-from collections import Counter
+from contextlib import suppress
 from functools import cache
 
 from envs.sandbox import parse
@@ -23,11 +25,11 @@ TESTS = 10  # calls of a generated task
 
 # --------------------------------------------------------------------------------- kinds of input
 def numbers(rng) -> list[int]:
-    return [rng.randint(-20, 60) for _ in range(rng.randint(0, 9))]
+    return rng.choices(range(-20, 61), k=rng.randint(0, 9))
 
 
 def word(rng) -> str:
-    return "".join(rng.choice("aabcdeeilnorst") for _ in range(rng.randint(1, 8)))
+    return "".join(rng.choices("aabcdeeilnorst", k=rng.randint(1, 8)))
 
 
 def text(rng) -> str:
@@ -39,7 +41,7 @@ def runs(rng) -> str:
 
 
 def brackets(rng) -> str:
-    return "".join(rng.choice("()()[]x") for _ in range(rng.randint(0, 8)))
+    return "".join(rng.choices("()()[]x", k=rng.randint(0, 8)))
 
 
 def settings(rng) -> str:
@@ -168,51 +170,46 @@ LEVELS = {
 
 # -------------------------------------------------------------------------------------- generation
 def generate(levels: list[str], split: str, n: int, seed: int) -> list[dict]:
-    """Return n rows in HumanEval's form. A fifth of a family's constants is the test split."""
+    """Return n rows. A fifth of a family's constants, by hash, is the test split."""
     families = [family for level in levels for family in LEVELS[level]]
     rng = random.Random(f"{seed} {split}")
     rows = []
     while len(rows) < n:
         family = families[len(rows) % len(families)]
-        kinds, constants, _ = _signature(family)
-        drawn = {name: rng.choice(choices) for name, choices in constants.items()}
-        is_test = zlib.crc32(f"{family.__name__} {drawn}".encode()) % 5 == 0
+        _, *choices, _ = family.__annotations__.items()
+        constants = {name: rng.choice(values) for name, values in choices}
+        is_test = zlib.crc32(f"{family.__name__} {constants}".encode()) % 5 == 0
         if is_test == (split == "test"):
-            rows.append(_row(family, kinds, drawn, rng))
+            rows.append(_task(family, constants, rng))
     return rows
 
 
-@cache
-def _signature(family) -> tuple[dict, dict, str]:
-    """Return a family's kinds of input and choices of constants, by name, and its body."""
-    parameters = inspect.signature(family).parameters.values()
-    kinds = {p.name: p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY}
-    constants = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return kinds, constants, inspect.getsource(family).split('"""')[2]
-
-
-def _row(family, kinds: dict, constants: dict, rng) -> dict:
-    """Return the task of one family with these constants."""
+def _task(family, constants: dict, rng) -> dict:
+    """Return the row of one family with these constants."""
     name = family.__name__
-    takes = ", ".join(f"{key}: {_type_name(kind)}" for key, kind in kinds.items())
-    prompt = (f"def {name}({takes}) -> {_type_name(family)}:\n"
-              f'    """{family.__doc__.format(**constants)}"""\n')
+    [(argument, kind), *_] = family.__annotations__.items()
+    question = (f"def {name}({argument}: {_type_name(kind)}) -> {_type_name(family)}:\n"
+                f'    """{family.__doc__.format(**constants)}"""\n')
     assigned = "".join(f"    {key} = {value!r}\n" for key, value in constants.items())
-    calls = {}
+    # Last one call for each value: a function that always returns the same fails a hidden test.
+    values, one_each = {}, {}
     for _ in range(3 * TESTS):
-        arguments = [kind(rng) for kind in kinds.values()]
-        calls[repr(arguments)[1:-1]] = repr(family(*arguments, **constants))
-    # First one call for each value: a function that always returns the same must fail.
-    repeats = Counter()
-    order = {}
-    for call, value in calls.items():
-        order[call] = repeats[value]
-        repeats[value] += 1
-    asserts = [f"    assert candidate({call}) == {calls[call]}\n"
-               for call in sorted(calls, key=order.get)[:TESTS]]
-    return {"task_id": f"{name} {constants}", "prompt": prompt, "entry_point": name,
-            "canonical_solution": prompt + assigned + _signature(family)[2].lstrip("\n"),
+        drawn = kind(rng)
+        call, value = repr(drawn), repr(family(drawn, **constants))
+        values[call] = value
+        one_each.setdefault(value, call)
+        if len(one_each) == TESTS:
+            break
+    tests = list(dict.fromkeys([*one_each.values(), *values]))[:TESTS]
+    asserts = [f"    assert candidate({call}) == {values[call]}\n" for call in reversed(tests)]
+    return {"task_id": f"{name} {constants}", "question": question, "entry_point": name,
+            "canonical_solution": question + assigned + _body(family),
             "test": "def check(candidate):\n" + "".join(asserts)}
+
+
+@cache
+def _body(function) -> str:
+    return inspect.getsource(function).split('"""')[2].lstrip("\n")
 
 
 def _type_name(function) -> str:
@@ -223,28 +220,31 @@ def _type_name(function) -> str:
 def read_row(row: dict) -> dict | None:
     """Return a row in HumanEval's or MBPP's form as what `Code.reset` takes, or raise ValueError.
 
-    None if none of its tests can be read (`read_tests`).
+    None if none of its tests can be read (`read_tests`). Otherwise "dropped_tests" is how many.
     """
+    solution, setup = str(row.get("canonical_solution") or ""), ""
     if "test_list" in row:
         solution = str(row["code"])
-        defined = [node.name for node in parse(solution).body if isinstance(node, ast.FunctionDef)]
+        setup = str(row.get("test_setup_code") or "")
         test = "\n".join([*row["test_list"], *row.get("challenge_test_list", [])])
         # The function that the tests call. Others that the solution defines are its helpers.
-        counts = {name: len(read_tests(test, name)) for name in defined}
+        counts = {node.name: len(read_tests(test, node.name)) for node in parse(solution).body
+                  if isinstance(node, ast.FunctionDef)}
         name = max(counts, key=counts.get, default="")
-        prompt = f"{row.get('text') or row['prompt']}\nName the function {name}.\n"
-        setup = str(row.get("test_setup_code") or "")
+        question = f"{row.get('text') or row['prompt']}\nName the function {name}.\n"
     else:
-        name, test, prompt = row["entry_point"], row["test"], row["prompt"]
-        solution = str(row.get("canonical_solution") or "")
-        setup = ""
+        name, test = row["entry_point"], row["test"]
+        question = row.get("question") or row["prompt"]
         if f"def {name}(" not in solution:
             # HumanEval's solutions continue the prompt, which may import and define helpers.
-            solution, setup = prompt + solution, prompt
-    if not read_tests(test, name):
+            solution, setup = question + solution, question
+    tests = read_tests(test, name)
+    if not tests:
         return None
-    return {"task_id": str(row.get("task_id", "")), "prompt": prompt, "entry_point": name,
-            "canonical_solution": solution, "test": test, "setup": setup}
+    asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(parse(test)))
+    return {"task_id": str(row.get("task_id", "")), "question": question, "entry_point": name,
+            "canonical_solution": solution, "test": test, "setup": setup,
+            "dropped_tests": asserts - len(tests)}
 
 
 def read_tests(test: str, name: str) -> list[tuple[list, object]]:
@@ -256,11 +256,9 @@ def read_tests(test: str, name: str) -> list[tuple[list, object]]:
     tests = []
     for node in ast.walk(parse(test)):
         if isinstance(node, ast.Assert):
-            try:
-                tests.append(_read_assert(node.test, {name, "candidate"}))
             # What is no literal, such as a variable or a function's value.
-            except (ValueError, TypeError):
-                pass
+            with suppress(ValueError, TypeError):
+                tests.append(_read_assert(node.test, {name, "candidate"}))
     return tests
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from envs.terms import equation_in, parse_number, parse_side, parse_term, show
+from experiment.seeds import in_test_split
 
 # An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12
@@ -231,9 +232,8 @@ class Equations:
         misses = 0
         while len(tasks) < (10_000 if n is None else n) and misses < 10_000:
             equation = cls._draw(cls.levels[rng.integers(len(cls.levels))], rng)
-            is_test = zlib.crc32(equation.encode()) % 10 == 0
             misses += 1
-            if equation not in tasks and is_test == (split == "test"):
+            if equation not in tasks and in_test_split(equation) == (split == "test"):
                 misses = 0
                 tasks[equation] = {"equation": equation, "noise_seed": int(rng.integers(2**31))}
         return list(tasks.values())

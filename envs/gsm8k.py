@@ -15,6 +15,7 @@ import re
 import urllib.request
 from decimal import Decimal
 from pathlib import Path
+from typing import Literal
 
 from envs.sandbox import check, parse, run
 from experiment.data import read_rows
@@ -129,20 +130,18 @@ class GSM8K:
     system_prompt = ("Solve the problem step by step. Compute with the calculator. "
                      "Give the result, one number, with the answer tool, or in text on a last "
                      "line: #### number")
-    # calculator, or calculator+python; and whether Python runs without confinement.
+    # Which tools there are, and whether Python runs without confinement.
     options = {"tools": "calculator", "unsafe_code": False}
+    option_types = {"tools": Literal["calculator", "calculator+python"]}
     max_turns = 12  # the longest solution has 9 calculations
     limits = {"max_new_tokens": 512, "max_tokens": 2048}
 
     def __init_subclass__(cls):
         """Give the class the python tool if its options say so."""
-        tools = cls.options["tools"]
-        if tools == "calculator+python":
+        if cls.options["tools"] == "calculator+python":
             check(cls.options["unsafe_code"])
             cls.python = python
             cls.system_prompt = cls.system_prompt.replace("calculator", "calculator or python")
-        elif tools != "calculator":
-            raise UserError(f"--env_options tools={tools}: calculator, or calculator+python")
 
     def reset(self, question: str, answer: str | None, num_turns: int | None = None, **_) -> str:
         """Begin with a question and its answer: a solution ending in "#### 72", or the number.

@@ -1,7 +1,7 @@
-"""An environment as Gymnasium reads it: step(env, name, arguments), valid_actions(env)."""
+"""An environment as Gymnasium reads it: step(env, name, arguments), or only call."""
 from dataclasses import dataclass
 
-from envs.calls import call, tools
+from envs.calls import call_tool, tools
 
 
 @dataclass
@@ -14,15 +14,26 @@ class StepResult:
     info: dict
 
 
+def call(env, name: str, arguments: dict) -> tuple[str, bool]:
+    """Run one tool call. Return (text for the model, error: bool)."""
+    text, error = call_tool(env, name, arguments)
+    return text, error is not None
+
+
 def step(env, name: str, arguments: dict) -> StepResult:
-    """Call a tool. The reward is the change of the running total `env.reward`."""
-    before = getattr(env, "reward", 0.0)
+    """Call a tool. The rewards of an episode add up to what `get_reward` returns after its end."""
+    before = _paid(env)
     observation, error = call(env, name, arguments)
     info = {"error": error}
     if hasattr(env, "_check"):
         info["success"] = bool(env._check())
-    reward = getattr(env, "reward", 0.0) - before
-    return StepResult(observation, reward, bool(getattr(env, "done", False)), info)
+    return StepResult(observation, _paid(env) - before, bool(getattr(env, "done", False)), info)
+
+
+def _paid(env) -> float:
+    """Return the running total, which after the end is all that the episode is paid."""
+    is_over = getattr(env, "done", False) and hasattr(env, "get_reward")
+    return env.get_reward() if is_over else getattr(env, "reward", 0.0)
 
 
 def valid_actions(env) -> list[str]:

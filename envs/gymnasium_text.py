@@ -2,30 +2,30 @@
 
     --env gymnasium:FrozenLake-v1 --env_options is_slippery=false
 
-The system prompt is the game's own documentation. A task is a seed: even ones are trained on, odd
-ones held out. Options are what the game's constructor takes.
+The system prompt is the game's own documentation. A task is a seed. Options are what the game's
+constructor takes.
 """
 import inspect
 import re
 from functools import cache
 
 import gymnasium
-import numpy as np
 
-from experiment.errors import UserError
+from envs.numbered import Numbered
+from experiment.data import reading
 
 # A character that a terminal would show in colour is written in brackets.
 COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
 
 
-class Game:
+class Game(Numbered):
     """A game whose actions are numbered. The reward is the sum of the game's own rewards."""
 
-    def reset(self, seed: int, **_) -> str:
-        self._game = gymnasium.make(self._id, render_mode=self._mode, **self.options)
+    def reset(self, number: int, **_) -> str:
+        self._game = gymnasium.make(type(self).__name__, render_mode=self._mode, **self.options)
         self.reward = 0.0
         self.done = False
-        return self._show(self._game.reset(seed=seed)[0])
+        return self._show(self._game.reset(seed=number)[0])
 
     def act(self, action: int) -> str:
         """Take an action, and see what follows.
@@ -40,9 +40,6 @@ class Game:
         self.done = terminated or truncated
         return f"{self._show(observation)}\nreward: {reward}"
 
-    def get_reward(self) -> float:
-        return self.reward
-
     def _show(self, observation) -> str:
         picture = COLOURED.sub(r"[\1]", self._game.render()) if self._mode else ""
         # Taxi packs row, column, passenger and destination into one number.
@@ -51,26 +48,22 @@ class Game:
         return f"{picture}\nobservation: {observation}".strip()
 
     @staticmethod
-    def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
-        is_test = split == "test"
-        numbers = np.random.default_rng([seed, is_test]).integers(2**30, size=n or 1000)
-        return [{"seed": 2 * int(number) + is_test} for number in numbers]
+    def _entries() -> range:
+        return range(10_000)
 
 
 @cache
 def make(name: str) -> type:
     """Return the environment of a game that gymnasium has registered."""
-    try:
+    with reading(f"gymnasium:{name}"):
         game = gymnasium.make(name)
-    except gymnasium.error.Error as error:
-        raise UserError(f"gymnasium:{name}: {error}") from None
-    if not isinstance(game.action_space, gymnasium.spaces.Discrete):
-        raise UserError(f"gymnasium:{name}: its actions are {game.action_space}, not numbered")
+        if not isinstance(game.action_space, gymnasium.spaces.Discrete):
+            raise ValueError(f"its actions are {game.action_space}, not numbered")
     kind = type(game.unwrapped)
     parameters = inspect.signature(kind).parameters.values()
     steps = game.spec.max_episode_steps or 100
     return type(name, (Game,), {
-        "_id": name, "_mode": "ansi" if "ansi" in kind.metadata["render_modes"] else None,
+        "_mode": "ansi" if "ansi" in kind.metadata["render_modes"] else None,
         "options": {p.name: p.default for p in parameters if p.default is not None},
         "system_prompt": inspect.getdoc(kind).partition("## Starting State")[0],
         "max_turns": steps,

@@ -3,6 +3,7 @@ import inspect
 import json
 
 import envs
+from envs.calls import hint_name
 from envs.cells import read_cell
 from experiment.config import nearest
 from experiment.errors import UserError
@@ -11,17 +12,19 @@ from experiment.errors import UserError
 def parse(text: str, env_names: str | None) -> dict:
     """Return "num_turns=3,tools=calculator" as {"num_turns": 3, "tools": "calculator"}.
 
-    The names are options that the environments declare, whose values have the type of the default,
-    or arguments of `reset`, whose values are JSON or else text. Raises UserError.
+    The names are options that the environments declare, whose values are of the type in
+    `option_types` or else of the default's, or arguments of `reset`, whose values are JSON or else
+    text. Raises UserError.
     """
-    arguments, defaults = {}, {}
+    arguments, types = {}, {}
     for cls in map(envs.load, envs.names_of(env_names)):
         arguments.update(inspect.signature(cls.reset).parameters)
-        defaults.update(getattr(cls, "options", {}))
+        types.update({name: type(value) for name, value in getattr(cls, "options", {}).items()})
+        types.update(getattr(cls, "option_types", {}))
     # By convention **_ is thrown away, and **kwargs is read.
     arguments.pop("_", None)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
-    known = ["--unsafe_code", *arguments, *defaults]
+    known = ["--unsafe_code", *arguments, *types]
     options = {}
     for item in filter(str.strip, text.split(",")):
         name, equals, value = (side.strip() for side in item.partition("="))
@@ -30,12 +33,11 @@ def parse(text: str, env_names: str | None) -> dict:
         if name == "unsafe_code" or name not in known and not takes_any:
             hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
             raise UserError(f"--env_options {name}: {env_names} has no such option; {hint}")
-        try:
-            is_declared = name in defaults
-            value = read_cell(value, type(defaults[name])) if is_declared else json.loads(value)
-        except (TypeError, ValueError):
-            if is_declared:
-                kind = type(defaults[name]).__name__
-                raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
         options[name] = value
+        try:
+            options[name] = read_cell(value, types[name]) if name in types else json.loads(value)
+        except (TypeError, ValueError):
+            if name in types:
+                kind = hint_name(types[name])
+                raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
     return options

@@ -2,22 +2,22 @@
 
     --env reasoning_gym:chain_sum,reasoning_gym:countdown --env_options max_terms=3
 
-Options are the fields of a family's config, and `size`, the number of its tasks. A tenth of all
-questions, by hash, is the test split. To find one costs ten questions, which is slow for families
-that search, such as knight_swap.
+Options are the fields of a family's config, and `size`, the number of its tasks. To find one of the
+test split costs ten questions, which is slow for families that search, such as knight_swap.
 """
-import zlib
+from contextlib import suppress
 from functools import cache
 
-import numpy as np
 from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import extract_answer
 
+from envs.numbered import Numbered
 from experiment.config import nearest
+from experiment.data import reading
 from experiment.errors import UserError
 
 
-class Puzzle:
+class Puzzle(Numbered):
     """One question, answered once. The reward is the score of the family's own verifier, 0 to 1."""
 
     system_prompt = ("Solve the problem. Give the final answer with the tool, or in text between "
@@ -25,16 +25,18 @@ class Puzzle:
 
     @classmethod
     @cache
-    def _questions(cls):
+    def _entries(cls):
         """Return the questions of the family with these options. Each is made when it is read."""
-        try:
+        with reading(f"reasoning_gym:{cls.__name__}"):
             return create_dataset(cls.__name__, **cls.options, seed=0)
-        except (AssertionError, ValueError) as error:
-            raise UserError(f"reasoning_gym:{cls.__name__}: {error}") from None
+
+    @staticmethod
+    def _question(entry: dict) -> str:
+        return entry["question"]
 
     def reset(self, number: int, **_) -> str:
         """Begin with the question of this number, from 0 to size - 1."""
-        self._entry = self._questions()[number]
+        self._entry = self._entries()[number]
         self.reward = 0.0
         self.done = False
         return self._entry["question"]
@@ -50,17 +52,12 @@ class Puzzle:
             self._reply(f"<answer>{answer}</answer>")
         return f"score: {self.reward:g}"
 
-    def get_reward(self) -> float:
-        return self.reward
-
     def _reply(self, text: str) -> None:
         """Score the answer in a text, which ends the episode."""
         self.done = True
-        try:
-            self.reward = float(self._questions().score_answer(extract_answer(text), self._entry))
         # Some verifiers raise an exception of their own for what they cannot read.
-        except Exception:
-            self.reward = 0.0
+        with suppress(Exception):
+            self.reward = float(self._entries().score_answer(extract_answer(text), self._entry))
 
     def _check(self) -> bool:
         return self.reward >= 1
@@ -71,19 +68,6 @@ class Puzzle:
         if self.done or solution is None:
             return []
         return [{"name": "answer", "arguments": {"answer": solution}}]
-
-    @classmethod
-    def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
-        """Return at most n tasks with different questions."""
-        tasks = {}
-        order = np.random.default_rng([seed, split == "test"]).permutation(cls.options["size"])
-        for number in map(int, order):
-            question = cls._questions()[number]["question"]
-            if (zlib.crc32(question.encode()) % 10 == 0) == (split == "test"):
-                tasks[question] = {"number": number}
-            if len(tasks) == n:
-                break
-        return list(tasks.values())
 
 
 @cache

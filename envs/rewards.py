@@ -20,7 +20,7 @@ from itertools import groupby
 
 import envs
 from envs.calls import awaited, message_of
-from envs.trl import as_trl, is_of_trl
+from envs.trl import as_trl, is_of_trl, turns_of
 from experiment.config import nearest
 from experiment.episodes import is_finite
 from experiment.errors import UserError
@@ -36,7 +36,7 @@ def answer_of(t) -> str:
 
     Of a text, what <answer></answer>, \\boxed{} or "####" marks, where it has one of them.
     """
-    last = [message for message in t.messages if message["role"] == "assistant"][-1]
+    last = t.messages[turns_of(t)[-1]]
     for call in last.get("tool_calls", [])[-1:]:
         if len(call["arguments"]) == 1:
             [value] = call["arguments"].values()
@@ -52,10 +52,10 @@ def reference_of(t) -> str | None:
     return None if reference is None else str(reference).rpartition("####")[2]
 
 
-def normalized(text: str) -> str:
-    """Return a text in lower case without punctuation, articles and further white space."""
+def normalized(text: str) -> list[str]:
+    """Return the words of a text as SQuAD compares them: no case, punctuation or articles."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def exact(t) -> float | None:
@@ -98,10 +98,9 @@ def length(t, limits) -> list[float]:
 def repetition(t) -> float:
     """Minus the share of an episode's word trigrams that are repeated (arXiv 2502.03373, C.2)."""
     counts = Counter()
-    for message in t.messages:
-        if message["role"] == "assistant":
-            words = message["content"].lower().split()
-            counts.update(zip(*(words[i:] for i in range(NGRAM))))
+    for turn in turns_of(t):
+        words = t.messages[turn]["content"].lower().split()
+        counts.update(zip(*(words[i:] for i in range(NGRAM))))
     return len(counts) / counts.total() - 1 if counts else 0.0
 
 
@@ -129,10 +128,9 @@ BUILT_IN = {"exact": exact, "format": well_formed, "tool_used": tool_used, "leng
 # -------------------------------------------------------------------------------- what is asked for
 def load(config) -> "Rewards":
     """Return the functions that --rewards names. Raises UserError."""
-    for env_name in [] if config.rewards else envs.names_of(config.env):
-        if not hasattr(envs.load(env_name), "get_reward"):
-            raise UserError(f"environment {env_name!r} has no get_reward(): write one "
-                            "(envs/template.py), or name functions with --rewards")
+    if not config.rewards:
+        raise UserError(f"--env {config.env}: there is no get_reward(): write one "
+                        "(envs/template.py), or name functions with --rewards")
     functions, weights = {}, {"environment": 1.0}
     for item in filter(str.strip, config.rewards.split(",")):
         target, _, weight = (side.strip() for side in item.partition("="))

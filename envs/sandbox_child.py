@@ -17,6 +17,7 @@ import marshal
 import os
 import resource
 import sys
+from struct import pack
 
 NAME = "main.py"  # of the code, in error messages
 DEPTH = 100  # of nested values
@@ -94,22 +95,19 @@ def confine(parent: int):
         os._exit(1)
     # PR_SET_NO_NEW_PRIVS, then drop what root may do (version 3 of the capabilities, all empty).
     checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
-    header = (0x20080522).to_bytes(8, "little")
-    checked(libc.capset(header, bytes(24)), "capset")
-    ruleset = checked(libc.syscall(444, ALL.to_bytes(8, "little"), 8, 0), "Landlock")
+    checked(libc.capset(pack("<Q", 0x20080522), bytes(24)), "capset")
+    ruleset = checked(libc.syscall(444, pack("<Q", ALL), 8, 0), "Landlock")
     for path in readable():
         if os.path.exists(path):
             fd = os.open(path, os.O_PATH)
             access = READ if os.path.isdir(path) else 0b100
-            rule = access.to_bytes(8, "little") + fd.to_bytes(4, "little")
-            checked(libc.syscall(445, ruleset, 1, rule, 0), "Landlock")
+            checked(libc.syscall(445, ruleset, 1, pack("<QI", access, fd), 0), "Landlock")
             os.close(fd)
     checked(libc.syscall(446, ruleset, 0), "Landlock")
     os.close(ruleset)
     instructions = seccomp_filter(*MACHINES[machine])
     code = ctypes.create_string_buffer(instructions)
-    program = (len(instructions) // 8).to_bytes(8, "little")
-    program += ctypes.addressof(code).to_bytes(8, "little")
+    program = pack("<QQ", len(instructions) // 8, ctypes.addressof(code))
     checked(libc.prctl(22, 2, program, 0, 0), "seccomp")
 
 
@@ -123,7 +121,7 @@ def readable() -> list[str]:
 def seccomp_filter(column: int, arch: int) -> bytes:
     """Return the program of BPF that decides about a system call, 8 bytes an instruction."""
     def instruction(code, k, if_true=0, if_false=0):
-        return code.to_bytes(2, "little") + bytes([if_true, if_false]) + k.to_bytes(4, "little")
+        return pack("<HBBI", code, if_true, if_false, k)
 
     def answer(test, number, action):
         return instruction(test, number, 0, 1) + instruction(RETURN, action)

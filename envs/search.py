@@ -15,18 +15,19 @@ pasting what a tool said earns nothing.
 of .txt and .md files, or a .jsonl file of rows {"title", "text"}. Questions on them come from
 --dataset, in rows {"question", "answer"}; the scripted expert cannot answer those.
 """
-import math
 import random
 import re
 import string
 import textwrap
-import zlib
 from collections import Counter, defaultdict
 from functools import lru_cache
-from pathlib import Path
+from itertools import chain
+from typing import Literal
 
-from experiment.data import read_rows, read_text
+from envs.corpus import Corpus, read_corpus
+from envs.rewards import normalized
 from experiment.errors import UserError
+from experiment.seeds import in_test_split
 
 # Relation, what has it, the kind of its value, a sentence that states it.
 FACTS = """
@@ -36,7 +37,7 @@ site project town {} stands in {}.
 senior person person {} reports to {}.
 junior person person {} trains {}.
 home person town {} lives in {}.
-day project,town,person date The first day of {} was {}.
+day project,person,town date The first day of {} was {}.
 """
 FACTS = [line.split(maxsplit=3) for line in FACTS.strip().splitlines()]
 # Three ways to state a relation: the first is that of level 1.
@@ -53,88 +54,39 @@ WORDS = [first.capitalize() + second for first in SYLLABLES for second in SYLLAB
 MONTHS = "January February March April May June July August September October".split()
 
 MAX_SHOWN = 100  # characters that a search shows of a document
-MAX_DOCUMENT = 1200  # characters; a longer text becomes several documents
 MAX_EXTRA = 3  # an answer of more words than these and twice the right ones earns nothing
-K1, B, TITLE_WEIGHT = 1.2, 0.75, 3  # of BM25 as in Lucene; a word of the title counts thrice
-
-
-# -------------------------------------------------------------------------------------- the corpus
-class Corpus:
-    """Documents, title -> text, and their index for BM25 (Robertson and Zaragoza 2009)."""
-
-    def __init__(self, documents: dict[str, str]):
-        self.documents = documents
-        self.counts = {title: Counter(words_of(title) * TITLE_WEIGHT + words_of(text))
-                       for title, text in documents.items()}
-        self.lengths = {title: counts.total() for title, counts in self.counts.items()}
-        self.mean_length = sum(self.lengths.values()) / len(documents)
-
-    def best(self, query: str, n: int) -> list[str]:
-        """Return the titles of the n documents that fit the query best, the best first."""
-        scores = Counter()
-        for word in sorted(set(words_of(query))):
-            titles = [title for title, counts in self.counts.items() if word in counts]
-            # Lucene adds the 1, so that a word that most documents have never counts against them.
-            idf = math.log(1 + (len(self.documents) - len(titles) + 0.5) / (len(titles) + 0.5))
-            for title in titles:
-                count = self.counts[title][word]
-                norm = 1 - B + B * self.lengths[title] / self.mean_length
-                scores[title] += idf * count * (K1 + 1) / (count + K1 * norm)
-        return [title for title, _ in scores.most_common(n)]
-
-
-def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-@lru_cache(4)
-def read_corpus(path: str) -> Corpus:
-    """Return the documents of a folder of .txt and .md files, or of a .jsonl file."""
-    if not path:
-        raise UserError("questions need documents: give --env_options corpus=PATH")
-    if Path(path).is_dir():
-        files = sorted(f for f in Path(path).rglob("*") if f.suffix in (".txt", ".md"))
-        texts = {str(f.relative_to(path)): read_text(f) for f in files}
-    else:
-        texts = {str(row.get("title", line)): row.get("text", "") for line, row in read_rows(path)}
-    documents = {}
-    for title, text in texts.items():
-        for start in range(0, len(text), MAX_DOCUMENT):
-            part = f" ({start // MAX_DOCUMENT + 1})" if start else ""
-            documents[title + part] = text[start:start + MAX_DOCUMENT]
-    if not documents:
-        raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
-                        'file of rows {"title", "text"}')
-    return Corpus(documents)
 
 
 # ------------------------------------------------------------------------- the synthetic archives
-@lru_cache(256)
-def read_archive(archive: str, level: int) -> Corpus:
-    return Corpus(draw_archive(archive, level)[1])
-
-
-def draw_archive(archive: str, level: int) -> tuple[dict, dict]:
-    """Return entity -> relation -> value, and entity -> document. Both are drawn from the name."""
+def draw_facts(archive: str, level: int) -> dict[str, dict[str, str]]:
+    """Return entity -> relation -> value, drawn from the name of the archive."""
     rng = random.Random(archive)
     words = iter(rng.sample(range(10, 30), 20) if level == 1 else rng.sample(WORDS, 40))
     names = {}
     for (kind, form), size in zip(NAMES.items(), LEVELS[level][2]):
         names[kind] = [("{}" if level == 1 else form).format(next(words)) for _ in range(size)]
-    facts, sentences = defaultdict(dict), defaultdict(list)
+    facts = defaultdict(dict)
     for relation, kinds, of, _ in rng.sample(FACTS, len(FACTS)):
-        for entity in [name for kind in names if kind in kinds for name in names[kind]]:
+        for entity in chain.from_iterable(names[kind] for kind in kinds.split(",")):
             if of == "date":
                 date = f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2019)}"
-                value = date if level > 1 else str(next(words))
+                facts[entity][relation] = date if level > 1 else str(next(words))
             elif names[of]:
-                value = rng.choice([name for name in names[of] if name != entity])
-            else:
-                continue
-            facts[entity][relation] = value
-            form = FORMS[relation][0 if level == 1 else rng.randint(1, 2)]
-            sentences[entity].append(form.format(entity, value))
-    return facts, {entity: " ".join(sentences[entity]) for entity in sentences}
+                others = [name for name in names[of] if name != entity]
+                facts[entity][relation] = rng.choice(others)
+    return facts
+
+
+@lru_cache(256)
+def read_archive(archive: str, level: int) -> Corpus:
+    """Return a document for each entity, which states its facts in one of the FORMS."""
+    rng = random.Random(f"{archive} documents")
+    documents = {}
+    for entity, values in draw_facts(archive, level).items():
+        sentences = [FORMS[relation][rng.randint(1, 2) if level > 1 else 0].format(entity, value)
+                     for relation, value in values.items()]
+        documents[entity] = " ".join(sentences)
+    return Corpus(documents)
 
 
 def draw_question(archive: str, level: int, facts: dict, rng) -> dict:
@@ -153,12 +105,6 @@ def draw_question(archive: str, level: int, facts: dict, rng) -> dict:
 
 
 # ------------------------------------------------------------------------------------- the answer
-def normalized(text: str) -> list[str]:
-    """Return the words of an answer as SQuAD compares them: no case, punctuation or articles."""
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", kept).split()
-
-
 def f1(words: list[str], right: list[str]) -> float:
     """Return SQuAD's F1 of two lists of words, or 0 where `words` are many more."""
     common = (Counter(words) & Counter(right)).total()
@@ -174,6 +120,7 @@ class Search:
     max_turns = 12
     limits = {"max_new_tokens": 128, "max_tokens": 2048, "max_tool_tokens": 1536}
     options = {"level": 1, "corpus": ""}
+    option_types = {"level": Literal[1, 2, 3]}
 
     def reset(self, question: str, answer: str, archive: str = "", level: int = 1,
               noise: float = 0.0, noise_seed: int = 0, **_) -> str:
@@ -291,8 +238,8 @@ class Search:
         tasks = []
         while len(tasks) < (n or 10_000):
             archive = "".join(rng.choices(string.ascii_lowercase, k=4))
-            if (zlib.crc32(archive.encode()) % 10 == 0) == (split == "test"):
-                facts, _ = draw_archive(archive, level)
+            if in_test_split(archive) == (split == "test"):
+                facts = draw_facts(archive, level)
                 for _ in range(LEVELS[level][1]):
                     tasks.append(draw_question(archive, level, facts, rng))
         return tasks[:n]

@@ -28,6 +28,12 @@ def env_of(row: dict, names: list[str]) -> str:
     raise ValueError(f'"env" must be one of --env {",".join(names)}, not {row.get("env")!r:.60}')
 
 
+def turns_of(t) -> list[int]:
+    """Return where in an episode's messages its turns are. Before them a "prompt" may have some."""
+    places = [i for i, message in enumerate(t.messages) if message["role"] == "assistant"]
+    return places[-len(t.rewards):]
+
+
 def is_message(value) -> bool:
     """True for a message of text."""
     return isinstance(value, dict) and all(
@@ -50,12 +56,13 @@ def as_trl(episodes: list) -> dict:
     tasks = [t.info["task"] for t in trajectories]
     prompts, completions = [], []
     for t, task in zip(trajectories, tasks):
-        first = [message["role"] for message in t.messages].index("assistant")
-        completion = [trl_message(message) for message in t.messages[first:]]
+        turns = turns_of(t)
+        prompt = t.messages[:turns[0]]
+        completion = [trl_message(message) for message in t.messages[turns[0]:]]
         if isinstance(task.get("prompt"), str):
-            turns = [message for message in completion if message["role"] == "assistant"]
-            completion = "\n".join(message["content"] for message in turns)
-        prompts.append(task["prompt"] if isinstance(completion, str) else t.messages[:first])
+            prompt = task["prompt"]
+            completion = "\n".join(t.messages[turn]["content"] for turn in turns)
+        prompts.append(prompt)
         completions.append(completion)
 
     def log_metric(name, value):

@@ -23,8 +23,10 @@ one's own is given with --rewards module:function. --env_options level=2 chooses
 """
 import random
 import re
-import zlib
 from itertools import pairwise
+from typing import Literal
+
+from experiment.seeds import in_test_split
 
 PRONOUNS = {"first": "i we me us my our mine ours myself ourselves".split(),
             "second": "you your yours yourself yourselves".split(),
@@ -87,6 +89,7 @@ class Writing:
     max_turns = 8
     limits = {"max_new_tokens": 384, "max_tokens": 2048}
     options = {"level": 1}
+    option_types = {"level": Literal[1, 2, 3]}
 
     def reset(self, words: list, min_words: int, max_words: int, person: str, tense: str,
               acrostic: str = "", rhyme: str = "", noise: float = 0.0, noise_seed: int = 0,
@@ -232,7 +235,7 @@ class Writing:
         tasks = []
         while len(tasks) < (n or 10_000):
             words = sorted(rng.sample(NOUNS, 4))
-            if (zlib.crc32(" ".join(words).encode()) % 10 == 0) == (split == "test"):
+            if in_test_split(" ".join(words)) == (split == "test"):
                 acrostic = rng.choice(ACROSTICS) if level == 2 else ""
                 sentences = len(acrostic) or rng.randint(4, 6)
                 tasks.append({

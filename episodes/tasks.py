@@ -1,6 +1,5 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 import json
-import zlib
 from dataclasses import replace
 from importlib import import_module
 from itertools import chain
@@ -11,7 +10,7 @@ import envs
 from experiment.config import MIXTURES
 from experiment.data import reading
 from experiment.errors import UserError
-from experiment.seeds import mix, shuffled
+from experiment.seeds import in_test_split, mix, shuffled
 
 CELLS = "envs.cells"  # only a .csv file needs it
 
@@ -81,6 +80,8 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     if dropped := rows.count(None):
         print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
     rows = [task for task in rows if task is not None]
+    if dropped := sum(task.get("dropped_tests", 0) for task in rows):
+        print(f"{path}: {dropped} tests cannot be read: dropped ({split})")
     if not rows:
         raise UserError(f"{path}: {name}: too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl")
@@ -229,8 +230,8 @@ def need(row: dict, *fields: str, otherwise: str = ""):
 
 
 def is_held_out(content) -> bool:
-    """True for a tenth of all contents, by their hash: a row never changes sides."""
-    return zlib.crc32(_text(content)) % 10 == 0
+    """True for a tenth of all contents, by their hash."""
+    return in_test_split(_text(content))
 
 
 def unseen(held_out: list, training: list, content) -> list:
@@ -246,5 +247,5 @@ def unseen(held_out: list, training: list, content) -> list:
     return kept
 
 
-def _text(content) -> bytes:
-    return json.dumps(content, sort_keys=True).encode()
+def _text(content) -> str:
+    return json.dumps(content, sort_keys=True)

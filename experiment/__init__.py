@@ -31,8 +31,8 @@ def check_installation():
 
 
 check_installation()
-# Torch's threads (GNU OpenMP) wait for each other by spinning, for ten times longer than this. Beside
-# another busy process that made an update 14 times slower; this costs 3 % of one alone.
+# Torch's threads wait for each other by spinning, 300,000 rounds by default. Where another busy
+# process holds the core of one of them, the others waste theirs: bench/beside.py.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 

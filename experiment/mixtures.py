@@ -64,14 +64,14 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
 def _rows(source, columns):
     """Yield (place, row) of one source, with the names of columns that --fields gives."""
     name = "the list of rows" if source.startswith("[") else source
-    missing = dict(columns)
+    unused = set(columns)
     for line, row in read_rows(source):
         renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         kept = {name: value for name, value in row.items() if name not in columns.values()}
-        for ours in renamed:
-            missing.pop(ours, None)
+        unused -= renamed.keys()
         yield f"{name}:{line}", {**kept, **renamed}
-    for ours, theirs in missing.items():
+    for ours in sorted(unused):
+        theirs = columns[ours]
         say_once(f"{name}: no row has a column {theirs!r}: --fields {ours}={theirs} is not used")
 
 

@@ -21,10 +21,7 @@ def csv_rows(path):
         # A cell in quotes may hold line breaks, so one row may take several lines.
         number = reader.line_num + 1
         with reading(path, number):
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                raise ValueError(f"not CSV: {error}") from None
+            cells = next(reader, None)
             if cells and header and len(cells) != len(header):
                 raise ValueError(f"{len(cells)} fields, the header has {len(header)}; "
                                  "quote a field that holds a comma")

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import envs
-from envs import code, code_tasks, sandbox
+from envs import code_tasks, sandbox
 from envs.code import Code
 from envs.code_style import is_reflective, style_findings
 from envs.code_tasks import LEVELS, read_row, read_tests
@@ -21,7 +21,7 @@ except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 FAMILIES = [family for level in LEVELS.values() for family in level]
-DOUBLE = {"prompt": "def double(x):\n    \"\"\"Double x.\"\"\"\n", "entry_point": "double", "canonical_solution": "def double(x):\n    return 2 * x\n",
+DOUBLE = {"question": "def double(x):\n    \"\"\"Double x.\"\"\"\n", "entry_point": "double", "canonical_solution": "def double(x):\n    return 2 * x\n",
           "test": "def check(candidate):\n" + "".join(f"    assert candidate({x}) == {2 * x}\n" for x in (7, 11, 13, 17, 19, 23))}
 
 
@@ -53,13 +53,17 @@ def test_families_levels_and_splits():
     train, test = Code._tasks("train", 400, 0), Code._tasks("test", 400, 1)
     assert train == Code._tasks("train", 400, 0) != Code._tasks("train", 400, 2) and len(train) == 400 == len(test)
     assert {row["entry_point"] for row in train} == {row["entry_point"] for row in test} == {family.__name__ for family in FAMILIES}
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    assert not {row["question"] for row in train} & {row["question"] for row in test}
     assert not {row["canonical_solution"] for row in train} & {row["canonical_solution"] for row in test}
     easy = envs.with_options(Code, {"levels": "1"})
     assert {row["entry_point"] for row in easy._tasks("train", 50, 0)} == {family.__name__ for family in LEVELS["1"]}
-    with pytest.raises(UserError, match="levels=1.4: no level 4; write 1, or 1.2.3"):
-        envs.with_options(Code, {"levels": "1+4"})._tasks("train", 5, 0)
     assert len(Code._tasks("train", None, 0)) == 1000
+
+
+def test_no_constant_passes_the_hidden_tests():
+    rows = [row for seed in range(3) for row in Code._tasks("train", 600, seed)]
+    hidden = [{repr(wanted) for _, wanted in read_tests(row["test"], row["entry_point"])[2:]} for row in rows]
+    assert min(map(len, hidden)) > 1
 
 
 def test_the_generator_is_fast():
@@ -74,12 +78,12 @@ def test_the_expert_solves_every_family(family, monkeypatch):
     monkeypatch.setattr(code_tasks, "LEVELS", {"1": (family,)})
     for row in code_tasks.generate(["1"], "train", 3, 5):
         tests = read_tests(row["test"], row["entry_point"])
-        assert len(tests) == 10 and "{" not in row["prompt"].split('"""')[1] and max(map(len, row["canonical_solution"].splitlines())) <= 120
+        assert len(tests) == 10 and "{" not in row["question"].split('"""')[1] and max(map(len, row["canonical_solution"].splitlines())) <= 120
         assert all(not sandbox.same(json.loads(json.dumps(arguments[0])), wanted) for arguments, wanted in tests[2:3]) or len({repr(w) for _, w in tests}) > 1
         assert len({repr(wanted) for _, wanted in tests[2:]}) > 1
         assert style_findings(parse(row["canonical_solution"])) == []
         env, log = expert(row)
-        assert env._check() and env.get_reward() == pytest.approx(1.0), (row["canonical_solution"], log, env._parts)
+        assert env._check() and env.get_reward() == pytest.approx(1.0), (row["canonical_solution"], log, env._reward_parts)
         assert [name for name, *_ in log] == ["write_function", "run_tests", "submit"]
 
 
@@ -94,14 +98,14 @@ def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():
 # ------------------------------------------------------------------------------------------------------------------- reward
 def test_what_a_function_earns():
     right = submitted(DOUBLE, "def double(x):\n    return x + x\n")
-    assert right._check() and right.done and right.reward == pytest.approx(1.0) and right._reward_parts == {"correctness": 0.7, "efficiency": 0.2, "style": 0.1}
+    assert right._check() and right.done and right.get_reward() == pytest.approx(1.0) and right._reward_parts == {"correctness": 0.7, "efficiency": 0.2, "style": 0.1}
     slow = submitted(DOUBLE, "def double(x):\n    total = 0\n    for _ in range(2 * x):\n        total += 1\n    return total\n")
-    assert slow._check() and 0 < slow._parts["efficiency"] < 0.03 and slow._parts["style"] == 0.1
+    assert slow._check() and 0 < slow._reward_parts["efficiency"] < 0.03 and slow._reward_parts["style"] == 0.1
     ugly = submitted(DOUBLE, "import os\ndef double(x, y=[]):\n    unused = 1\n    try:\n        return x + x\n    except:\n        return x == None\n")
-    assert ugly._check() and ugly._parts["style"] == 0.0
+    assert ugly._check() and ugly._reward_parts["style"] == 0.0
     partly = submitted(DOUBLE, "def double(x):\n    return 2 * x if x < 18 else 0\n")
-    assert not partly._check() and 0 < partly.reward <= 0.2 == pytest.approx(partly.reward * 2)
-    assert submitted(DOUBLE, "def double(x):\n    return 0\n").reward == 0
+    assert not partly._check() and 0 < partly.get_reward() <= 0.2 == pytest.approx(partly.get_reward() * 2)
+    assert submitted(DOUBLE, "def double(x):\n    return 0\n").get_reward() == 0
 
 
 @pytest.mark.parametrize("text", [
@@ -113,7 +117,16 @@ def test_what_a_function_earns():
     "def double(*_): raise SystemExit(0)", "calls = []\ndef double(x):\n    calls.append(x)\n    return [26, 34, 38, 46][len(calls) - 1]"])
 def test_gaming_earns_nothing(text):
     env = submitted(DOUBLE, text)
-    assert not env._check() and env.reward <= 0.1 and env.done
+    assert not env._check() and env.get_reward() <= 0.1 and env.done
+
+
+@pytest.mark.parametrize("operations, efficiency", [([4, 4], 0.2), ([6, 6], 0.2), ([12, 12], 0.1), ([0, 0], 0.2), ([None, 1], 0.0), (["1", 1], 0.0), ([-9, 1], 0.0), ([True, 1], 0.0)])
+def test_efficiency_by_hand(operations, efficiency, monkeypatch):
+    """The reference takes 4 lines for each of two calls. A count that is none was forged."""
+    env = play({**DOUBLE, "test": "\n".join(DOUBLE["test"].splitlines()[:5])}, "def double(x):\n    return 2 * x\n")
+    counts = iter([operations, [4, 4]])
+    monkeypatch.setattr(env, "_run", lambda *_, **__: sandbox.Result("ok", outcomes=[{"value": 2 * x, "operations": n} for (x,), n in zip([test[0] for test in env._hidden], next(counts))]))
+    assert env.submit() == "right" and env._reward_parts["efficiency"] == pytest.approx(efficiency)
 
 
 def test_efficiency_is_not_paid_to_code_that_may_stop_the_counter():
@@ -121,7 +134,7 @@ def test_efficiency_is_not_paid_to_code_that_may_stop_the_counter():
     for head in ("import sys\ndef double(x):\n    sys.settrace(None)\n", "from collections import _sys\ndef double(x):\n    _sys.settrace(None)\n", "import re\ndef double(x):\n    re.enum.sys.settrace(None)\n",
                  "def double(x):\n    exec('import sys; sys.settrace(None)')\n", "import ctypes\ndef double(x):\n", "def double(x):\n    __import__('sys').settrace(None)\n", "from re import *\ndef double(x):\n"):
         env = submitted(DOUBLE, head + slow)
-        assert env._check() and env._parts["efficiency"] < 0.03, head
+        assert env._check() and env._reward_parts["efficiency"] < 0.03, head
     assert not is_reflective(parse("import math, re\nfrom typing import List\nfrom collections import Counter\ndef f(x):\n    return math.sqrt(x) + len(re.findall('a', 'b'))"))
     assert all(is_reflective(parse(text)) for text in ("import sys", "from os import path", "from re import *" if False else "from functools import singledispatch", "f.__globals__", "getattr(f, 'x')", "eval('1')", "from . import x"))
 
@@ -155,15 +168,15 @@ def test_agents_that_do_not_try_earn_less():
         envs.call(env, "submit", {})
 
     def repeats(env):
-        env._reply(env._prompt)
-        env._reply(f"```python\n{env._prompt}```")
+        env._reply(env.asked)
+        env._reply(f"```python\n{env.asked}```")
 
     rewards = {}
     for agent in (at_random, at_once, copies, repeats, lambda env: None):
         played = []
         for task in tasks:
             env = Code()
-            env.reset(**task)
+            env.asked = env.reset(**task)
             agent(env)
             played.append(env)
         rewards[agent.__name__] = sum(env.get_reward() for env in played) / 16
@@ -208,19 +221,19 @@ def test_a_task_as_typed():
     env = play(Code._from_text("write def area(w, h): the area"), "def area(w, h):\n    return w * h", ("debug", {"statements": "print(area(2, 3))"}))
     assert env._name == "area" and env.run_tests() == "0 of 0 pass" and Code._from_text("sort it")["entry_point"] == "solve"
     env.submit()
-    assert not env._check() and env.reward == 0  # no test, no reward
+    assert not env._check() and env.get_reward() == 0  # no test, no reward
 
 
 def test_nothing_is_shared_between_episodes():
     env = submitted(DOUBLE, "def double(x):\n    return 2 * x")
     env.reset(**Code._tasks("train", 1, 0)[0])
-    assert not env.done and env.reward == 0 and env.run_tests().startswith("error") and not env._check()
+    assert not env.done and env.get_reward() == 0 and env.run_tests().startswith("error") and not env._check()
     assert play(DOUBLE)._hidden == play(DOUBLE)._hidden
 
 
 def test_episodes_in_threads():
     rewards = []
-    threads = [threading.Thread(target=lambda: rewards.append(submitted(DOUBLE, "def double(x):\n    return 2 * x").reward)) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: rewards.append(submitted(DOUBLE, "def double(x):\n    return 2 * x").get_reward())) for _ in range(8)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert rewards == pytest.approx([1.0] * 8)
@@ -244,14 +257,14 @@ def test_rows_of_humaneval_and_mbpp():
     assert env._results is None and not env._check()  # -- not of 0 is True, but 0 is not False
     row = read_row({**HUMANEVAL, "test": HUMANEVAL["test"].replace("not candidate([1, 0])", "not candidate([1, False])")})
     env = submitted(row, "def second(x, k=1):\n    return helper(x)[k]\n")
-    assert env._check() and env.reward == pytest.approx(1.0)
+    assert env._check() and env.get_reward() == pytest.approx(1.0)
     assert "not line 2: ZeroDivisionError" in play(row, "def second(x, k=1):\n    return x[1] / 0\n").run_tests()
     assert expert(row)[0]._check()
     row = read_row(MBPP)
-    assert row["entry_point"] == "add" and "Name the function add." in row["prompt"] and len(read_tests(row["test"], "add")) == 3
+    assert row["entry_point"] == "add" and "Name the function add." in row["question"] and "prompt" not in row and len(read_tests(row["test"], "add")) == 3
     env, _ = expert(row)
-    assert env._check() and len(env._examples) == 1 and env.reward == pytest.approx(1.0)
-    assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["prompt"] == row["prompt"]
+    assert env._check() and len(env._examples) == 1 and env.get_reward() == pytest.approx(1.0)
+    assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["question"] == row["question"]
     assert read_row({**MBPP, "test_list": ["assert add(x, 1)"]}) is None and read_row({**HUMANEVAL, "test": "def check(candidate):\n    pass"}) is None
 
 
@@ -263,7 +276,7 @@ def test_a_row_that_is_hostile_is_never_run(tmp_path):
     env, log = expert(row)
     assert not target.exists() and not env._check() and len(read_tests(row["test"], "add")) == 3
     good = submitted({**row, "setup": ""}, "def add(a, b):\n    return a + b")  # its reference fails: nothing to compare with
-    assert good._check() and good._parts["efficiency"] == 0.2
+    assert good._check() and good._reward_parts["efficiency"] == 0.2
     for test in ("assert " + "-" * 5000 + "1", "assert f(" + "[" * 250 + "]" * 250 + ")"):
         with pytest.raises((ValueError, SyntaxError), match="nested"):
             read_tests(test, "g")
@@ -274,7 +287,10 @@ def test_files(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
     assert sorted(task["entry_point"] for task in tasks) == ["add", "second"] and {task["env"] for task in tasks} == {"code"}
-    assert "rows.jsonl: 1 rows have nothing that can be played: dropped (test)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "rows.jsonl: 1 rows have nothing that can be played: dropped (test)" in out
+    # HumanEval's row: the one in the loop, list(range(3)), k=0, True, open('x'); MBPP's: set(add(...)).
+    assert "rows.jsonl: 6 tests cannot be read: dropped (test)\n" in out
     for row, says in [({"prompt": "x"}, 'rows.jsonl:1: no "entry_point" field'), ({**MBPP, "code": "def f(:"}, "rows.jsonl:1:.*invalid syntax")]:
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         with pytest.raises(UserError, match=says):
@@ -288,7 +304,6 @@ def test_refused_without_confinement_and_unsafe_by_a_flag(monkeypatch, tmp_path)
     child.write_text(sandbox.CHILD.read_text().replace("libc.syscall(444,", "libc.syscall(9999,"))
     monkeypatch.setattr(sandbox, "COMMAND", [*sandbox.COMMAND[:-1], str(child)])
     sandbox.check.cache_clear()
-    code.operations.cache_clear()
     try:
         (tmp_path / "rows.jsonl").write_text(json.dumps(MBPP) + "\n")
         for dataset in (None, str(tmp_path / "rows.jsonl")):
@@ -297,7 +312,7 @@ def test_refused_without_confinement_and_unsafe_by_a_flag(monkeypatch, tmp_path)
         unsafe = envs.with_options(Code, {"unsafe_code": True})
         assert unsafe._tasks("train", 1, 0) and not Code.options["unsafe_code"]
         env = submitted(DOUBLE, "def double(x):\n    return 2 * x", cls=unsafe)
-        assert env.reward == pytest.approx(1.0)
+        assert env.get_reward() == pytest.approx(1.0)
         with pytest.raises(UserError, match="cannot confine"):
             submitted(DOUBLE, "def double(x):\n    return 2 * x").submit()
             play(DOUBLE, "def double(x):\n    return 2 * x").submit()
@@ -306,4 +321,3 @@ def test_refused_without_confinement_and_unsafe_by_a_flag(monkeypatch, tmp_path)
         assert "python" in envs.tools(envs.with_options(envs.load("gsm8k"), {"tools": "calculator+python", "unsafe_code": True}))
     finally:
         sandbox.check.cache_clear()
-        code.operations.cache_clear()

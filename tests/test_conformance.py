@@ -288,7 +288,7 @@ def test_of_a_strangers_class_what_can_be_checked_is_checked(tmp_path):
     (tmp_path / "stranger.py").write_text(STRANGER)
     told, reasons = verdicts(f"{tmp_path / 'stranger.py'}:Counter")
     assert those(told, "pass") == {"valid tool schemas", SAME, SHARED, RANDOM} and len(those(told, "-")) == 9, reasons
-    assert reasons[SPLIT] == "no tasks of its own: not checked" and reasons[COPY] == "no expert: not checked"
+    assert reasons[SPLIT] == "no tasks of its own: not checked" and reasons[COPY] == "no expert of its own: not checked"
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps({"start": i}) + "\n" for i in range(60)))
     assert verdicts(f"{tmp_path / 'stranger.py'}:Counter", tasks=str(path))[0] == told

@@ -169,7 +169,7 @@ CONTRACT = "class Environment:\n    def reset(self, **_):\n        pass\n    def
 
 
 @pytest.mark.parametrize("text, says", [
-    (CONTRACT + "    reset = 3\n", "Environment has no reset()"),
+    (CONTRACT + "    reset = 3\n", "has no class Environment with reset()"),
     (CONTRACT + "    _tasks = staticmethod(lambda *_: [])\n", "made no tasks")])
 def test_an_environment_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
     (tmp_path / "my.py").write_text(text)
@@ -232,6 +232,20 @@ def test_options_reach_reset(monkeypatch):
         options_of("noise=1", None)
     tasks = load_tasks("equations", "train", 3, 0, env_options=options_of("noise=0.5"))
     assert [task.pop("noise") for task in tasks] == [0.5] * 3 and tasks == load_tasks("equations", "train", 3, 0)
+
+
+@pytest.mark.parametrize("env, item, choices", [("search", "level=9", [1, 2, 3]), ("business", "level=0", [1, 2, 3]), ("writing", "level=x", [1, 2, 3]),
+                                                ("code", "levels=1+4", ["1", "2", "3", "1+2", "1+3", "2+3", "1+2+3"]), ("equations,gsm8k", "tools=phyton", ["calculator", "calculator+python"])])
+def test_an_option_that_has_choices_takes_no_other_value(env, item, choices):
+    with pytest.raises(UserError) as error:
+        options_of(item, env)
+    assert str(error.value) == f"--env_options {item}: cannot be read as Literal{choices}"
+    name = item.split("=")[0]
+    for value in choices:
+        options = options_of(f"{name}={value}", env)
+        assert options == {name: value}
+        if "," not in env:
+            assert envs.with_options(envs.load(env), options)._tasks("train", 3, 0)
 
 
 def take(self, n: int) -> str:
@@ -562,6 +576,11 @@ def test_step_is_gymnasiums_reading(tmp_path):
     assert last.reward == 5.0 and last.done and last.info["success"] and envs.valid_actions(env) == []
     after = envs.step(env, "divide_terms", {"terms": "3"})
     assert after.reward == 0 and after.info["error"] and "over" in after.observation
+    search = envs.load("search")()
+    [task] = search._tasks("train", 1, 0)
+    search.reset(**task)
+    steps = [envs.step(search, name, arguments) for name, arguments in (("search", {"query": "1"}), ("answer", {"answer": task["answer"]}), ("answer", {"answer": "?"}))]
+    assert [step.reward for step in steps] == [0, 1, 0]  # without a running total all is paid at the end, and once
     plain = envs.load(readme_environment(tmp_path))()
     plain.reset(number=4)
     assert envs.step(plain, "guess", {"number": 9}).info == {"error": False}  # no _check: nothing is said of success

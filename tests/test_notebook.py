@@ -79,7 +79,7 @@ def test_a_cell_runs_twice_with_a_class_as_its_environment(tiny, tmp_path):
     done = subprocess.run([sys.executable, ROOT / "grpo.py", "--config", folder / "config.yaml", "--env", "__main__:Guess", "--output_dir", "elsewhere"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(
-        "__main__ has no class Guess; a class of a notebook or function is found in a file: --env path/to/file.py:ClassName")
+        "__main__ has no class Guess with reset(); a class of a notebook or function is found in a file: --env path/to/file.py:ClassName")
 
 
 def test_the_name_of_a_class_is_one_that_finds_it():
@@ -92,7 +92,7 @@ def test_the_name_of_a_class_is_one_that_finds_it():
     class Local:
         pass
 
-    with pytest.raises(UserError, match="has no class .*Local; a class of a notebook or function"):
+    with pytest.raises(UserError, match="has no class .*Local with reset.*; a class of a notebook or function"):
         envs.load(grpo.Config(env=Local).env)
 
 

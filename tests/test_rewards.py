@@ -230,6 +230,20 @@ def test_trls_functions_get_trls_arguments():
     assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and set(seen["kwargs"]) == set()
 
 
+def test_what_an_assistant_said_in_the_prompt_is_no_completion():
+    """A prompt of messages may show earlier turns: they are not the policy's."""
+    shown = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "two two two two"}, {"role": "user", "content": "2 + 2?"}]
+    t = said("four", task={"prompt": shown})
+    t.messages = [*shown, t.messages[-1]]
+    seen = []
+
+    def function(prompts, completions, **kwargs):
+        seen.extend([prompts, completions])
+        return [0.0]
+    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0}).pay([agent_episode(t, SimpleNamespace(pays=False, env=None))])
+    assert seen == [[shown], [[{"role": "assistant", "content": "four"}]]] and rewards.repetition(t) == 0.0
+
+
 def test_an_async_function_is_awaited(functions):
     assert paid(f"{functions}:slow=0.5", said("a")).reward == 1.0
 

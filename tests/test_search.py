@@ -1,11 +1,12 @@
-"""envs/search.py: BM25 and SQuAD's scores by hand, archives, one's own documents, and agents that must earn less than the expert."""
+"""envs/search.py and envs/corpus.py: BM25 and SQuAD's scores by hand, archives, one's own documents, and agents that must earn less than the expert."""
 import math
 import re
 
 import pytest
 
 import envs
-from envs.search import FORMS, MAX_DOCUMENT, Corpus, Search, draw_archive, f1, normalized
+from envs.corpus import MAX_DOCUMENT, Corpus
+from envs.search import FORMS, Search, draw_facts, f1, normalized, read_archive
 from episodes.tasks import load_tasks
 from experiment.errors import UserError
 from tests.agents import at_random, expert, play, repeating, silent
@@ -74,14 +75,14 @@ def test_bm25_by_hand():
 def test_a_document_is_found_by_its_name_first():
     for level in LEVELS:
         for archive in ("abcd", "olmx", "quiz"):
-            corpus = Corpus(draw_archive(archive, level)[1])
+            corpus = read_archive(archive, level)
             assert [corpus.best(title, 1) for title in corpus.documents] == [[title] for title in corpus.documents]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_documents_state_the_facts_and_the_answer_is_where_the_hops_lead(level):
     for task in LEVELS[level]._tasks("train", 50, seed=1):
-        facts, documents = draw_archive(task["archive"], level)
+        facts, documents = draw_facts(task["archive"], level), read_archive(task["archive"], level).documents
         assert facts.keys() == documents.keys()
         for entity, values in facts.items():
             for relation, value in values.items():

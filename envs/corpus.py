@@ -1,0 +1,64 @@
+"""Documents that are searched by BM25 (Robertson and Zaragoza 2009), and reading one's own."""
+import math
+import re
+from collections import Counter, defaultdict
+from functools import lru_cache
+from pathlib import Path
+
+from experiment.data import read_rows, read_text
+from experiment.errors import UserError
+
+MAX_DOCUMENT = 1200  # characters; a longer text becomes several documents
+K1, B, TITLE_WEIGHT = 1.2, 0.75, 3  # of BM25 as in Lucene; a word of the title counts thrice
+
+
+class Corpus:
+    """Documents, title -> text, and their index."""
+
+    def __init__(self, documents: dict[str, str]):
+        self.documents = documents
+        self.counts = defaultdict(Counter)  # word -> title -> how often the document has it
+        self.lengths = {}  # title -> words
+        for title, text in documents.items():
+            words = words_of(title) * TITLE_WEIGHT + words_of(text)
+            self.lengths[title] = len(words)
+            for word in words:
+                self.counts[word][title] += 1
+
+    def best(self, query: str, n: int) -> list[str]:
+        """Return the titles of the n documents that fit the query best, the best first."""
+        mean_length = sum(self.lengths.values()) / len(self.lengths)
+        scores = Counter()
+        for word in sorted(set(words_of(query)) & self.counts.keys()):
+            counts = self.counts[word]
+            # Lucene adds the 1, so that a word that most documents have never counts against them.
+            idf = math.log(1 + (len(self.lengths) - len(counts) + 0.5) / (len(counts) + 0.5))
+            for title, count in counts.items():
+                norm = 1 - B + B * self.lengths[title] / mean_length
+                scores[title] += idf * count * (K1 + 1) / (count + K1 * norm)
+        return [title for title, _ in scores.most_common(n)]
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+@lru_cache(4)
+def read_corpus(path: str) -> Corpus:
+    """Return the documents of a folder of .txt and .md files, or of a .jsonl file."""
+    if not path:
+        raise UserError("questions need documents: give --env_options corpus=PATH")
+    if Path(path).is_dir():
+        files = sorted(f for f in Path(path).rglob("*") if f.suffix in (".txt", ".md"))
+        texts = {str(f.relative_to(path)): read_text(f) for f in files}
+    else:
+        texts = {str(row.get("title", line)): row.get("text", "") for line, row in read_rows(path)}
+    documents = {}
+    for title, text in texts.items():
+        for start in range(0, len(text), MAX_DOCUMENT):
+            number = f" ({start // MAX_DOCUMENT + 1})" if start else ""
+            documents[title + number] = text[start:start + MAX_DOCUMENT]
+    if not documents:
+        raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
+                        'file of rows {"title", "text"}')
+    return Corpus(documents)
