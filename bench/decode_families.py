@@ -5,9 +5,9 @@
 
 Eight rows with prompts of 40 tokens sample 32 tokens each. The models have four layers and are 32 wide
 (tests/decoders.py), so that what is timed is the work around the products of matrices, which both do alike. `generate`
-has prompts of one length, which need no padding, and returns no log-probabilities. A ratio is generate / engine, above 1 where the engine
-is faster: the median over rounds of pairs that ran one after the other, in wall seconds and, for a machine that others
-share, in CPU seconds. Writes bench/results/decode_families.json; the last line is JSON.
+has prompts of one length, which need no padding, and returns no log-probabilities. A ratio is generate / engine, above
+1 where the engine is faster: the median over rounds of pairs that ran one after the other, in wall seconds and, for a
+machine that others share, in CPU seconds. Writes bench/results/decode_families.json; the last line is JSON.
 """
 import argparse
 import datetime
