@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 
 def layers_of(model) -> list:
@@ -37,6 +37,9 @@ def _checkpointed(i: int, stream, offload, run, hidden, *others):
     # Unlike torch's save_on_cpu, these copies do not wait for the layer's work on a GPU.
     to_device = partial(torch.Tensor.to, device=hidden.device, non_blocking=True)
     with saved_tensors_hooks(to_host, to_device) if offload else nullcontext():
+        # Keys and values that later layers read (Gemma 4) are outputs of this layer too.
+        if "shared_kv_states" in run.keywords:
+            return checkpoint(run_layer, hidden, use_reentrant=False)
         return recompute(run_layer, hidden)
 
 
@@ -76,7 +79,7 @@ def tiled(run, tokens, x):
 
 
 def recompute(run, *inputs):
-    """Return run(*inputs), a tensor, of which the graph keeps the input tensors alone."""
+    """Return run(*inputs), a tensor or a tuple that begins with one, keeping the inputs alone."""
     if not torch.is_grad_enabled():
         return run(*inputs)
     needs_gradient = inputs[0].new_empty(0, requires_grad=True)
@@ -99,14 +102,15 @@ class _Recompute(torch.autograd.Function):
         return run(*inputs)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.random.fork_rng(ctx.gpus), torch.enable_grad():
             # Dropout draws the masks of the forward pass again.
             torch.set_rng_state(ctx.random)
             set_device_states(ctx.gpus, ctx.cuda_random)
             out = ctx.run(*inputs)
-        torch.autograd.backward(out, grad)
+        # Attention weights, which Bamba's layers return beside it, have no part in the loss.
+        torch.autograd.backward(out[0] if isinstance(out, tuple) else out, grad)
         return None, None, *(x.grad for x in inputs)
 
 

@@ -8,7 +8,6 @@ import os
 from collections import defaultdict
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -19,6 +18,7 @@ from llm.checkpointing import layers_of
 from llm.memory import QUANTIZATION, Techniques
 from llm.tiny import make_tiny
 
+READER = "llm.tensor_reader"  # which only weights in another form import
 # What is read of a model on the hub, beside its weights.
 TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -85,7 +85,10 @@ def _read_sparingly(folder, config, dtype, device, chosen):
     model = skeleton(config, stored if dtype == "auto" else dtype)
     # On the meta device there are shapes only.
     on_meta = device.type == "meta"
-    read = model.state_dict().__getitem__ if on_meta else tensor_reader(folder, model)
+    if on_meta:
+        read = model.state_dict().__getitem__
+    else:
+        read = import_module(READER).tensor_reader(folder, model)
     fill(model, read, device, chosen)
     # Without such a file the model has the one that from_config made.
     with suppress(OSError):
@@ -143,36 +146,6 @@ def skeleton(config, dtype):
         register(module, name, parameter)
     with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
         return auto_class(config).from_config(config, dtype=dtype).eval()
-
-
-def tensor_reader(folder: str, model):
-    """Return a function that reads one tensor of a model folder by its name in this skeleton.
-
-    It raises UserError if the folder has no such tensor.
-    """
-    from safetensors import safe_open
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-    # What transformers joins while reading, such as experts, is not read here.
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    parameters = model.state_dict()
-    place_of = {}
-    for path in Path(folder).glob("model*.safetensors"):
-        file = safe_open(path, "pt")
-        for stored in file.keys():
-            name, _ = rename_source_key(
-                stored, renamings, [], model.base_model_prefix, parameters)
-            place_of[name] = file, stored
-
-    def read(name):
-        if name not in place_of:
-            raise UserError(
-                f"{folder}: no weights for {name}: the model is incomplete, or stored in another "
-                "form, which --load_in_4bit and --memory 4bit, small and stream do not read")
-        file, stored = place_of[name]
-        return file.get_tensor(stored)
-    return read
 
 
 def fill(model, read, device, chosen: Techniques):

@@ -86,8 +86,12 @@ class _Matmul4bit(torch.autograd.Function):
 
 
 def fits_4bit(module) -> bool:
-    """True if the module is a plain Linear whose weight divides into blocks of 64."""
-    return type(module) is nn.Linear and module.weight.numel() % NF4_BLOCK == 0
+    """True if the module is a plain Linear whose weight divides into blocks of 64.
+
+    One with few inputs, whose weight Gemma 3n changes in place, stays as it is.
+    """
+    is_plain = type(module) is nn.Linear and module.in_features >= 16
+    return is_plain and module.weight.numel() % NF4_BLOCK == 0
 
 
 class Int8Table:
@@ -137,7 +141,8 @@ class Int8Head(nn.Module):
     def __init__(self, table: Int8Table, bias=None):
         super().__init__()
         self.table = table
-        self.weight = table.data
+        # Only its shape and dtype are asked for: Mamba 2 casts the input of its head to it.
+        self.weight = table.data.new_empty((), dtype=table.dtype).expand_as(table.data)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def block_logits(self, hidden, block: slice):

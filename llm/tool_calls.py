@@ -39,6 +39,8 @@ _TAG_VALUE = re.compile(
     re.S,
 )
 _GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
+_QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
+_JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
@@ -258,19 +260,31 @@ def _read_python(source):
     """Read [f(x=1), g(y="a")], as Llama 4 and LFM write calls. Nothing is evaluated."""
     # Python warns of an escape such as "\d".
     with warnings.catch_warnings(action="ignore"):
-        tree = ast.parse(source, mode="eval").body
+        try:
+            tree = ast.parse(source, mode="eval").body
+        # LFM2.5 leaves newlines and quotes in a string as they are.
+        except SyntaxError:
+            tree = ast.parse(_QUOTED.sub(r"'''\1'''", source), mode="eval").body
     calls = []
     for node in tree.elts:
         keys = [keyword.arg for keyword in node.keywords]
         if node.args or None in keys:  # None: **arguments
             raise ValueError("expected [name(key=value, ...)]")
+        values = [_JsonWords().visit(keyword.value) for keyword in node.keywords]
         try:
-            values = [ast.literal_eval(keyword.value) for keyword in node.keywords]
+            values = list(map(ast.literal_eval, values))
         except ValueError:
             raise ValueError("arguments must be literal values") from None
         arguments = _unique(list(zip(keys, values)))
         calls.append({"name": ast.unparse(node.func), "arguments": arguments})
     return calls
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Reads true, false and null, which LFM2 writes inside lists and objects."""
+
+    def visit_Name(self, node):
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
 
 def _unique(pairs):

@@ -1,21 +1,113 @@
 """Demand of every template: what the rollout samples is what is trained, at the log-probability the trainer recomputes.
 
-The scripted expert's turns are forced upon a small random model, so that a whole multi-turn episode is played: the ids must be
-those of `demonstrate` (the SFT path), token for token, and the log-probs those of `token_logprobs`.
+A model that calls tools in its family's form, with and without thoughts, is played by forcing its words upon a small random one.
+The ids must be those of three independent ways, token for token: the rollout, the same conversation read from a file (the SFT path),
+and one rendering of all its messages by the model's own template. Where a template writes past turns in other words than the model
+sampled them, REWRITTEN says which; the log-probs must be those of `token_logprobs`.
 """
+import json
+import re
+
 import pytest
 import torch
 from families import NAMES, real, small
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
+import envs
 from agent import collate, rollout
-from episodes.imitation import demonstrate
+from llm.chat import Chat
 from llm.engine import Row
 from llm.logprobs import token_logprobs
 from llm.memory import PLAIN
+from llm.recorded import recorded_ids
 from llm.tiny import make_tiny
 from lora import adapters, add_lora, merged
+
+ENV = f"{__file__}:Lookup"
+THOUGHT = "Hm, so."
+ANSWER = "It is there."
+# What the model sampled -> what its own template makes of that in turns that are past. All others show what was sampled.
+REWRITTEN = {
+    # an empty thought goes where a tool was called; of a thought in words nothing goes
+    **dict.fromkeys(("thinking", "real:qwen3"), (r"<think>\n\n</think>\n\n(?=<tool_call>)", "")),
+    # any thought goes
+    **dict.fromkeys(("real:deepseekv3", "real:deepseek_r1_distill"), (r"<think>\n</think>\n\n", "")),
+    # the thoughts of calling turns go once there is an answer
+    "real:gptoss": (rf"<\|channel\|>analysis<\|message\|>{THOUGHT}<\|end\|><\|start\|>assistant(?= to=)", ""),
+    # an empty thought has no newline in it; the generation prompt ends with one
+    **dict.fromkeys(("real:nemotron_3_nano", "real:nemotron_3_super", "real:nemotron_3_ultra", "real:nemotron_3_5_lightning"),
+                    (r"<think>\n</think>", "<think></think>")),
+    # the same text, but the prompt's last newline and the first one sampled are one token
+    **dict.fromkeys(("real:qwen3_5_think", "real:qwen3_6", "real:qwen3_8"), (r"<think>\n\n</think>", r"<think>\n\n</think>")),
+    # the model's turn is opened again after results, which the generation prompt there does not do
+    "real:diffusion_gemma": (r"<tool_response\|>(?!<\|tool_response>)", r"<tool_response|><|turn>model\n"),
+    # the token that stops the model is the one that opens the next message
+    **dict.fromkeys(("glm", "real:glm4moe"), (r"<\|user\|>$", ""))}
+
+
+class Lookup:
+    """Looks up what the task says, a list of queries in each turn."""
+    system_prompt = "Be brief."
+
+    def reset(self, turns, **_):
+        self.wanted, self.looked_up = sum(turns, []), []
+        return "Find it."
+
+    def look(self, query: str, limit: int = 3) -> str:
+        """Look something up.
+
+        Args:
+            query: what to look for
+            limit: how many answers
+        """
+        self.looked_up.append(query)
+        return f"{query}: {limit + 1}"
+
+    def get_reward(self):
+        return float(self.looked_up == self.wanted)
+
+
+def conversation(turns, thought):
+    """The episode of a task in OpenAI's form."""
+    fields = {"reasoning_content": thought, "thinking": thought} if thought else {}
+    messages = [{"role": "system", "content": Lookup.system_prompt}, {"role": "user", "content": "Find it."}]
+    for queries in turns:
+        calls = [{"name": "look", "arguments": {"query": query, "limit": i}} for i, query in enumerate(queries)]
+        messages.append({"role": "assistant", "content": "", **fields,
+                         "tool_calls": [{"id": f"call{i:05d}", "type": "function", "function": call} for i, call in enumerate(calls)]})
+        messages += [{"role": "tool", "name": "look", "tool_call_id": f"call{i:05d}", "content": f"{query}: {i + 1}"} for i, query in enumerate(queries)]
+    return [*messages, {"role": "assistant", "content": ANSWER, **fields}]
+
+
+def as_text(chat, messages):
+    """The same conversation where the template cannot show tools: tools, calls and results are text of user and assistant."""
+    shown = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "user":
+            content = f"{chat._tools_text[0]}\n\n{content}"
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
+        content += "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        if shown and (shown[-1]["role"] == role or shown[-1]["role"] == "system" and chat._folds_system):
+            content = shown.pop()["content"] + ("\n" if content.startswith("<tool_response>") else "\n\n") + content
+        shown.append({"role": role, "content": content})
+    return shown
+
+
+def check_own_template(case, chat, messages, ids):
+    """The template's rendering of the whole conversation is the episode, but for what REWRITTEN says and what follows the last stop."""
+    tokenizer = chat.tokenizer
+    tools = envs.schemas(Lookup) if chat.native_tools else None
+    own = tokenizer.apply_chat_template(messages if tools else as_text(chat, messages), tools=tools, return_dict=False)
+    text, count = re.subn(*REWRITTEN.get(case, ("(?!)", "")), tokenizer.decode(ids))
+    if count or not tools:  # tags that are text, which the template alone encodes as control tokens
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    assert own[:len(ids)] == ids
+    assert tokenizer.decode(own[len(ids):]).strip() in ("", "<|endoftext|>")
+    return count
 
 
 def tokenizer_of(case):
@@ -24,9 +116,29 @@ def tokenizer_of(case):
     return real(case[5:]) if case.startswith("real:") else small(case)
 
 
+def shows_thoughts(chat):
+    try:
+        return chat.turn("", [], thinking=THOUGHT, reasoning_content=THOUGHT) != chat.turn("", [])
+    except ValueError as error:  # a prompt that closes the thought (Qwen3.5 without thinking)
+        return "do not begin with its generation prompt" not in str(error)
+
+
 @pytest.mark.parametrize("case", ["tiny", *NAMES])
-def test_rollout_gives_the_ids_of_the_demonstration_and_the_trainers_logprobs(case, monkeypatch):
+def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(case, monkeypatch):
     tokenizer = tokenizer_of(case)
+    chat = Chat(tokenizer, envs.schemas(Lookup))
+    plans = [[['who is "a"?'], ["b {"]]]  # two turns with a call each
+    if chat._many_calls or not chat.native_tools:
+        plans.append([["a", "it's b\nc"], ["d"]])  # two calls in a turn
+    tasks, conversations, wanted = [], [], []
+    for thought in ["", THOUGHT][:1 + shows_thoughts(chat)]:
+        for turns in plans:
+            tasks.append({"turns": turns})
+            conversations.append(conversation(turns, thought))
+            wanted.append(recorded_ids(chat, conversations[-1]))
+    scripts = iter([[i for i, m in zip(ids, mask) if m] for ids, mask in wanted])
+    monkeypatch.setattr(agent, "Row", lambda *args, **options: Row(*args, forced=next(scripts), **options))
+    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=max(1, len(tasks) - 1)))  # fewer slots than episodes
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
@@ -34,18 +146,14 @@ def test_rollout_gives_the_ids_of_the_demonstration_and_the_trainers_logprobs(ca
     add_lora(model, r=4, alpha=8)
     for linear in adapters(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.05)
-    limits = agent.Limits(max_new_tokens=400, max_tokens=8000, max_tool_tokens=8000)
-    tasks = [{"equation": "x + 3 = 5"}, {"equation": "2x = -6"}, {"equation": "x/2 = 4"}]
-    wanted = demonstrate(tokenizer, "equations", tasks, limits)
-    assert all(t.info["success"] and t.info["parsed_turns"] == len(t.rewards) >= 2 for t in wanted)
-    scripts = iter([[i for i, m in zip(t.token_ids, t.loss_mask) if m] for t in wanted for _ in range(2)])
-    monkeypatch.setattr(agent, "Row", lambda *args, **options: Row(*args, forced=next(scripts), **options))
-    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=4))  # fewer slots than episodes
     with merged(model):
-        played = rollout(model, tokenizer, "equations", tasks, 2, limits=limits)
-    for got, want in zip(played, [t for t in wanted for _ in range(2)], strict=True):
-        assert got.token_ids == want.token_ids and got.loss_mask == want.loss_mask and got.rewards == want.rewards
-        assert got.stop_reason == "done" and got.info["success"]
+        played = rollout(model, tokenizer, ENV, tasks, limits=agent.Limits(max_new_tokens=400, max_tokens=8000, max_tool_tokens=8000))
+    rewritten = 0
+    for t, messages, (ids, mask) in zip(played, conversations, wanted, strict=True):
+        assert (t.token_ids, t.loss_mask) == (ids, mask)
+        assert t.stop_reason == "done" and t.info["success"] and t.info["parsed_turns"] == len(t.rewards) == 3
+        rewritten += check_own_template(case, chat, messages, ids)
+    assert bool(rewritten) == (case in REWRITTEN)
     ids, mask, sampled = collate(played)
     with torch.no_grad():
         recomputed, _ = token_logprobs(model, ids, mask)

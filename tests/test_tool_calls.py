@@ -201,6 +201,15 @@ def test_two_calls_nested_and_mixed():
     )
 
 
+@pytest.mark.parametrize("source, value", [
+    ("'it's'", "it's"), ("'a\nb'", "a\nb"), ("'x = \"it's\"\n\tf('y')\n'", "x = \"it's\"\n\tf('y')\n"),
+    (r"'it\'s\n'", "it's\n"), ("'a' 'b'", "ab"), ("'''a\nb'''", "a\nb"), ("''", ""), ("[true, null, {'k': false}]", [True, None, {"k": False}])])
+def test_lfm_writes_strings_as_they_are_and_words_of_json(source, value):
+    """Its templates escape nothing (LFM2.5), or write lists and objects as JSON. What is Python as it stands is read as Python."""
+    for text in (f"<|tool_call_start|>[f(a={source}, b=1)]<|tool_call_end|>", f"[g(), f(b=1, a={source})]"):
+        assert parse_tool_calls(text)[1][-1] == {"name": "f", "arguments": {"a": value, "b": 1}}, text
+
+
 def test_tags_and_thoughts_inside_strings_are_strings():
     for text in (
         "</tool_call>",

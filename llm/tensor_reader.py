@@ -1,0 +1,50 @@
+"""Read the tensors of a model folder one at a time, under the names that the model gives them.
+
+What transformers joins while it reads is joined here too, by its own rules: the experts of a layer,
+which a checkpoint holds one by one, are one parameter of the model.
+"""
+from collections import defaultdict
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (WeightConverter, WeightRenaming, dot_natural_key,
+                                             rename_source_key)
+
+from experiment.errors import UserError
+
+
+def tensor_reader(folder: str, model):
+    """Return a function that reads one parameter of a skeleton from a model folder, by its name.
+
+    It raises UserError if the folder has no such parameter.
+    """
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    parameters = model.state_dict()
+    sources_of = defaultdict(list)  # name -> (stored name, pattern that it matched, file) of each
+    for path in Path(folder).glob("model*.safetensors"):
+        file = safe_open(path, "pt")
+        for stored in file.keys():
+            name, pattern = rename_source_key(
+                stored, renamings, converters, model.base_model_prefix, parameters)
+            sources_of[name].append((stored, pattern, file))
+
+    def read(name):
+        if name not in sources_of:
+            raise UserError(
+                f"{folder}: no weights for {name}: the model is incomplete, or stored in another "
+                "form, which --load_in_4bit and --memory 4bit, small and stream do not read")
+        # The experts in their order, 10 after 9. They may lie in several files.
+        sources = sorted(sources_of[name], key=lambda source: dot_natural_key(source[0]))
+        stored, pattern, file = sources[0]
+        if not pattern:
+            return file.get_tensor(stored)
+        converter = deepcopy(next(c for c in converters if pattern in c.source_patterns))
+        for stored, pattern, file in sources:
+            converter.add_tensor(name, stored, pattern, partial(file.get_tensor, stored))
+        return converter.convert(name, model=model, config=model.config)[name]
+    return read
