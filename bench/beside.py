@@ -89,17 +89,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=".real/smollm2")
     parser.add_argument("--updates", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return updates(args.model_path, args.updates)
     rows = {name: [] for name in args.settings}
-    for _ in range(2):
+    for _ in range(args.rounds):
         for name in args.settings:
             rows[name].append(alone_and_beside(timed_updates, name, args))
             print(name, rows[name][-1], flush=True)
-    first = [alone_and_beside(timed_command, "ours") for _ in range(2)]
+    first = [alone_and_beside(timed_command, "ours") for _ in range(args.rounds)]
     result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
               "machine": f"{os.cpu_count()} shared cores, no GPU", "seconds_of_an_update": rows,
               "seconds_of_the_first_command": {"command": COMMAND, "ours": first},

@@ -1,12 +1,13 @@
 """Learning on the environments: SFT on noisy demonstrations, then GRPO; held-out success before and after.
 
-    python bench/environments.py                          hours on one core
+    python bench/environments.py                                an hour and a half on two cores
     python bench/environments.py --only search --seeds 0
 
-For each environment the tiny model is taught once by `sft.py`, on demonstrations in which a share of the expert's
-actions is wrong, and GRPO starts from it with three seeds: other tasks, other episodes, another exam. `mixed` is one
-model that is taught and trained on several environments at once. The flags are in RUNS. A run whose folder holds a
-result is not done again. Writes bench/results/environments.json; the last line is that JSON.
+For each environment the tiny model is taught by `sft.py` (one stage or two, each from the one before), on demonstrations
+in which a share of the expert's actions is wrong. GRPO starts from it with each seed: other tasks, other episodes,
+another exam. `mixed` is one model that is taught and trained on several environments at once, from the start of
+`writing`. The flags are in RUNS. A run whose folder holds a result is not done again. Writes
+bench/results/environments.json; the last line is that JSON.
 """
 import argparse
 import datetime
@@ -20,14 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import spread, wilson
 
-# Name -> flags of both programs, of sft.py, of grpo.py.
+WRITING = ["--env writing --expert_noise 0.5 --max_samples 3000 --max_steps 300",
+           "--env writing --expert_noise 0.4 --max_samples 5000 --max_steps 600 --learning_rate 2e-3 --seed 1"]
+MIXED = "--env equations,search,writing"
+# Name -> flags of the stages of sft.py, flags of grpo.py.
 RUNS = {
-    "search": (["--env", "search"],
-               ["--expert_noise", "0.5", "--max_samples", "6000", "--max_steps", "1000"], []),
-    "business": (["--env", "business"], ["--expert_noise", "0.6", "--max_steps", "300"], []),
-    "writing": (["--env", "writing"], ["--expert_noise", "0.5", "--max_steps", "400"], []),
-    "mixed": (["--env", "equations,search,writing"],
-              ["--expert_noise", "0.5", "--max_samples", "6000", "--max_steps", "1000"], []),
+    "search": (["--env search --expert_noise 0.4 --max_samples 12000 --max_steps 2400"],
+               "--env search --learning_rate 2e-3 --max_steps 24"),
+    "business": (["--env business --expert_noise 0.6 --max_samples 1400 --max_steps 300 --max_turns 6"],
+                 "--env business --learning_rate 2e-3 --max_grad_norm 0.005 --max_steps 30"),
+    "writing": (WRITING, "--env writing --learning_rate 2e-3 --max_steps 16"),
+    "mixed": ([*WRITING, f"{MIXED} --expert_noise 0.5 --max_samples 3000 --max_steps 250 --learning_rate 2e-3 --seed 2"],
+              f"{MIXED} --learning_rate 2e-3 --max_steps 20"),
 }
 
 
@@ -43,29 +48,33 @@ def result_of(folder, program, *words):
 
 def learning(name, args):
     """Teach, train with each seed, and return success before and after, of each environment where there are several."""
-    both, taught, trained = RUNS[name]
-    start = Path(args.out) / f"{name}_start"
-    result_of(start, "sft.py", *both, *taught, "--batch_size", "16", "--eval_tasks", "0")
+    stages, flags = RUNS[name]
+    start = "tiny"
+    for number, stage in enumerate(stages):
+        shared = "writing" if stage in WRITING else name
+        folder = Path(args.out) / f"{shared}_start_{number}"
+        result_of(folder, "sft.py", "--model_path", start, *stage.split(), "--batch_size", "16", "--eval_tasks", "0")
+        start = str(folder)
     rows = {}
     for seed in args.seeds:
-        result = result_of(Path(args.out) / f"{name}_{seed}", "grpo.py", "--model_path", str(start), *both, *trained,
+        result = result_of(Path(args.out) / f"{name}_{seed}", "grpo.py", "--model_path", start, *flags.split(),
                            "--seed", str(seed), "--eval_tasks", str(args.tasks))
         rows[seed] = {when: {key: value for key, value in result[when].items()
-                             if key.startswith(("success", "reward", "episodes"))} for when in ("before", "after")}
+                             if key == "reward" or key.startswith("success")} for when in ("before", "after")}
         rows[seed]["interval_after"] = wilson(result["success_after"] * args.tasks, args.tasks)
-        rows[seed]["steps"] = result["steps"]
-    keys = [key for key in rows[args.seeds[0]]["after"] if key.startswith("success")]
-    summary = {key: {**{when: spread([row[when][key] for row in rows.values()]) for when in ("before", "after")},
-                     "gain": spread([row["after"][key] - row["before"][key] for row in rows.values()])}
-               for key in keys}
-    return {"flags": {"both": both, "sft": taught, "grpo": trained}, "summary": summary, "seeds": rows}
+    summary = {}
+    for key in rows[args.seeds[0]]["after"]:
+        before, after = [[row[when][key] for row in rows.values()] for when in ("before", "after")]
+        summary[key] = {"before": spread(before), "after": spread(after),
+                        "gain": spread([b - a for a, b in zip(before, after)])}
+    return {"sft": stages, "grpo": flags, "summary": summary, "seeds": rows}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(RUNS), choices=RUNS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--tasks", type=int, default=200, help="held-out tasks, one episode of each")
+    parser.add_argument("--tasks", type=int, default=100, help="held-out tasks, one episode of each")
     parser.add_argument("--out", default=str(ROOT / "runs" / "environments"))
     args = parser.parse_args()
     path = ROOT / "bench" / "results" / "environments.json"

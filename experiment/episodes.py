@@ -90,7 +90,7 @@ def summarise(trajectories: list) -> dict:
 
     solved = {}  # environment -> whether each of its episodes succeeded
     for t in trajectories:
-        solved.setdefault(t.info["env"], []).append(t.info["success"])
+        solved.setdefault(t.info.get("env"), []).append(t.info["success"])
     apart = {f"success/{name}": sum(values) / len(values) for name, values in solved.items()}
     turns = sum(len(t.rewards) for t in trajectories)
     tried = total("tool_calls") + total("unreadable_calls")
