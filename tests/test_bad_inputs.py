@@ -75,7 +75,7 @@ FILES = [  # name, its content, the whole line: all of it is told without a mode
     ("rows.jsonl", lines('{"reward": 1e999}'), "rows.jsonl:1: 1e999 is not a finite number"),  # 12
     ("rows.jsonl", lines('{"prompt": "a", "prompt": "b"}'), 'rows.jsonl:1: key "prompt" twice'),  # 13
     ("rows.csv", "a,b\n1,2,3\n", "rows.csv:2: 3 fields, the header has 2; quote a field that holds a comma"),  # 28
-    ("rows.csv", 'prompt,completion,equation\na,b,x = 1\n"x,1\ny,2\n', "rows.csv:3: not CSV: unexpected end of data"),  # 29
+    ("rows.csv", 'prompt,completion,equation\na,b,x = 1\n"x,1\ny,2\n', "rows.csv:3: cannot be read (Error: unexpected end of data)"),  # 29
     ("rows.csv", "a,a\n1,2\n", "rows.csv:1: the header names a column twice"),
     ("rows.jsonl", "", "rows.jsonl: no rows"),
 ]
