@@ -332,7 +332,7 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
     for prompt in ([], [-1], [10**9], [True], ["x"], None, ""):
         with pytest.raises(openai.BadRequestError, match="prompt"):
             served.post("/completions", {"prompt": prompt})
-    monkeypatch.setattr(gate, "SECONDS", 0.2)
+    monkeypatch.setattr(gate, "SECONDS", 0.001)
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(**LONG)
     assert caught.value.status_code == 408
