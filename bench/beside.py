@@ -2,12 +2,12 @@
 
     python bench/beside.py --model_path .real/smollm2      about 15 minutes on 2 cores that nothing else uses
 
-Torch's OpenMP threads wait for each other by spinning, and a neighbour that takes the core of one lets the others spin.
-`experiment/__init__.py` sets GOMP_SPINCOUNT before torch is loaded. Measured is an update of 8 x 256 tokens (forward and
-backward through merged weights, and AdamW) in processes of each setting that take turns, alone and beside a loop that
-keeps one core busy: the median of the updates after the first. Then `python grpo.py` with fewer steps, alone and beside.
-A setting that does not end within LIMIT seconds is written as above it. Writes bench/results/beside.json; the last line
-is JSON.
+Torch's OpenMP threads wait for each other by spinning, and a neighbour that takes the core of one lets the others
+spin. `experiment/__init__.py` sets GOMP_SPINCOUNT before torch is loaded. Measured is an update of 8 x 256 tokens
+(forward and backward through merged weights, and AdamW) in processes of each setting that take turns, alone and beside
+a loop that keeps one core busy: the median of the updates after the first. Then `python grpo.py` with fewer steps,
+alone and beside. A setting that does not end within LIMIT seconds is written as above it. Writes
+bench/results/beside.json; the last line is JSON.
 """
 import argparse
 import datetime
@@ -30,7 +30,7 @@ COMMAND = ["grpo.py", "--max_steps", "8", "--eval_tasks", "50"]
 def updates(model_path, count):
     """Print the seconds of each update as a line."""
     sys.path.insert(0, str(ROOT))
-    from experiment import give_back_memory  # noqa: F401: before torch, as every program does it
+    import experiment  # noqa: F401 (before torch, as in every program)
     import torch
     from llm import adamw, load_model, token_logprobs
     from lora import merged

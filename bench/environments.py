@@ -20,8 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.learning import spread, wilson
-from bench.real_model import with_tiny_template
+from bench.learning import spread, wilson  # noqa: E402
+from bench.learning_rates import short_template  # noqa: E402
 
 SFT = "--max_steps 60 --learning_rate 3e-4 --lora_r 16 --gradient_accumulation_steps 1"
 GRPO = "--max_steps 20 --tasks_per_step 4"
@@ -57,7 +57,7 @@ def learning(name, args):
     """Teach, train with each seed, and return success before and after, of each environment where there are several."""
     model, seeds, tasks, stages, flags = RUNS[name]
     out = Path(args.out)
-    start = model if model == "tiny" else with_tiny_template(args.model_path, out / model)
+    start = model if model == "tiny" else short_template(args.model_path, out / model)
     for number, stage in enumerate(stages):
         folder = out / f"{name}_start_{number}"
         result_of(folder, "sft.py", "--model_path", str(start), *stage.split(), "--eval_tasks", "0")
@@ -68,7 +68,7 @@ def learning(name, args):
                            "--seed", str(seed), "--eval_tasks", str(tasks))
         rows[seed] = {when: {key: value for key, value in result[when].items()
                              if key == "reward" or key.startswith("success")} for when in ("before", "after")}
-        rows[seed]["interval"] = {when: wilson(result[f"success_{when}"] * tasks, tasks) for when in ("before", "after")}
+        rows[seed]["interval"] = {when: wilson(result[when]["success"] * tasks, tasks) for when in ("before", "after")}
     summary = {}
     for key in rows[seed]["after"]:
         before, after = [[row[when][key] for row in rows.values()] for when in ("before", "after")]

