@@ -67,6 +67,7 @@ class Facts:
         shares_prefix: True if rows that begin alike may go through as one packed row.
         refuses_engine: why the engine cannot decode this model, "" if it can.
         refuses_graphs: True if a decode step of this model could not become a CUDA graph.
+        token_bytes: of the engine's cache, for a token of a row.
     """
     source: str = ""
     seed: int = 0
@@ -74,6 +75,7 @@ class Facts:
     shares_prefix: bool = False
     refuses_engine: str = ""
     refuses_graphs: bool = False
+    token_bytes: int = 0
 
 
 def facts(model) -> Facts:

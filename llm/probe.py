@@ -148,6 +148,7 @@ def engine_logprobs(model, ids):
     while engine.busy:
         for row in engine.step():
             engine.release(row)
+    facts(model).token_bytes = sum(t[0, :, 0].nbytes for t in engine.cache.tensors.values())
     return torch.tensor([row.logprobs[PROMPT + 1 - TOKENS:] for row in rows], device=ids.device)
 
 

@@ -31,8 +31,8 @@ class StaticEngine(Engine):
         graphs: (width, span, capacity) -> a graph, or None while there is none.
     """
 
-    def __init__(self, model, *, tokens: int = 0, **options):
-        super().__init__(model, **options)
+    def __init__(self, model, *, tokens: int = 0, slots: int = 64, **options):
+        super().__init__(model, slots=slots_that_fit(model, tokens, slots), **options)
         self.cache.reserve(tokens + WINDOW)
         # They stay in place, because graphs hold their addresses.
         self.inputs = torch.zeros(
@@ -150,6 +150,26 @@ class StaticEngine(Engine):
             facts(self.model).refuses_graphs = True
             return None
         return graph
+
+
+def slots_that_fit(model, tokens: int, most: int) -> int:
+    """Return for how many rows of so many tokens half of the GPU's free memory has room.
+
+    They are `most`, or the largest power of two that fits, so that a little more or less free
+    memory changes nothing. The other half is for the passes over prompts, and for graphs.
+    """
+    row = facts(model).token_bytes * tokens
+    while most > 1 and most * row > free_bytes(model.device) / 2:
+        most = 1 << (most - 1).bit_length() - 1
+    return most
+
+
+def free_bytes(device) -> float:
+    """Return the bytes that torch can still get on a GPU. A CPU's cache takes no more than it uses."""
+    if device.type != "cuda":
+        return float("inf")
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def resists_capture(module) -> bool:

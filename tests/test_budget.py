@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import budget
 from bench.budget import Workload, measure, standing_for
-from bench.memory import advice, print_settings, update_bytes
+from bench.memory import advice, fitting, print_settings, step_mib
 from experiment.errors import UserError
 from llm import attention
 from llm.loading import load_model

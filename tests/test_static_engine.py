@@ -5,6 +5,7 @@ from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llm import load_model, static_engine
 from llm.engine import Row
 from llm.kv_cache import RowCache
 from llm.memory import PLAIN
@@ -294,3 +295,13 @@ def test_states_and_sinks_in_static_steps(family, graphs):
     static, _ = play(model, episodes, static=True, **options)
     same(static, plain)
     assert len(graphs) > 1
+
+
+@pytest.mark.parametrize("free_rows, slots", [(200, 100), (199, 64), (128, 64), (127, 32), (3, 1), (0, 1)])
+def test_the_cache_takes_slots_by_the_memory_there_is(tiny, monkeypatch, free_rows, slots):
+    model, _ = load_model(tiny)
+    config = model.config
+    row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 500  # float32, 500 tokens
+    monkeypatch.setattr(static_engine, "free_bytes", lambda device: free_rows * row)
+    engine = make_engine(model, slots=100, tokens=500, static=True)
+    assert len(engine.owner) == engine.cache.slots == slots
