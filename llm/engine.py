@@ -28,6 +28,7 @@ copies nothing. A token and its log-probability come from one softmax.
 """
 import inspect
 import math
+from collections import defaultdict
 from functools import partial
 from importlib import import_module
 
@@ -180,19 +181,20 @@ class Engine:
 
         Returns the logits (R, V) after every row's prompt.
         """
-        first = {}
+        groups = defaultdict(list)
         for row in entering:
-            if row.group not in self.prompts:
-                first.setdefault(row.group, row)
+            groups[row.group].append(row)
+        first = [rows[0] for group, rows in groups.items() if group not in self.prompts]
         if first:
-            logits = self.read(list(first.values()))  # (groups, V)
-            for row, row_logits in zip(first.values(), logits):
+            logits = self.read(first)  # (groups, V)
+            for row, row_logits in zip(first, logits):
                 prefix = [tensor.clone() for tensor in self.cache.prefix(row.slot, row.length)]
                 self.prompts[row.group] = prefix, row_logits, row.length
-        for row in entering:
-            prefix, _, row.length = self.prompts[row.group]
-            for target, source in zip(self.cache.prefix(row.slot, row.length), prefix):
-                target.copy_(source)
+        for group, rows in groups.items():
+            prefix, _, length = self.prompts[group]
+            self.cache.copy_prefix(prefix, [row.slot for row in rows], length)
+            for row in rows:
+                row.length = length
         logits = torch.stack([self.prompts[row.group][1] for row in entering])
         for group in self.prompts.keys() - {row.group for row in self.waiting}:
             del self.prompts[group]
@@ -256,14 +258,15 @@ class Engine:
             self.ended.append(row)
 
     def pack(self):
-        """Swap rows of the cache so that those that decode fill the first slots."""
+        """Exchange rows of the cache so that those that decode fill the first slots."""
         running = self.in_state("decode")
         outside = [row for row in running if row.slot >= len(running)]
-        for slot, other in enumerate(self.owner[:len(running)]):
-            if other in running:
-                continue
-            row = outside.pop(0)
-            self.cache.swap(slot, row.slot)
+        targets = [slot for slot, row in enumerate(self.owner[:len(running)]) if row not in running]
+        if not outside:
+            return
+        self.cache.exchange(targets, [row.slot for row in outside])
+        for slot, row in zip(targets, outside):
+            other = self.owner[slot]
             if other:
                 other.slot = row.slot
             self.owner[row.slot] = other

@@ -131,10 +131,15 @@ class RowCache:
         """Return views (H_kv, length, D) of a slot's first keys and values, for all layers."""
         return [tensor[slot, :, :length] for tensor in self.tensors.values()]
 
-    def swap(self, slot: int, other: int):
-        """Exchange what two slots hold."""
+    def copy_prefix(self, prefix: list, slots: list[int], length: int):
+        """Write what `prefix` returned to all these slots."""
+        for tensor, source in zip(self.tensors.values(), prefix):
+            tensor[slots, :, :length] = source
+
+    def exchange(self, slots: list[int], others: list[int]):
+        """Exchange what each of the slots holds with the other of its place. None is named twice."""
         for tensor in self.tensors.values():
-            tensor[[slot, other]] = tensor[[other, slot]]
+            tensor[slots + others] = tensor[others + slots]
 
     def get_seq_length(self, *_):
         # Positions are passed explicitly. Nobody may derive them from the cache.

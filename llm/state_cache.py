@@ -84,10 +84,15 @@ class StateCache(RowCache):
         """Return views of a slot's first keys and values and of its states."""
         return super().prefix(slot, length) + [state[slot] for state in self.states.values()]
 
-    def swap(self, slot: int, other: int):
-        super().swap(slot, other)
+    def copy_prefix(self, prefix: list, slots: list[int], length: int):
+        super().copy_prefix(prefix, slots, length)
+        for state, source in zip(self.states.values(), prefix[len(self.tensors):]):
+            state[slots] = source
+
+    def exchange(self, slots: list[int], others: list[int]):
+        super().exchange(slots, others)
         for state in self.states.values():
-            state[[slot, other]] = state[[other, slot]]
+            state[slots + others] = state[others + slots]
 
     def copied(self) -> list:
         """Return a copy of the states of the pass's rows."""
