@@ -133,13 +133,15 @@ class RowCache:
 
     def copy_prefix(self, prefix: list, slots: list[int], length: int):
         """Write what `prefix` returned to all these slots."""
+        index = torch.tensor(slots, device=self.device)
         for tensor, source in zip(self.tensors.values(), prefix):
-            tensor[slots, :, :length] = source
+            tensor[index, :, :length] = source
 
     def exchange(self, slots: list[int], others: list[int]):
         """Exchange what each of the slots holds with the other of its place. None is named twice."""
+        to, of = torch.tensor([slots + others, others + slots], device=self.device)
         for tensor in self.tensors.values():
-            tensor[slots + others] = tensor[others + slots]
+            tensor[to] = tensor[of]
 
     def get_seq_length(self, *_):
         # Positions are passed explicitly. Nobody may derive them from the cache.

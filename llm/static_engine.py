@@ -1,7 +1,8 @@
 """Static decoding: the engine whose decode steps are CUDA graphs. engine.py can be read without it.
 
 Decode steps run over tensors that stay in place, `WINDOW` of them before the host looks at what
-they drew. So they are one CUDA graph, a graph for each bucket of rows and of context.
+they drew. So a step is one CUDA graph, a graph for each bucket of rows and of context, which is
+replayed so many times.
 
 All rows in the first slots are computed along, even one that has ended inside the window. What that
 draws is dropped. What it writes lies behind the row's last token, where no query looks before, and
@@ -25,8 +26,9 @@ class StaticEngine(Engine):
     """The engine with static decode steps, which become CUDA graphs where there is a GPU.
 
     Attributes:
-        inputs: (3 + 2 WINDOW, slots), float64: a row's last token, its place in the cache and how
-            many tokens it may take, then a random number and a forced id (or -1) for every step.
+        inputs: (4 + 2 WINDOW, slots), float64: a row's last token, its place in the cache, how
+            many tokens it may take and the number of the step, then a random number and a forced
+            id (or -1) for every step.
         drawn: (WINDOW, 2, slots), float64: the ids and the log-probabilities of every step.
         graphs: (width, span, capacity) -> a graph, or None while there is none.
     """
@@ -36,7 +38,7 @@ class StaticEngine(Engine):
         self.cache.reserve(tokens + WINDOW)
         # They stay in place, because graphs hold their addresses.
         self.inputs = torch.zeros(
-            3 + 2 * WINDOW, self.slots, dtype=torch.float64, device=self.device)
+            4 + 2 * WINDOW, self.slots, dtype=torch.float64, device=self.device)
         self.drawn = self.inputs.new_zeros(WINDOW, 2, self.slots)
         self.stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=self.device)
         self.graphs = {}
@@ -68,7 +70,8 @@ class StaticEngine(Engine):
             if row:
                 forced = (row.forced + [-1] * WINDOW)[:WINDOW]
                 left = row.limit - len(row.turn) if row.state == "decode" else 0
-                columns[slot] = [row.pending[-1], row.length, left, *row.uniforms(WINDOW), *forced]
+                random = row.uniforms(WINDOW)
+                columns[slot] = [row.pending[-1], row.length, left, 0, *random, *forced]
         self.inputs.copy_(torch.tensor(columns, dtype=torch.float64).T)
 
     def bucket(self, n: int) -> int:
@@ -91,38 +94,39 @@ class StaticEngine(Engine):
                 del self.graphs[key]
 
     def replay(self, width: int, span: int):
-        """Run static steps. A bucket's first window runs without a graph, which warms it up."""
+        """Run a window. A bucket's first one runs without a graph, which warms it up."""
         # The capacity is in the key, because a cache that has grown has other addresses.
         key = width, span, self.cache.capacity
         if key in self.graphs and not self.graphs[key] and self.graphable:
             self.graphs[key] = self.capture(width, span)
         graph = self.graphs.setdefault(key)
-        if graph:
-            graph.replay()
-        else:
-            self.static_steps(width, span)
+        for _ in range(WINDOW):
+            if graph:
+                graph.replay()
+            else:
+                self.static_step(width, span)
 
-    def static_steps(self, width: int, span: int):
-        """Run decode steps of the first rows. Nothing here looks at a value on the device."""
-        token, position, left = self.inputs[:3, :width].long()  # (R,) each
-        uniforms, forced = self.inputs[3:, :width].chunk(2)  # (WINDOW, R) each
-        for step in range(WINDOW):
-            self.cache.prepare_step(position + step, span)
-            if self.cache.keeps_states:
-                before = self.cache.copied()
-            hidden = self.decoder(token[:, None], self.cache)[:, 0]  # (R, D)
-            if self.cache.keeps_states:
-                self.cache.put_back(before, left <= 0)
-            logits = self.decoder.head(hidden)
-            token, logprobs = self.draw(logits, uniforms[step], forced[step].long())
-            self.drawn[step, 0, :width] = token
-            self.drawn[step, 1, :width] = logprobs
-            if self.cache.keeps_states:
-                stopped = (token[:, None] == self.stops).any(1)
-                left = (left - 1) * ~stopped
+    def static_step(self, width: int, span: int):
+        """Run a decode step of the first rows. Nothing here looks at a value on the device."""
+        token, position, left, number = self.inputs[:4, :width].long()  # (R,) each
+        number = number[:1]
+        draws = self.inputs[4:, :width].unflatten(0, (2, WINDOW))  # (2, WINDOW, R)
+        uniforms, forced = draws.index_select(1, number)[:, 0]  # (R,) each
+        self.cache.prepare_step(position, span)
+        if self.cache.keeps_states:
+            before = self.cache.copied()
+        hidden = self.decoder(token[:, None], self.cache)[:, 0]  # (R, D)
+        if self.cache.keeps_states:
+            self.cache.put_back(before, left <= 0)
+        token, logprobs = self.draw(self.decoder.head(hidden), uniforms, forced.long())
+        drawn = torch.stack([token.double(), logprobs.double()])  # (2, R)
+        self.drawn[:, :, :width].index_copy_(0, number, drawn[None])
+        stopped = (token[:, None] == self.stops).any(1)
+        left = (left - 1) * ~stopped
+        self.inputs[:4, :width] = torch.stack([token, position + 1, left, number.expand(width) + 1])
 
     def capture(self, width: int, span: int):
-        """Capture the static steps as a CUDA graph, or return None where no graph can hold it."""
+        """Capture a static step as a CUDA graph, or return None where no graph can hold it."""
         if self.device.type != "cuda":
             return None
         # The driver keeps a graph in memory that torch's allocator does not count.
@@ -138,7 +142,7 @@ class StaticEngine(Engine):
         try:
             # Tools run in threads. What they do on the GPU is not part of this capture.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.static_steps(width, span)
+                self.static_step(width, span)
         except RuntimeError as error:
             print(f"note: decoding without CUDA graphs: {first_line(error)}", file=sys.stderr)
             # torch.cuda.graph leaves both behind when the end of the capture raises. Where another

@@ -111,7 +111,7 @@ def test_a_run_with_a_tensor_on_the_host_is_seen(tmp_path, on_the_device, monkey
 def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_path, monkeypatch):
     for part in make_tiny():
         part.save_pretrained(tmp_path)
-    step, steps = StaticEngine.static_steps, []
+    step, steps = StaticEngine.static_step, []
 
     def captured(self, rows, span):
         steps.append(rows)
@@ -119,7 +119,7 @@ def test_a_graph_could_hold_the_decode_step(name, options, merge, sampling, tmp_
         with mock.patch.object(torch, "tensor", side_effect=RuntimeError("torch.tensor takes numbers from the host")):  # dispatches nothing
             step(self, rows, span)
         witness.captured = False
-    monkeypatch.setattr(StaticEngine, "static_steps", captured)
+    monkeypatch.setattr(StaticEngine, "static_step", captured)
     with standing_for("cuda"), OneDevice() as witness:
         model = build(name).to("meta") if name in FAMILIES else load_model(str(tmp_path), device="meta", **options)[0]
         with lora.merged(model):

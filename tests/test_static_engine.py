@@ -44,7 +44,7 @@ def graphs(monkeypatch):
     def capture(engine, rows, span):
         held = [engine.inputs, engine.drawn, *engine.cache.tensors.values(), *getattr(engine.cache, "states", {}).values()]
         kept = [t.clone() for t in held]
-        graph = Recorded(lambda: engine.static_steps(rows, span))
+        graph = Recorded(lambda: engine.static_step(rows, span))
         for t, old in zip(held, kept, strict=True):
             t.copy_(old)
         captured.append((rows, span))
