@@ -4,11 +4,12 @@
     python bench/environments.py                                about two hours on two cores
     python bench/environments.py --only search --seeds 0
 
-A model is taught by `sft.py` (in one stage or two, each from the one before) on demonstrations in which a share of the
-expert's actions is wrong. GRPO starts from it with each seed: other tasks, other episodes, another exam. `writing` has
-words that the tiny model learns; for the others it is SmolLM2-135M with the tiny model's chat template, which is short.
-`mixed` is one model that is taught and trained on several environments at once. The flags are in RUNS. A run whose
-folder holds a result is not done again. Writes bench/results/environments.json; the last line is that JSON.
+A model is taught by `sft.py` (in up to three stages, each from the one before) on demonstrations in which a share of
+the expert's actions is wrong. GRPO starts from it with each seed: other tasks, other episodes, another exam.
+`writing` and `equations` have words that the tiny model learns; for the others it is SmolLM2-135M with the tiny
+model's chat template, which is short. `mixed` is one model that is taught and trained on two environments at once.
+The flags are in RUNS. A run whose folder holds a result is not done again. Writes bench/results/environments.json;
+the last line is that JSON.
 """
 import argparse
 import datetime
@@ -25,21 +26,22 @@ from bench.learning_rates import short_template  # noqa: E402
 
 SFT = "--max_steps 60 --learning_rate 3e-4 --lora_r 16 --gradient_accumulation_steps 1"
 GRPO = "--max_steps 20 --tasks_per_step 4"
-MIXED = "--env equations,search,code --env_options levels=1"
+WRITING = ["--env writing --expert_noise 0.5 --max_samples 3000 --max_steps 300 --batch_size 16",
+           "--env writing --expert_noise 0.4 --max_samples 5000 --max_steps 600 --batch_size 16 --learning_rate 2e-3 "
+           "--seed 1"]
+MIXED = "--env equations,writing --learning_rate 2e-3"
 # Name -> model, seeds, held-out tasks, flags of the stages of sft.py, flags of grpo.py.
 RUNS = {
-    "writing": ("tiny", [0, 1, 2], 100,
-                ["--env writing --expert_noise 0.5 --max_samples 3000 --max_steps 300 --batch_size 16",
-                 "--env writing --expert_noise 0.4 --max_samples 5000 --max_steps 600 --batch_size 16 "
-                 "--learning_rate 2e-3 --seed 1"],
-                "--env writing --learning_rate 2e-3 --max_steps 16"),
+    "writing": ("tiny", [0, 1, 2], 100, WRITING, "--env writing --learning_rate 2e-3 --max_steps 16"),
+    "mixed": ("tiny", [0, 1, 2], 200,
+              [*WRITING, f"{MIXED} --expert_noise 0.5 --max_samples 3000 --max_steps 250 --batch_size 16 --seed 2"],
+              f"{MIXED} --max_steps 20"),
     "search": ("smollm2", [0], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
                f"--env search {GRPO}"),
     "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.5 --max_samples 400 {SFT}"],
              f"--env code --env_options levels=1 {GRPO}"),
     "business": ("smollm2", [0], 100, [f"--env business --expert_noise 0.6 --max_samples 400 {SFT}"],
                  f"--env business {GRPO}"),
-    "mixed": ("smollm2", [0], 180, [f"{MIXED} --expert_noise 0.5 --max_samples 700 {SFT}"], f"{MIXED} {GRPO}"),
 }
 
 

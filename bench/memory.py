@@ -4,13 +4,13 @@
     python bench/memory.py sft.py --model_path X --batch_size 8 ...   those of another algorithm, or of a fork
     python bench/memory.py                                            the README's table; the last line is JSON
 
-With flags: what one of the run's steps needs on this machine's GPU, or without one in its memory, and the first setting
-that fits. Without: a GRPO step of models of four sizes, rank 16 on all Linears, bfloat16, episodes of GSM8K's limit of
-tokens, on a GPU. First every setting with one sequence in a forward pass and 8 episodes that decode at once; then, for
-cards, the first setting that fits with the most sequences, and 8 times as many episodes. It is the code of a run on the
-meta device (budget.py), whose AdamW has the gradients and moments of the steps before. Torch's allocator took up to
-27 % more than the tensors when its rules were followed on such counts, and CUDA's context takes 300 to 500 MiB: both are
-in the figures of this table (GPU), which has never been measured on one.
+With flags: what one of the run's steps needs on this machine's GPU, or without one in its memory, and the first
+setting that fits. Without: a GRPO step of models of four sizes, rank 16 on all Linears, bfloat16, episodes of GSM8K's
+limit of tokens, on a GPU. First every setting with one sequence in a forward pass and 8 episodes that decode at once;
+then, for cards, the first setting that fits with the most sequences, and 8 times as many episodes. It is the code of
+a run on the meta device (budget.py), whose AdamW has the gradients and moments of the steps before. Torch's allocator
+takes up to 27 % more than the tensors by a simulation of its rules, and CUDA's context 300 to 500 MiB: the tables
+have both (ALLOCATOR and CONTEXT), but nothing of them was measured on a GPU. With flags it is the tensors alone.
 """
 import importlib
 import json
