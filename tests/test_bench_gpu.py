@@ -29,6 +29,7 @@ def toy(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_gpu_bench_runs_end_to_end(tmp_path):
     """What an earlier call has found is kept, a step is the one that was asked for, and its failures decide the exit status."""
     earlier = {"shapes": {"7B": {"update": {"found": 1}}}}
@@ -43,6 +44,7 @@ def test_gpu_bench_runs_end_to_end(tmp_path):
     assert len(steps["graphs"]) == 4 and len(steps["checks"]) == 4 and all(steps["checks"].values())  # two evaluations
 
 
+@pytest.mark.slow
 def test_the_device_is_compared_with_the_cpu(toy, monkeypatch):
     kept = []
     args = gpu.arguments(TOY)
@@ -53,6 +55,7 @@ def test_the_device_is_compared_with_the_cpu(toy, monkeypatch):
     assert "not so: float32: gradients of the CPU" in " ".join(gpu.failures(gpu_parts.correct(args, toy)))
 
 
+@pytest.mark.slow
 def test_the_parts_that_measure_speed(toy):
     args = gpu.arguments(TOY)
     args.keep = lambda result: None
@@ -102,6 +105,7 @@ def test_wrong_arguments_are_refused(wrong):
         gpu.arguments([*TOY, *wrong])
 
 
+@pytest.mark.slow
 def test_scale_runs_end_to_end(tmp_path):
     result = call("scale", "--points", "2", "--repeats", "1", "--vary", "turns", "tool_tokens", "--results", str(tmp_path), "--clock", "cpu")
     assert json.loads((tmp_path / "scale.json").read_text()) == result and (tmp_path / "scale.png").stat().st_size > 10_000

@@ -50,6 +50,7 @@ def call_here(script, out, only, monkeypatch, capsys):
     return printed, json.loads(printed.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_tricks(out, monkeypatch, capsys):
     printed, result = call_here(tricks, out, "default,kl_0", monkeypatch, capsys)
     assert result["summary"]["kl_0"]["minus_default"]["n"] == 1 and "loss_gspo" in result["not_run"]
@@ -59,12 +60,14 @@ def test_tricks(out, monkeypatch, capsys):
     assert "seed 0:" not in printed and again["rows"] == result["rows"]  # no run is done twice
 
 
+@pytest.mark.slow
 def test_staleness(out, monkeypatch, capsys):
     _, result = call_here(staleness, out, "plain_0,truncated_1", monkeypatch, capsys)
     assert set(result["summary"]) == {"plain_0", "truncated_1"} and "decoupled_8" in result["not_run"]
     assert (out / "results" / "staleness.png").exists()
 
 
+@pytest.mark.slow
 def test_learn_vs_trl(out):
     pytest.importorskip("trl")
     _, result = call("learn_vs_trl", out, "ours_two,trl_two")
@@ -163,6 +166,7 @@ def test_a_reward_for_every_call_is_paid_for_going_in_circles():
     assert paid == {"Gamed": [20, 35], "Equations": [2, 9]}
 
 
+@pytest.mark.slow
 def test_reward_hacking(out, monkeypatch, capsys):
     printed, result = call_here(reward_hacking, out, "gamed", monkeypatch, capsys)
     row = result["rows"]["gamed"]["0"]

@@ -16,6 +16,7 @@ import vs_trl  # noqa: E402
 TOY = ["--model_path", "tiny-random", "--prompts", "2", "--samples", "2", "--tokens", "8", "--rounds", "1"]
 
 
+@pytest.mark.slow
 def test_toy_run():
     """The whole script once (five processes, three with TRL, about 40 s on one core); one test, as xdist would run a fixture twice."""
     pytest.importorskip("trl")

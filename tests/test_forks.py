@@ -44,7 +44,8 @@ def test_there_are_four_forks():
     assert {p.stem for p in PATCHES} == {"advantage", "clip_cov", "teaching", "value_head"}
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("patch", [
+    pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in ("advantage", "teaching") else []) for p in PATCHES])
 def test_a_fork_applies_runs_and_is_resumed(patch, base, tmp_path):
     (tmp_path / "fork").mkdir()
     folder = fork(patch, tmp_path / "fork")

@@ -144,6 +144,7 @@ def ten_thousand_calls():
     assert not children()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_ten_thousand_hostile_calls():
     """In a process of its own, where other tests' gigabytes do not hide 10 MB, and with one heap: glibc gives each thread

@@ -172,6 +172,7 @@ def first_layers(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="needs .real/smollm2")
 def test_forty_small_steps_on_a_real_model_learn_the_same_merged_and_beside_the_weights(first_layers, tmp_path, monkeypatch):
     """In bfloat16 at a learning rate of 2e-5: rounding to the nearest loses most of it (bench/merging.py, on all layers)."""

@@ -58,6 +58,7 @@ def notebook(cells, folder):
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_cell_runs_twice_with_a_class_as_its_environment(tiny, tmp_path):
     def cell(more, steps=1):
         return CELL.replace("TINY", tiny).replace("STEPS", str(steps)).replace("MORE", more)

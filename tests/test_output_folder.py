@@ -167,6 +167,7 @@ def test_the_log_of_episodes_keeps_the_newest_and_thins_the_rest(tmp_path, monke
     assert not list(tmp_path.glob(".whole-*")) and not list(tmp_path.glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_a_thinned_log_is_the_same_however_often_the_run_was_killed(place, tmp_path, monkeypatch):  # noqa: F811
     from agent import rollout
     from test_resume import rewarded

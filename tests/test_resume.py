@@ -193,6 +193,7 @@ def test_every_checkpoint_of_a_model_made_here_carries_its_base(place, tmp_path)
         load_model(str(tmp_path / path.name), train=False)
 
 
+@pytest.mark.slow
 def test_odd_surroundings(place, tmp_path):
     """Private files, few open ones, no folder for temporary ones, and a terminal that knows ASCII alone."""
     odd = "umask 077; ulimit -n 64; export TMPDIR=/nowhere LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii"

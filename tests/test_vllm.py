@@ -285,6 +285,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+def test_an_answer_without_sense_is_no_turn(server, name):
+    server.fault = lambda body: FAULTS[name]
+    body = {"prompt": [1], "max_tokens": 6, "stop_token_ids": [2]}
+    with pytest.raises(vllm.Refused if name == "refused" else vllm.Lost):
+        vllm.Servers.turn(SimpleNamespace(vocabulary=1000), server.url, body)
+
+
+@pytest.mark.parametrize("name", ["500", "half", "refused"])
 def test_a_fault_ends_the_run_which_is_saved_and_continues_later(place, tmp_path, server, monkeypatch, name):  # noqa: F811
     """The second step's last request fails: no episode of that step is recorded."""
     monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
