@@ -34,10 +34,10 @@ MIXED = "--env equations,writing --learning_rate 2e-3"
 RUNS = {
     "writing": ("tiny", [0, 1, 2], 100, WRITING, "--env writing --learning_rate 2e-3 --max_steps 16"),
     "mixed": ("tiny", [0, 1, 2], 200,
-              [*WRITING, f"{MIXED} --expert_noise 0.5 --max_samples 3000 --max_steps 250 --batch_size 16 --seed 2"],
+              [*WRITING, f"{MIXED} --expert_noise 0.5 --max_samples 6000 --max_steps 600 --batch_size 16 --seed 2"],
               f"{MIXED} --max_steps 20"),
     "search": ("smollm2", [0], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
-               f"--env search {GRPO}"),
+               "--env search --max_steps 60 --tasks_per_step 4"),
     "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.5 --max_samples 400 {SFT}"],
              f"--env code --env_options levels=1 {GRPO}"),
     "business": ("smollm2", [0], 100, [f"--env business --expert_noise 0.6 --max_samples 400 {SFT}"],
