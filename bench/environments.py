@@ -29,13 +29,14 @@ GRPO = "--max_steps 20 --tasks_per_step 4"
 WRITING = ["--env writing --expert_noise 0.5 --max_samples 3000 --max_steps 300 --batch_size 16",
            "--env writing --expert_noise 0.4 --max_samples 5000 --max_steps 600 --batch_size 16 --learning_rate 2e-3 "
            "--seed 1"]
-MIXED = "--env equations,writing --learning_rate 2e-3"
+MIXED = "--env equations,writing"
 # Name -> model, seeds, held-out tasks, flags of the stages of sft.py, flags of grpo.py.
 RUNS = {
     "writing": ("tiny", [0, 1, 2], 100, WRITING, "--env writing --learning_rate 2e-3 --max_steps 16"),
     "mixed": ("tiny", [0, 1, 2], 200,
-              [*WRITING, f"{MIXED} --expert_noise 0.5 --max_samples 6000 --max_steps 600 --batch_size 16 --seed 2"],
-              f"{MIXED} --max_steps 20"),
+              [*WRITING, f"{MIXED} --expert_noise 0.5 --max_samples 6000 --max_steps 600 --batch_size 16 "
+                         "--learning_rate 2e-3 --seed 2"],
+              MIXED),
     "search": ("smollm2", [0], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
                "--env search --max_steps 60 --tasks_per_step 4"),
     "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.5 --max_samples 400 {SFT}"],
