@@ -6,8 +6,8 @@
 
 A model is taught by `sft.py` (in up to three stages, each from the one before) on demonstrations in which a share of
 the expert's actions is wrong. GRPO starts from it with each seed: other tasks, other episodes, another exam.
-`writing` and `equations` have words that the tiny model learns; for the others it is SmolLM2-135M with the tiny
-model's chat template, which is short. `mixed` is one model that is taught and trained on two environments at once.
+For `search` and `code`, whose words the tiny model does not learn, it is SmolLM2-135M with the tiny model's chat
+template, which is short. `mixed` is one model that is taught and trained on two environments at once.
 The flags are in RUNS. A run whose folder holds a result is not done again. Writes bench/results/environments.json;
 the last line is that JSON.
 """
@@ -41,8 +41,9 @@ RUNS = {
                "--env search --max_steps 60 --tasks_per_step 4"),
     "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.5 --max_samples 400 {SFT}"],
              f"--env code --env_options levels=1 {GRPO}"),
-    "business": ("smollm2", [0], 100, [f"--env business --expert_noise 0.6 --max_samples 400 {SFT}"],
-                 f"--env business {GRPO}"),
+    "business": ("tiny", [0], 100,
+                 ["--env business --expert_noise 0.6 --max_samples 1400 --max_steps 300 --max_turns 6 --batch_size 16"],
+                 "--env business --learning_rate 2e-3 --max_grad_norm 0.005 --max_steps 30"),
 }
 
 
