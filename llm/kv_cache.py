@@ -138,7 +138,7 @@ class RowCache:
             tensor[index, :, :length] = source
 
     def exchange(self, slots: list[int], others: list[int]):
-        """Exchange what each of the slots holds with the other of its place. None is named twice."""
+        """Exchange what each slot holds with the other of its place. None is named twice."""
         to, of = torch.tensor([slots + others, others + slots], device=self.device)
         for tensor in self.tensors.values():
             tensor[to] = tensor[of]

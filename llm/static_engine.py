@@ -169,7 +169,7 @@ def slots_that_fit(model, tokens: int, most: int) -> int:
 
 
 def free_bytes(device) -> float:
-    """Return the bytes that torch can still get on a GPU. A CPU's cache takes no more than it uses."""
+    """Return the bytes that torch can still get on a GPU. A CPU's cache takes what it uses."""
     if device.type != "cuda":
         return float("inf")
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
