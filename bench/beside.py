@@ -62,7 +62,8 @@ def timed_updates(setting, args):
             except subprocess.TimeoutExpired:
                 process.kill()
         output.seek(0)
-        seconds = [float(line) for line in output][1:]
+        # What load_model prints comes first.
+        seconds = [float(line) for line in output if line[0].isdigit()][1:]
     return round(statistics.median(seconds), 2) if seconds else f"above {LIMIT / 2:.0f}"
 
 

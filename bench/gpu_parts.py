@@ -472,7 +472,9 @@ def graphs(args, folder: str) -> dict:
         result["before_mib"] = before = outside_torch()
         for width in widths:
             for span in (engine.span(1), engine.span(args.length)):
+                engine.fill()
                 engine.replay(width, span)  # warms it up
+                engine.fill()
                 began = now()
                 engine.replay(width, span)
                 result["captured"].append({"rows": width, "span": span, "graphs": graphs_of(engine),
