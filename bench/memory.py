@@ -39,7 +39,7 @@ ALLOCATOR, CONTEXT = 1.27, 500  # MiB on the card = tensors x ALLOCATOR + CONTEX
 CARDS = 4, 8, 16, 24  # GiB
 
 
-def step_mib(name: str, memory: str, sequences: int, tokens: int = TOKENS) -> float:
+def step_mib(name: str, memory: str, sequences: int) -> float:
     """Return the MiB that a card needs for a GRPO step: its update, its rollout, the allocator and the context."""
     from transformers import Qwen2Config
     hidden, layers, heads, kv_heads, mlp, vocabulary, tied = MODELS[name]
@@ -49,7 +49,7 @@ def step_mib(name: str, memory: str, sequences: int, tokens: int = TOKENS) -> fl
                     max_position_embeddings=32768, dtype="bfloat16").save_pretrained(folder)
         make_tiny()[1].save_pretrained(folder)
         episodes = min(8 * sequences, techniques(memory).decode_rows)
-        work = Workload(sequences, tokens, merge=True, decode_rows=episodes, group_size=8, max_new_tokens=512)
+        work = Workload(sequences, TOKENS, merge=True, decode_rows=episodes, group_size=8, max_new_tokens=512)
         peaks = measure({"path": folder, "lora_r": 16, "dtype": "bfloat16", "memory": memory}, work)
     return max(peaks["update"], peaks["rollout"]) / MIB * ALLOCATOR + CONTEXT
 

@@ -85,6 +85,7 @@ class StateCache(RowCache):
         return super().prefix(slot, length) + [state[slot] for state in self.states.values()]
 
     def copy_prefix(self, prefix: list, slots: list[int], length: int):
+        """Write what `prefix` returned to all these slots, their states included."""
         super().copy_prefix(prefix, slots, length)
         for state, source in zip(self.states.values(), prefix[len(self.tensors):]):
             state[slots] = source
