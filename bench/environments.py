@@ -39,7 +39,7 @@ RUNS = {
               MIXED),
     "search": ("smollm2", [0], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
                "--env search --max_steps 60 --tasks_per_step 4"),
-    "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.5 --max_samples 400 {SFT}"],
+    "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.7 --max_samples 400 {SFT}"],
              f"--env code --env_options levels=1 {GRPO}"),
     "business": ("tiny", [0], 100,
                  ["--env business --expert_noise 0.6 --max_samples 1400 --max_steps 300 --max_turns 6 --batch_size 16"],

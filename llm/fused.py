@@ -114,10 +114,16 @@ def normalize(norm, x):
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
+def packs_bfloat16(device) -> bool:
+    """True where oneDNN has a layout for bfloat16: on CPUs with AVX-512 or its like."""
+    return (device.type == "cpu" and torch.backends.mkldnn.is_available()
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class JointLinear:
     """Several Linears of the same input as one product; their outputs stand one behind the other.
 
-    A bfloat16 weight on a CPU is held in oneDNN's layout (`packs`), and merged weights are freed:
+    A bfloat16 weight on such a CPU is held in oneDNN's layout (`packs`), and merged weights are freed:
     `lora.merged` brings the base's back at its end. Else the model's own tensors are joined.
     """
 
@@ -126,8 +132,7 @@ class JointLinear:
         self.bias = torch.cat(biases) if biases else None
         weights = [whole_weight(linear) for linear in linears]
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
-        on_cpu = self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.packs = on_cpu and self.weight.dtype == torch.bfloat16
+        self.packs = self.weight.dtype == torch.bfloat16 and packs_bfloat16(self.weight.device)
         if self.packs:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             free_merged(linears)
