@@ -118,16 +118,17 @@ def options(config_class):
 
 # ---------------------------------------------------------------- flags that all algorithms share
 def best_dtype(config):
-    """bfloat16 for the frozen weights of LoRA where the device computes in it, else float32"""
+    """float32, but the frozen weights of LoRA in the 16 bits that the device computes in, if any"""
     if not config.lora_r:
         return "float32"
     import torch
     if torch.cuda.is_available():
+        # Before Ampere GPUs only emulate bfloat16.
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        info = Path("/proc/cpuinfo")
-        words = info.read_text().split() if info.exists() else []
-        supported = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+        return "bfloat16" if supported else "float16"
+    info = Path("/proc/cpuinfo")
+    words = info.read_text().split() if info.exists() else []
+    supported = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
     return "bfloat16" if supported else "float32"
 
 
