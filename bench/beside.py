@@ -27,14 +27,14 @@ LIMIT = 150  # seconds of all updates of a process
 COMMAND = ["grpo.py", "--max_steps", "8", "--eval_tasks", "50"]
 
 
-def updates(model_path, count):
+def updates(model_path, count, dtype):
     """Print the seconds of each update as a line."""
     sys.path.insert(0, str(ROOT))
     import experiment  # noqa: F401 (before torch, as in every program)
     import torch
     from llm import adamw, load_model, token_logprobs
     from lora import merged
-    model, _ = load_model(model_path, lora_r=16, dtype="bfloat16")
+    model, _ = load_model(model_path, lora_r=16, dtype=dtype)
     optimizer = adamw(model, lr=1e-5, weight_decay=0.0)
     ids = torch.randint(1000, 40000, (8, 256), generator=torch.Generator().manual_seed(0))
     for _ in range(count):
@@ -54,7 +54,8 @@ def environment(setting):
 
 def timed_updates(setting, args):
     """Return the median seconds of an update; above LIMIT / what was done, where it took too long."""
-    command = [sys.executable, __file__, "--worker", "--model_path", args.model_path, "--updates", str(args.updates)]
+    command = [sys.executable, __file__, "--worker", "--model_path", args.model_path, "--updates", str(args.updates),
+               "--dtype", args.dtype]
     with tempfile.TemporaryFile("w+") as output:
         with subprocess.Popen(command, stdout=output, env=environment(setting), cwd=ROOT) as process:
             try:
@@ -89,13 +90,14 @@ def alone_and_beside(measure, *words):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=".real/smollm2")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 where the CPU has no bfloat16")
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return updates(args.model_path, args.updates)
+        return updates(args.model_path, args.updates, args.dtype)
     rows = {name: [] for name in args.settings}
     for _ in range(args.rounds):
         for name in args.settings:
