@@ -4,6 +4,7 @@
                                                           starts and stops it
     python bench/sampler.py --url http://127.0.0.1:8000   a server that runs
     python bench/sampler.py --url ... --parts rounding    one part
+    python bench/sampler.py --model_path tiny --dtype float32 --tasks_per_step 8    the tiny model
 
     learning    SmolLM2-135M, `equations`, from a taught start (SFT on noisy demonstrations): GRPO
                 with this process's engine ("here"), with --sampler, and with --rollout_ahead 1.
@@ -44,6 +45,7 @@ def arguments():
     parser.add_argument("--model_path", default=".real/smollm2")
     parser.add_argument("--vllm", help="folder of vLLM's virtual environment")
     parser.add_argument("--url", help="a server that runs already, with --max-lora-rank 16")
+    parser.add_argument("--dtype", default="bfloat16", help="of the server's weights")
     parser.add_argument("--parts", nargs="+", default=["learning", "rounding"])
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -72,12 +74,12 @@ def install(folder):
     (copy / "METADATA").write_text(metadata.replace(f"Version: {version}", f"Version: {version}+cpu", 1))
 
 
-def serve(folder, model, log, port=8137):
+def serve(folder, model, dtype, log, port=8137):
     """Start the server and wait until it answers. Returns the process and its address."""
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1",
                  "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     flags = ["--served-model-name", "base", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "3",
-             "--dtype", "bfloat16", "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
+             "--dtype", dtype, "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
              "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enforce-eager"]
     process = subprocess.Popen([folder / "bin" / "vllm", "serve", os.path.abspath(model), *flags],
                                env={**os.environ, **variables}, stdout=log, stderr=log)
@@ -95,7 +97,13 @@ def serve(folder, model, log, port=8137):
 
 # ----------------------------------------------------------------- learning
 def taught(args):
-    """Return the start: the model with the short template, taught the format of tool calls."""
+    """Return the start: the model with the short template, taught the format of tool calls.
+
+    It is an adapter, and of the tiny model plain weights.
+    """
+    if args.model_path == "tiny":
+        from bench.learning import taught_base
+        return taught_base(args.out)
     folder = Path(args.out) / "sft"
     if not (folder / "checkpoints" / f"step_{args.sft_steps:06d}").exists():
         import sft
@@ -231,7 +239,8 @@ def main():
             install(folder)
         Path(args.out).mkdir(parents=True, exist_ok=True)
         with open(Path(args.out) / "vllm.log", "w") as log:
-            process, args.url = serve(folder, args.model_path, log)
+            model = taught(args) if args.model_path == "tiny" else args.model_path
+            process, args.url = serve(folder, model, args.dtype, log)
     path = ROOT / "bench" / "results" / "sampler.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     try:

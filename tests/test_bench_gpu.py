@@ -55,6 +55,7 @@ def test_the_device_is_compared_with_the_cpu(toy, monkeypatch):
     assert "not so: float32: gradients of the CPU" in " ".join(gpu.failures(gpu_parts.correct(args, toy)))
 
 
+@pytest.mark.slow
 def test_the_parts_that_measure_speed(toy):
     args = gpu.arguments(TOY)
     args.keep = lambda result: None

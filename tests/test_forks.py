@@ -45,7 +45,7 @@ def test_there_are_four_forks():
 
 
 @pytest.mark.parametrize("patch", [
-    pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in ("advantage", "teaching") else []) for p in PATCHES])
+    pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem != "value_head" else []) for p in PATCHES])
 def test_a_fork_applies_runs_and_is_resumed(patch, base, tmp_path):
     (tmp_path / "fork").mkdir()
     folder = fork(patch, tmp_path / "fork")

@@ -59,6 +59,7 @@ def test_a_program_and_an_import_end_in_that_line_before_what_windows_lacks(tmp_
         assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.20 is needed; pip install -r requirements.txt\n"
 
 
+@pytest.mark.slow
 def test_an_editable_install_makes_the_imports_work_from_another_folder(tmp_path):
     pytest.importorskip("setuptools", "64")
     if pip_is_missing():

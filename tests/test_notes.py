@@ -155,6 +155,7 @@ def test_the_schooling_says_one_line(short_schooling, tmp_path, capfd):
     assert "training and decoding checked in" in lines[1] and lines[2].startswith("playing 2 episodes") and out.count("written: ") == out.count("next: ") == 1 and errors == ""
 
 
+@pytest.mark.slow
 def test_an_interrupted_schooling_keeps_its_steps(short_schooling, tmp_path, monkeypatch, capfd):
     config = grpo.Config(output_dir=str(tmp_path / "r"), lora_r=2, max_steps=0, eval_tasks=0)
     clip = sft.clip_grad_norm_

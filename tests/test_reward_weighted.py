@@ -173,6 +173,7 @@ def test_the_scale_of_weights_cancels_and_micro_batches_sum():
 
 
 # ------------------------------------------------------------------------------------------------- its limits: SFT, RAFT
+@pytest.mark.slow
 def test_zero_one_rewards_linear_without_baseline_is_filtered_sft(place):
     """Value and gradient are sft_loss's on the successful episodes alone, to the last bit."""
     episodes = read_trajectories(str(place / "episodes.jsonl"))

@@ -464,7 +464,7 @@ def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     assert asked == [("a", 1), ("a", 1), ("b", 2), ("c", 3)]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_each_rank_asks_for_its_share_and_one_of_them_loads(place, tmp_path, server, ahead):  # noqa: F811
     words = f"""--model_path {place}/base --output_dir {tmp_path}/r --sampler {server.url} --dtype float32 --max_samples 200 --tasks_per_step 3
         --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 1 --lora_r 2 --max_steps 3 --learning_rate 1e-3 --rollout_ahead {ahead}""".split()
