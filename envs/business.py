@@ -200,10 +200,10 @@ class Business:
     # ------------------------------------------------------------------------------- the tasks
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
-        """Return n distinct cases. A tenth of all, by hash, is the test split."""
+        """Return n distinct cases, at most 80,000. A tenth of all, by hash, is the test split."""
         rng = random.Random(f"{split} {seed}")
         tasks = {}
-        while len(tasks) < (n or 10_000):
+        while len(tasks) < min(n or 10_000, 80_000):
             case = rng.randrange(100_000, 1_000_000)
             if in_test_split(str(case)) == (split == "test"):
                 tasks[case] = {"case": case, "level": cls.options["level"]}

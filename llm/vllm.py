@@ -12,8 +12,10 @@ again. All rows of a group ask one server, whose prefix cache then holds their p
 
 The adapter of each step has a name of its own. vLLM keeps the keys and values of a prompt under the
 adapter's name, and under an old name would use stale ones. Before the first episode
-llm/vllm_proof.py compares the servers' log-probabilities with ours. Answers come in any order, so
-that a run is not repeated bit for bit.
+llm/vllm_proof.py compares the servers' log-probabilities with ours.
+
+Answers come in any order, so that a run is not repeated bit for bit, and no seeds are sent. vLLM
+draws each row that has one by itself, and vLLM 0.32 for CPUs ends when it splits such a prompt.
 
 The client is http.client: a turn has no use for more, and after a time-out it can go on waiting. A
 server started with VLLM_API_KEY gets the key from the variable of that name here.
@@ -332,9 +334,8 @@ class ServerEngine:
         pass
 
     def start(self, row):
-        """Ask for the row's next turn. What is drawn follows from its ids and its seed."""
-        seed = (row.seed + len(row.pending)) % 2**31
-        body = {**self.body, "prompt": row.pending, "max_tokens": row.limit, "seed": seed}
+        """Ask for the row's next turn."""
+        body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
         self.asked += 1
         self.servers.start(self.answers, row, self.servers.complete, body, self.numbers[row.group])
 

@@ -48,7 +48,7 @@ def sample(servers, prompts, body) -> dict:
     def turns_of(url):
         turns = []
         for prompt in prompts[:PROMPTS]:
-            asked = {**body, "prompt": prompt, "max_tokens": TOKENS, "seed": 0}
+            asked = {**body, "prompt": prompt, "max_tokens": TOKENS}
             turns.append((prompt, *servers.turn(url, asked)))
         return turns
 

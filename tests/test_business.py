@@ -135,3 +135,8 @@ def test_tasks_are_a_function_of_their_arguments_and_disjoint():
     train, test = Business._tasks("train", 500, seed=0), Business._tasks("test", 500, seed=0)
     assert train == Business._tasks("train", 500, seed=0) != Business._tasks("train", 500, seed=1)
     assert not {task["case"] for task in train} & {task["case"] for task in test}
+
+
+@pytest.mark.slow
+def test_more_cases_than_there_are_can_be_asked():
+    assert len(Business._tasks("test", 100_000, seed=0)) == 80_000

@@ -59,7 +59,7 @@ class StandIn(ThreadingHTTPServer):
             self.models[name], _ = load_model(self.base if self.ignores_adapters else path, dtype="float32", train=False)
 
     def turn(self, body):
-        row = Row(body["prompt"], seed=body["seed"], limit=body["max_tokens"])
+        row = Row(body["prompt"], seed=len(self.requests), limit=body["max_tokens"])
         model = self.models[body["model"]]
         with self.lock, merged(model):
             engine = Engine(model, slots=1, stop_ids=body["stop_token_ids"], temperature=body["temperature"])
@@ -279,7 +279,7 @@ FAULTS = {
     "NaN": (200, '{"choices": [{"token_ids": [4, 4, 4, 4, 4, 4], "logprobs": {"token_logprobs": [NaN, 0, 0, 0, 0, 0]}}]}'),
     "probability 2": (200, turn([4] * 6, [0.7] * 6)),
     "cut short": (200, turn([4, 4], SOUND)),
-    "refused": (400, {"error": {"message": "seed is not supported"}}),
+    "refused": (400, {"error": {"message": "top_k is not supported"}}),
     "busy": (429, "too many requests"),
 }
 
@@ -329,9 +329,10 @@ def test_a_slow_server_is_waited_for(place, tmp_path, server, monkeypatch):  # n
     monkeypatch.setattr(vllm, "PATIENCE", 1)
     server.fault = lambda body: time.sleep(0 if "proof" in body["model"] else 2.5)
     played(place, tmp_path / "r", [server], max_steps=1)
-    # Nothing was asked twice.
-    asked = [(body["model"], *body["prompt"], body["seed"]) for body in server.requests]
-    assert len(set(asked)) == len(asked)
+    # Nothing was asked twice: each request became a turn.
+    masks = [[0, *json.loads(line)["loss_mask"]] for line in (tmp_path / "r" / "trajectories.jsonl").open()]
+    turns = sum(a < b for mask in masks for a, b in zip(mask, mask[1:]))
+    assert turns == sum("proof" not in body["model"] for body in server.requests[2:])
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
