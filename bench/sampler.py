@@ -161,8 +161,9 @@ def rounding(args, url):
     from lora import adapter_tensors
 
     trained = Path(args.out) / f"{args.runs[-1]}_{args.seeds[-1]}"
-    start, _ = load_model(taught(args), lora_r=16, dtype="bfloat16")
-    exact, _ = load_model(taught(args), lora_r=16, dtype="float32")
+    options = {"lora_r": 16, "seed": args.seeds[-1]}  # the seed of the run: its A
+    start, _ = load_model(taught(args), dtype="bfloat16", **options)
+    exact, _ = load_model(taught(args), dtype="float32", **options)
     end, _ = load_model(str(trained), lora_r=16, dtype="bfloat16")
     origin = {name: p.detach().clone() for name, p in adapter_tensors(start).items()}
     change = {name: p.detach() - origin[name] for name, p in adapter_tensors(end).items()}
@@ -245,9 +246,11 @@ def main():
     result = json.loads(path.read_text()) if path.exists() else {}
     try:
         for name in args.parts:
-            result[name] = {"learning": learning, "rounding": rounding}[name](args, args.url)
-            result |= {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
-                       "machine": f"{os.cpu_count()} shared cores, no GPU; vLLM with one thread"}
+            figures = {"learning": learning, "rounding": rounding}[name](args, args.url)
+            key = f"{name}, {Path(args.model_path).name}, server in {args.dtype}"
+            result[key] = {**figures, "command": "python " + " ".join(sys.argv),
+                           "date": datetime.date.today().isoformat(),
+                           "machine": f"{os.cpu_count()} shared cores, no GPU; vLLM with one thread"}
             path.write_text(json.dumps(result, indent=1))
     finally:
         if process:
