@@ -14,14 +14,14 @@ from operator import attrgetter
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Trajectory
+from agent import Episode, Trajectory, ends_on_fault
 from envs import Limits
 from envs.session import Session, Watch, load_environments
 from episodes.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
 from episodes.tasks import drop_seen, is_held_out, load_tasks, tasks_of, unseen
 from experiment.episodes import without_faults, without_too_long
-from experiment.errors import EnvironmentFault, UserError
+from experiment.errors import UserError
 from experiment.bars import NO_BAR
 from experiment.seeds import mix, shuffled
 from llm.batches import prompt_of
@@ -168,12 +168,10 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     return without_faults(without_too_long(trajectories, limits.max_tokens))
 
 
+@ends_on_fault
 def expert_turn(episode: Episode):
     """Let the expert take a turn of the episode in the model's place."""
-    try:
-        text, calls = episode.session.expert()
-    except EnvironmentFault as fault:
-        return episode.fail(str(fault))
+    text, calls = episode.session.expert()
     ids = episode.chat.turn(text, calls)
     episode.take_turn(ids, [0.0] * len(ids))
     if episode.calling:

@@ -9,11 +9,9 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
-from experiment.config import MIXTURES
-from experiment.data import read_json, reading
+from experiment.data import data_sources, read_json, reading
 from experiment.errors import UserError
 from experiment.files import fingerprint, replace_file, set_aside, sync, to_json
 
@@ -21,12 +19,10 @@ DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, sepa
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
-WHOLE = ".whole-trajectories-"  # a log before it was thinned, and the step in which it was
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
-# What state.json holds, and of which type.
-STATE = {"step": int, "algorithm": str, "score": float | int | None, "before": dict,
-         "seconds": float | int, "schedule": int | None, "bad": int, "made_of": dict,
-         "lines": dict, "unlogged": dict | None, "files": dict, "checksum": str}
+# What state.json holds.
+STATE = ("step", "algorithm", "score", "before", "seconds", "schedule", "bad", "made_of", "lines",
+         "unlogged", "files", "checksum")
 
 
 def checkpoints(output_dir):
@@ -91,12 +87,10 @@ def _own_state(checkpoint):
     """Return the content of state.json, or raise UserError if no run of this version wrote it."""
     path = Path(checkpoint) / "state.json"
     state = read_json(path)
-    # Another program's file may have any value under any name.
-    wrong = [name for name, kind in STATE.items()
-             if name not in state or not isinstance(state[name], kind)]
-    if wrong:
-        raise UserError(f"{path}: not written by a run of this version of the project: "
-                        f"{wrong[0]} is missing, or of another type")
+    for name in STATE:
+        if name not in state:
+            raise UserError(f"{path}: not written by a run of this version of the project: "
+                            f"{name} is missing")
     if state.pop("checksum") != _checksum(state):
         raise UserError(f"{path}: damaged (its checksum differs)")
     return state
@@ -128,14 +122,6 @@ def prune(output_dir):
     for path in list(scores)[:1 - KEPT]:
         if path != best:
             shutil.rmtree(path)
-    for step, path in whole_logs(output_dir):
-        if step < int(newest_checkpoint(output_dir).name[5:]):
-            path.unlink()
-
-
-def whole_logs(output_dir):
-    """Return [(step, path)] of the logs that were thinned in a step after the last checkpoint."""
-    return [(int(path.name.removeprefix(WHOLE)), path) for path in output_dir.glob(f"{WHOLE}*")]
 
 
 def check_room(output_dir, optimizer):
@@ -169,8 +155,7 @@ def ingredients(config, sources, program, base):
     if model != "tiny":
         paths |= _model_files(model)
     for name in DATA_FLAGS:
-        if data := getattr(config, name, None):
-            paths |= {path: path for path, _ in import_module(MIXTURES).data_sources(data)}
+        paths |= {path: path for path, _ in data_sources(getattr(config, name, None))}
     for path in sources:
         place = os.path.relpath(path, os.path.dirname(sources[0]))
         paths[f"environment {os.path.basename(path) if place.startswith('..') else place}"] = path

@@ -3,13 +3,12 @@
 Nothing is removed: a run that is overwritten, or a checkpoint that is in the way, is renamed.
 """
 import fcntl
-import importlib
 import os
 import re
 from pathlib import Path
 
-from experiment.config import MIXTURES, ONCE
-from experiment.data import reading
+from experiment.config import ONCE
+from experiment.data import data_sources, reading
 from experiment.errors import UserError
 from experiment.files import replace_file, set_aside, sync, to_json
 
@@ -17,8 +16,6 @@ CONFIG = "config.yaml"
 EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
-THINNING = "experiment.thinning"  # few runs need it
-RESUMING = "experiment.resuming"  # a new run does not
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
 
 
@@ -48,8 +45,7 @@ class OutputFolder:
         # An environment may change the current folder.
         self.path = Path(path).absolute()
         self.algorithm, self.command = algorithm, command
-        self.is_replaced = self.is_resumed = False
-        self.state = None  # of the checkpoint to continue from
+        self.is_replaced = False
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self, values):
@@ -107,26 +103,17 @@ class OutputFolder:
         for name, value in values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue
-            for path, _ in importlib.import_module(MIXTURES).data_sources(value):
+            for path, _ in data_sources(value):
                 if os.path.exists(path) and Path(path).resolve().is_relative_to(folder):
                     raise UserError(f"--{name} {path} lies in the folder to overwrite; "
                                     "give another --output_dir")
 
     def begin(self, values):
-        """Make the folder this run's own, with its config.yaml. Raises UserError.
-
-        A run to be overwritten is renamed. A run to be resumed goes back to its checkpoint.
-        """
+        """Make the folder this run's own, with its config.yaml; rename a run to be overwritten."""
         if self.is_replaced:
             self.lock.close()
-            try:
-                print(f"{self.path}: the run that was there is now {set_aside(self.path)}")
-            except OSError as error:
-                raise UserError(f"{self.path}: cannot be renamed ({error.strerror}); "
-                                "give another --output_dir") from None
+            print(f"{self.path}: the run that was there is now {set_aside(self.path)}")
             self._lock(values["output_dir"])
-        if self.is_resumed:
-            importlib.import_module(RESUMING).go_back(self.path, self.state)
         self.values = values
         self.write_config()
 
@@ -155,6 +142,10 @@ class OutputFolder:
         paths = [self.path / name for name in LOGS]
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
+    def has_too_many_episodes(self):
+        """True if trajectories.jsonl is larger than EPISODE_BYTES."""
+        return self.log_sizes().get(EPISODES, 0) > EPISODE_BYTES
+
     def flush(self):
         """Flush the logs to the disk. A config.yaml that someone has removed is written again."""
         if not (self.path / CONFIG).exists():
@@ -162,9 +153,3 @@ class OutputFolder:
             self.write_config()
         for name in self.log_sizes():
             sync(self.path / name)
-
-    def thin(self, step):
-        """Thin trajectories.jsonl after the episodes of a step if it has become too large."""
-        path = self.path / EPISODES
-        if path.exists() and path.stat().st_size > EPISODE_BYTES:
-            importlib.import_module(THINNING).thin(path, step)

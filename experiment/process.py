@@ -26,7 +26,10 @@ class Signals:
         looping: the run whose steps are taken now: `run`, or one inside it and a part of it.
     """
 
+    active = None  # the one that is open
+
     def __enter__(self):
+        Signals.active = self
         self.signum = self.run = self.looping = None
         self.previous = {}
         if threading.current_thread() is threading.main_thread():
@@ -37,6 +40,7 @@ class Signals:
         return self
 
     def __exit__(self, *_):
+        Signals.active = None
         for signum, handler in self.previous.items():
             signal.signal(signum, handler)
 
@@ -65,12 +69,6 @@ class Signals:
             where = "" if inside is self.run else f" in {inside.folder}"
             how = f" after step {inside.step}{where}; continue with: {self.run.command}"
         return Stop(f"stopped by {self.name}{how}", 128 + self.signum)
-
-
-def active_signals():
-    """Return the open Signals, or None."""
-    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return handler if isinstance(handler, Signals) else None
 
 
 # ------------------------------------------------------------------------------------------- memory

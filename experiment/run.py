@@ -8,7 +8,7 @@
             run.log(loss=loss)
     return run.finish()
 
-torch and tqdm are imported where they are used: what reads flags alone does not wait for them.
+torch is imported where it is used: what reads flags alone does not wait for it.
 """
 import math
 import os
@@ -16,6 +16,8 @@ import shlex
 import sys
 import time
 from importlib import import_module
+
+from tqdm import tqdm
 
 from experiment.bars import NO_BAR, say
 from experiment.checkpoint import (check_room, fingerprints, ingredients, load_optimizer,
@@ -27,15 +29,18 @@ from experiment.errors import Stop, UserError, printable
 from experiment.files import finite, to_json
 from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
                               step_line, step_numbers)
-from experiment.output_folder import RESUMING, OutputFolder, algorithm_of
-from experiment.process import active_signals, peak_memory_mb
+from experiment.output_folder import EPISODES, OutputFolder
+from experiment.process import Signals, peak_memory_mb
 from experiment.seeds import mix
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 REPORT = "window.report"  # the room that shows a run, entered when it has finished
+RESUMING, THINNING = "experiment.resuming", "experiment.thinning"  # few runs need them
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
+# Attributes that a checkpoint's state.json holds, and that a resumed run takes from there.
+RESTORED = ("step", "before", "schedule", "bad", "made_of", "unlogged")
 
 
 class Run:
@@ -74,7 +79,8 @@ class Run:
                        for name in flags}
         self.ranks = join()
         self.writes = self.ranks.rank == 0
-        self.program = program_of(config, algorithm)
+        # A notebook's own Config has no file.
+        self.program = getattr(sys.modules[type(config).__module__], "__file__", f"{algorithm}.py")
         written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
                                    "--config", written, *code_flags(self.values), "--resume"])
@@ -85,11 +91,10 @@ class Run:
         self.opened = time.time()
         self.rollout_seconds = 0.0
         self.watch = None
-        self.saved_at = time.monotonic()
         self.has_begun = self.looping = self.updated = False
         self.made_of = {}
         self.saved = self.score = self.unlogged = self.marks = self.schedule = None
-        self.signals = active_signals()
+        self.signals = Signals.active
         if self.signals:
             self.signals.run = self.signals.run or self
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
@@ -97,22 +102,24 @@ class Run:
     def _open(self):
         """Enter the folder; return (result, checkpoint, state) as resuming.py's function does."""
         self.files.enter(self.values)
-        if not self.values.get("resume"):
-            return None, None, None
-        if not algorithm_of(self.folder):
-            print(f"{self.folder}: nothing to resume, a new run begins")
+        if not self.values["resume"]:
             return None, None, None
         return import_module(RESUMING).continue_run(
             self.files, self.config, self.values, self._ingredients())
 
     def begin(self):
-        """Take the output folder for this run: rename what is overwritten, write config.yaml.
+        """Take the output folder: rename what is overwritten, go back to what is resumed.
 
         `steps` does it, once model and data have loaded. What writes there earlier calls it first.
         """
         if not self.has_begun:
-            self.ranks.first(lambda: self.files.begin(self.values))
+            self.ranks.first(self._take_folder)
             self.has_begun = True
+
+    def _take_folder(self):
+        if self.values["resume"]:
+            import_module(RESUMING).go_back(self.folder, self.state)
+        self.files.begin(self.values)
 
     def _ingredients(self):
         return ingredients(self.config, self.sources, self.program, self.folder / "base")
@@ -173,12 +180,11 @@ class Run:
             evaluate: returns the metrics of held-out tasks as a dict, {} if there are none.
             evaluate_before: False if the policy is not worth evaluating before the first step.
         """
-        from tqdm import tqdm
-        saved = self._start(total, state, evaluate if evaluate_before else dict)
+        self._start(total, state, evaluate if evaluate_before else dict)
         self._loop(True)
-        if saved.get("unlogged"):
+        if self.unlogged:
             # The run was stopped between a step and its line: write that line now.
-            self.line = saved["unlogged"]
+            self.line = self.unlogged
             self._close_step(evaluate, {})
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
@@ -207,28 +213,29 @@ class Run:
         self.after = evaluate()
 
     def _start(self, total, state, evaluate):
-        """Begin or restore the run, evaluate the policy of a new one, and print what comes.
-
-        Returns the state.json of the checkpoint to continue from, {} in a new run.
-        """
+        """Begin or restore the run, evaluate the policy of a new one, and print what comes."""
         self.total, self.training = total, state
         self.values["max_steps"] = total
         self.begin()
-        self.ranks.first(lambda: self.files.write_config())
-        saved = self._restore(state)
-        self.schedule = saved.get("schedule", total)
-        self.before = saved.get("before") or ({} if saved else evaluate())
-        if self.before and not saved:
-            say(f"before: {headline(self.before)}")
+        self.ranks.first(self.files.write_config)
+        self.ranks.check_alike(trained_parameters(state.optimizer))
+        self.ranks.first(lambda: check_room(self.folder, state.optimizer))
+        if self.checkpoint:
+            self._restore()
+        else:
+            self.made_of = fingerprints(self._ingredients()) if self.writes else {}
+            self.schedule, self.before = total, evaluate()
+            if self.before:
+                say(f"before: {headline(self.before)}")
         # Both clocks count earlier sessions. That of training starts after the first evaluation.
-        self.began = time.time() - saved.get("seconds", 0.0)
-        self.opened -= saved.get("seconds", 0.0)
+        seconds = self.state["seconds"] if self.checkpoint else 0.0
+        self.began = time.time() - seconds
+        self.opened -= seconds
         if self.algorithm != "sft":
             for note in first_notes(self.before, self.config, state.model, self.has_expert):
                 say(note)
         if total > self.step:
             say(plan(self.config, total - self.step))
-        return saved
 
     def _loop(self, looping):
         """Enter or leave the loop, in which a signal waits until nothing is lost."""
@@ -245,10 +252,14 @@ class Run:
             say(f"after step {self.step}: {headline(metrics)}")
         self.write_line(self.step - 1, self.line, timing)
         self.score = self.line.get("eval/success")
-        self.unlogged, self.marks = None, self.files.log_sizes()
         every = self.config.save_every
         seconds = time.monotonic() - self.saved_at
         due = self.step % every == 0 if every else seconds > SAVE_SECONDS
+        if self.writes and self.files.has_too_many_episodes():
+            # What is thinned is not what an earlier checkpoint would go back to: save the next.
+            import_module(THINNING).thin(self.folder / EPISODES)
+            due = True
+        self.unlogged, self.marks = None, self.files.log_sizes()
         if due and self.saved != self.step:
             self._save()
         self.check()
@@ -272,7 +283,6 @@ class Run:
         `seed` names the pass over them: each of its micro-batches draws its own dropout.
         """
         import torch
-        from tqdm import tqdm
         slices = self.ranks.micro_batches(sequences, self.config.batch_size)
         for rows in tqdm(slices, "forward passes", disable=NO_BAR, leave=False, delay=2):
             self.check()
@@ -295,8 +305,6 @@ class Run:
             return
         self.log(**summarise(episodes))
         self.write_episodes(episodes, LOGGED_EPISODES)
-        if self.writes:
-            self.files.thin(self.step)
 
     def write_episodes(self, episodes, limit=None):
         """Append the first `limit` episodes and the rest of their groups, or all, if None.
@@ -305,7 +313,7 @@ class Run:
         """
         groups = {t.group_id for t in episodes[:limit]}
         lines = [{"step": self.step, **t.to_json()} for t in episodes if t.group_id in groups]
-        self._append("trajectories.jsonl", lines)
+        self._append(EPISODES, lines)
 
     def write_line(self, step, metrics, timing):
         """Append a step's line to metrics.jsonl and timing.jsonl, and print the alarms it raises.
@@ -365,29 +373,21 @@ class Run:
             raise self.signals.stop()
 
     # ---------------------------------------------------------------------------------- checkpoints
-    def _restore(self, state):
-        """Load the checkpoint to continue from; return its state.json, {} in a new run."""
-        self.ranks.check_alike(trained_parameters(state.optimizer))
-        self.ranks.first(lambda: check_room(self.folder, state.optimizer))
-        if not self.checkpoint:
-            if self.writes:
-                self.made_of = fingerprints(self._ingredients())
-            return {}
-        state.load_weights(self.checkpoint)
-        load_optimizer(state.optimizer, self.checkpoint / "optimizer.safetensors")
-        self.step = self.saved = self.state["step"]
-        self.bad, self.made_of = self.state["bad"], self.state["made_of"]
+    def _restore(self):
+        """Load the checkpoint to continue from, and take over what its state.json holds."""
+        self.training.load_weights(self.checkpoint)
+        load_optimizer(self.training.optimizer, self.checkpoint / "optimizer.safetensors")
+        self.saved = self.state["step"]
+        for name in RESTORED:
+            setattr(self, name, self.state[name])
         self.alarms.read(self.folder / "metrics.jsonl")
-        return self.state
 
     def _save(self):
         """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
         if self.writes:
             self.files.flush()
-            state = {"step": self.step, "algorithm": self.algorithm, "score": self.score,
-                     "before": self.before, "seconds": time.time() - self.began,
-                     "schedule": self.schedule, "bad": self.bad, "made_of": self.made_of,
-                     "lines": self.marks, "unlogged": self.unlogged}
+            state = {name: getattr(self, name) for name in (*RESTORED, "algorithm", "score")}
+            state.update(seconds=time.time() - self.began, lines=self.marks)
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
             write_checkpoint(path, self.training, optimizer_tensors(self.training.optimizer), state)
             prune(self.folder)
@@ -423,8 +423,3 @@ class Run:
             print(f"report.html: {error}", file=sys.stderr)
         return report.Result(self.folder)
 
-
-def program_of(config, algorithm):
-    """Return the path of the file that trains: the one that defines the Config."""
-    program = sys.modules[type(config).__module__]
-    return getattr(program, "__file__", f"{algorithm}.py")  # none in a notebook

@@ -2,26 +2,18 @@
 import re
 from collections import Counter
 
-from experiment.checkpoint import WHOLE, whole_logs
 
-
-def thin(path, step):
-    """Rewrite the log so that at least a quarter of it goes. No step loses a part of its lines.
-
-    Until a later step than `step` is saved the whole file stays beside it: a run that is resumed
-    from an earlier checkpoint goes back to it.
-    """
+def thin(path):
+    """Rewrite the log so that at least a quarter of it goes. No step loses a part of its lines."""
+    sizes = Counter()
+    with open(path, "rb") as file:
+        for line in file:
+            sizes[step_of(line)] += len(line)
+    kept = kept_steps(sizes)
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         with open(path, "rb") as file, open(temporary, "wb") as out:
-            sizes = Counter()
-            for line in file:
-                sizes[step_of(line)] += len(line)
-            kept = kept_steps(sizes)
-            file.seek(0)
             out.writelines(line for line in file if step_of(line) in kept)
-        if not whole_logs(path.parent):
-            path.rename(path.with_name(f"{WHOLE}{step}"))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
