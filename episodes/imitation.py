@@ -38,9 +38,7 @@ def read_dataset(config) -> tuple[list, list]:
     if not config.dataset:
         return [], []
     read = partial(read_demonstrations, config=config)
-    learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
-    print(f"{config.dataset}: {len(learned)} conversations to learn from, {len(held_out)} held out")
-    return learned, held_out
+    return read_split(read, config.dataset, attrgetter("row"), config)
 
 
 def demonstrations(config, conversations, tokenizer, vocabulary: int):
@@ -60,12 +58,14 @@ def demonstrations(config, conversations, tokenizer, vocabulary: int):
         learned = play_expert(config, tokenizer, "train", config.max_samples)
         held_out = play_expert(config, tokenizer, "test", HELD_OUT, tasks_of(learned))
     learned = drop_long(learned, config.max_tokens)
+    held_out = drop_long(held_out, config.max_tokens)
+    source = config.trajectories or config.dataset or config.tasks or config.env
     if not learned:
-        source = config.trajectories or config.dataset or config.env
         condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
         raise UserError(f"no episodes to imitate: {source} has none {condition}within "
                         f"{config.max_tokens} tokens")
-    return learned, drop_long(held_out, config.max_tokens)
+    print(f"{source}: {len(learned)} demonstrations to learn from, {len(held_out)} held out")
+    return learned, held_out
 
 
 def read_recorded(config, tokenizer, vocabulary):
@@ -78,9 +78,7 @@ def read_recorded(config, tokenizer, vocabulary):
     def task(t):
         return [t.info.get("task"), prompt_of(t)]
 
-    learned, held_out = read_split(read, config.trajectories, task, config)
-    print(f"{config.trajectories}: {len(learned)} episodes to learn from, {len(held_out)} held out")
-    return learned, held_out
+    return read_split(read, config.trajectories, task, config)
 
 
 def read_split(read, path, content, config):
@@ -139,11 +137,8 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
     options = envs.options_of(config)
     tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset,
                        options, config.fields)
-    tasks = drop_seen(tasks, seen)
-    if config.tasks:
-        print(f"{config.tasks}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
     tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
-             for i, task in enumerate(tasks)]
+             for i, task in enumerate(drop_seen(tasks, seen))]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
     limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
     return demonstrate(tokenizer, config.env, tasks, limits, options)

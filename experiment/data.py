@@ -51,9 +51,7 @@ def _reason(error):
 
 def lines_of(path):
     """Yield (line number, text) for every line of a UTF-8 file. Only newlines end a line."""
-    with reading(path):
-        file = open(path, "rb")
-    with file:
+    with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             with reading(path, number):
                 # Spreadsheets begin a file with a byte order mark.

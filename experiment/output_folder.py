@@ -5,6 +5,7 @@ Nothing is removed: a run that is overwritten, or a checkpoint that is in the wa
 import fcntl
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 from experiment.config import ONCE
@@ -118,10 +119,6 @@ class OutputFolder:
         self.write_config()
 
     # -------------------------------------------------------------------------------------- writing
-    def write(self, name, text):
-        """Write a file of the folder whole or not at all."""
-        replace_file(self.path / name, text)
-
     def write_config(self):
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
@@ -130,7 +127,7 @@ class OutputFolder:
         text = yaml.safe_dump(kept, sort_keys=False)
         again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
         unsafe = " with --unsafe_code" if self.values.get("unsafe_code") else ""
-        self.write(CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
+        replace_file(self.path / CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""
@@ -146,6 +143,21 @@ class OutputFolder:
         """True if trajectories.jsonl is larger than EPISODE_BYTES."""
         return self.log_sizes().get(EPISODES, 0) > EPISODE_BYTES
 
+    def thin_episodes(self):
+        """Take at least a quarter out of trajectories.jsonl. No step loses a part of its lines."""
+        path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
+        sizes = Counter()  # step -> bytes
+        with open(path, "rb") as file:
+            for line in file:
+                sizes[step_of(line)] += len(line)
+        kept = kept_steps(sizes)
+        try:
+            with open(path, "rb") as file, open(temporary, "wb") as out:
+                out.writelines(line for line in file if step_of(line) in kept)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
     def flush(self):
         """Flush the logs to the disk. A config.yaml that someone has removed is written again."""
         if not (self.path / CONFIG).exists():
@@ -153,3 +165,24 @@ class OutputFolder:
             self.write_config()
         for name in self.log_sizes():
             sync(self.path / name)
+
+
+def step_of(line):
+    """Return the step of a line of trajectories.jsonl, which begins with it."""
+    return int(re.match(rb'\{"step": (\d+)', line)[1])
+
+
+def kept_steps(sizes):
+    """Return the steps that stay: the newest half of the bytes, and before it every n-th step.
+
+    The number n is the least power of two with which these have a quarter of the bytes at most.
+    `sizes` is {step: bytes}, the oldest first.
+    """
+    steps, total = list(sizes), sum(sizes.values())
+    newest = {steps.pop()}
+    while steps and sum(sizes[step] for step in newest) + sizes[steps[-1]] <= total / 2:
+        newest.add(steps.pop())
+    n = 2
+    while n <= max(newest) and sum(sizes[step] for step in steps if step % n == 0) > total / 4:
+        n *= 2
+    return newest | {step for step in steps if step % n == 0}

@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from experiment.errors import Stop
@@ -50,11 +51,9 @@ class Signals:
         self.signum = signum
         if not self.looping:
             raise self.stop()
-        try:
+        with suppress(OSError):
             # print() may not be called again while it is interrupted, os.write() may.
             os.write(2, NOTICE)
-        except OSError:
-            pass
 
     @property
     def name(self):
@@ -77,10 +76,8 @@ def give_back_memory():
 
     glibc would keep it, and the peaks of rollout and update would add up.
     """
-    try:
+    with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):
-        pass  # another C library
 
 
 def is_out_of_memory(error):

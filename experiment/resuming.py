@@ -3,7 +3,7 @@ import os
 
 from experiment.checkpoint import checkpoints, fingerprints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert, options
-from experiment.data import read_json, read_yaml, reading
+from experiment.data import read_json, read_yaml
 from experiment.errors import UserError
 from experiment.files import set_aside
 from experiment.output_folder import CONFIG, LOGS, algorithm_of
@@ -35,16 +35,20 @@ def continue_run(folder, config, values, paths):
     longer = _compare(folder, config, values)
     if (folder.path / "result.json").exists() and not longer:
         result = read_json(folder.path / "result.json")
-        with reading(folder.path / "result.json"):
-            steps = result["steps"]
-        print(f"{folder.path}: finished after {steps} steps; a larger --max_steps continues it")
+        print(f"{folder.path}: finished after {result['steps']} steps; a larger --max_steps "
+              "continues it")
         return result, None, None
-    checkpoint, state = newest_checkpoint(folder.path), None
-    if checkpoint:
-        state = _verified(checkpoint)
-        check_ingredients(state["made_of"], paths)
-    print(f"{folder.path}: continues after step {state['step']}" if state else
-          f"{folder.path}: no step is saved, begins again")
+    checkpoint = newest_checkpoint(folder.path)
+    if not checkpoint:
+        print(f"{folder.path}: no step is saved, begins again")
+        return None, None, None
+    try:
+        state = read_state(checkpoint)
+    except UserError as error:
+        raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
+                        "checkpoint before") from None
+    check_ingredients(state["made_of"], paths)
+    print(f"{folder.path}: continues after step {state['step']}")
     return None, checkpoint, state
 
 
@@ -70,15 +74,6 @@ def _compare(folder, config, values):
         raise UserError(f"{folder.path}: --resume continues the run as it began (max_steps may "
                         f"grow), but {', '.join(differences)}; the same command: {folder.command}")
     return longer
-
-
-def _verified(checkpoint):
-    """Return the state of a checkpoint that is whole."""
-    try:
-        return read_state(checkpoint)
-    except UserError as error:
-        raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
-                        "checkpoint before") from None
 
 
 def go_back(folder, state):

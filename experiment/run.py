@@ -26,7 +26,7 @@ from experiment.config import code_flags, convert, options
 from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
-from experiment.files import finite, to_json
+from experiment.files import finite, replace_file, to_json
 from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
                               step_line, step_numbers)
 from experiment.output_folder import EPISODES, OutputFolder
@@ -37,7 +37,7 @@ SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 REPORT = "window.report"  # the room that shows a run, entered when it has finished
-RESUMING, THINNING = "experiment.resuming", "experiment.thinning"  # few runs need them
+RESUMING = "experiment.resuming"  # a new run does not need it
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 # Attributes that a checkpoint's state.json holds, and that a resumed run takes from there.
 RESTORED = ("step", "before", "schedule", "bad", "made_of", "unlogged")
@@ -257,7 +257,7 @@ class Run:
         due = self.step % every == 0 if every else seconds > SAVE_SECONDS
         if self.writes and self.files.has_too_many_episodes():
             # What is thinned is not what an earlier checkpoint would go back to: save the next.
-            import_module(THINNING).thin(self.folder / EPISODES)
+            self.files.thin_episodes()
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
         if due and self.saved != self.step:
@@ -356,7 +356,7 @@ class Run:
         if self.writes:
             content = {"step": self.step, "why": reason,
                        "episodes": [t.to_json() for t in episodes]}
-            self.files.write(path.name, to_json(content, indent=1))
+            replace_file(path, to_json(content, indent=1))
         say(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
             raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
@@ -414,7 +414,7 @@ class Run:
         return self.ranks.first(lambda: self._write_result(finite(result)))
 
     def _write_result(self, result):
-        self.files.write("result.json", to_json(result, indent=1))
+        replace_file(self.folder / "result.json", to_json(result, indent=1))
         report = import_module(REPORT)
         try:
             report.write_html(self.folder)
