@@ -49,16 +49,11 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
 
 def _rows(source, columns):
     """Yield (place, row) of one source, with the names of columns that --fields gives."""
-    name = "the list of rows" if source.startswith("[") else source
-    unused = set(columns)
+    place = "the list of rows" if source.startswith("[") else source
     for line, row in read_rows(source):
         renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         kept = {name: value for name, value in row.items() if name not in columns.values()}
-        unused -= renamed.keys()
-        yield f"{name}:{line}", {**kept, **renamed}
-    for ours in sorted(unused):
-        theirs = columns[ours]
-        say_once(f"{name}: no row has a column {theirs!r}: --fields {ours}={theirs} is not used")
+        yield f"{place}:{line}", {**kept, **renamed}
 
 
 def _columns(fields):
