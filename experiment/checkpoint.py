@@ -150,10 +150,9 @@ def ingredients(config, sources, program, base):
         program: the path of the algorithm's file; what was imported from its folder counts, too.
         base: the folder of the tiny model that was made for the run, which may not exist.
     """
-    model = getattr(config, "model_path", "tiny")
     paths = {f"base/{path.name}": path for path in _files_in(base)}
-    if model != "tiny":
-        paths |= _model_files(model)
+    if config.model_path != "tiny":
+        paths |= _model_files(config.model_path)
     for name in DATA_FLAGS:
         paths |= {path: path for path, _ in data_sources(getattr(config, name, None))}
     for path in sources:

@@ -292,8 +292,12 @@ def convert(value, option, source):
 
 def code_flags(values):
     """Return the flags that name code outside of this project, which --config does not give."""
-    named = {name: str(values.get(name)) for name in CODE}
-    return [word for name, value in named.items() if ":" in value for word in (f"--{name}", value)]
+    words = []
+    for name in CODE:
+        value = str(values.get(name))
+        if ":" in value:
+            words += [f"--{name}", value]
+    return words
 
 
 def _parse_text(text, kind):

@@ -79,8 +79,8 @@ class OutputFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.path / ".lock", "a+")
-        except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
-            reason = "is a file" if os.path.isfile(self.path) else getattr(error, "strerror", error)
+        except OSError as error:
+            reason = "is a file" if self.path.is_file() else error.strerror
             raise UserError(
                 f"{given}: cannot write there ({reason}); give another --output_dir") from None
         try:
