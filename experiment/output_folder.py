@@ -80,7 +80,7 @@ class OutputFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.path / ".lock", "a+")
         except OSError as error:
-            reason = "is a file" if self.path.is_file() else error.strerror
+            reason = "is a file" if isinstance(error, FileExistsError) else error.strerror
             raise UserError(
                 f"{given}: cannot write there ({reason}); give another --output_dir") from None
         try:
