@@ -40,7 +40,7 @@ REPORT = "window.report"  # the room that shows a run, entered when it has finis
 RESUMING = "experiment.resuming"  # a new run does not need it
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 # Attributes that a checkpoint's state.json holds, and that a resumed run takes from there.
-RESTORED = ("step", "before", "schedule", "bad", "made_of", "unlogged")
+RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
 
 
 class Run:
@@ -52,7 +52,7 @@ class Run:
         folder: the path of the output folder.
         ranks: the `Ranks` that share the work.
         checkpoint: the checkpoint this run continues from, or None.
-        step: how many steps are done.
+        step, seconds: how many steps are done, and how long they took.
         line: the metrics of the present step.
         before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds: of the present step; `agent.rollout` adds to it.
@@ -89,7 +89,7 @@ class Run:
         self.alarms = Alarms(flags, self.has_expert)
         self.step = self.bad = 0
         self.opened = time.time()
-        self.rollout_seconds = 0.0
+        self.seconds = self.rollout_seconds = 0.0
         self.watch = None
         self.has_begun = self.looping = self.updated = False
         self.made_of = {}
@@ -188,7 +188,6 @@ class Run:
             self._close_step(evaluate, {})
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
-        first, started = self.step, time.monotonic()
         for step in bar:
             self.line, self.rollout_seconds, began = {}, 0.0, time.time()
             for group in state.optimizer.param_groups:
@@ -198,14 +197,14 @@ class Run:
             timing = self._timing(time.time() - began)
             # From here on the weights are those after the step, whose line is not written yet.
             self.step, self.updated = step + 1, False
+            self.seconds += timing["seconds"]
             self.unlogged, self.marks = self.line, self.files.log_sizes()
             self.score = None
             self._close_step(evaluate, timing)
             bar.set_postfix_str(step_numbers(self.line, 2))
             if bar.disable:
-                left = (time.monotonic() - started) / (self.step - first) * (total - self.step)
+                left = self.seconds / self.step * (total - self.step)
                 say(step_line(self.step, total, self.line, timing["seconds"], left))
-        self.training_seconds = time.time() - self.began
         if self.saved != self.step:
             self._save()
         self._loop(False)
@@ -227,10 +226,6 @@ class Run:
             self.schedule, self.before = total, evaluate()
             if self.before:
                 say(f"before: {headline(self.before)}")
-        # Both clocks count earlier sessions. That of training starts after the first evaluation.
-        seconds = self.state["seconds"] if self.checkpoint else 0.0
-        self.began = time.time() - seconds
-        self.opened -= seconds
         if self.algorithm != "sft":
             for note in first_notes(self.before, self.config, state.model, self.has_expert):
                 say(note)
@@ -380,6 +375,7 @@ class Run:
         self.saved = self.state["step"]
         for name in RESTORED:
             setattr(self, name, self.state[name])
+        self.opened -= self.seconds
         self.alarms.read(self.folder / "metrics.jsonl")
 
     def _save(self):
@@ -387,7 +383,7 @@ class Run:
         if self.writes:
             self.files.flush()
             state = {name: getattr(self, name) for name in (*RESTORED, "algorithm", "score")}
-            state.update(seconds=time.time() - self.began, lines=self.marks)
+            state["lines"] = self.marks
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
             write_checkpoint(path, self.training, optimizer_tensors(self.training.optimizer), state)
             prune(self.folder)
@@ -401,7 +397,7 @@ class Run:
             next_step: the program to continue with; "agent.py" shows episodes.
             extra: further entries of result.json.
         """
-        print_table(self.before, self.after, self.total, self.training_seconds)
+        print_table(self.before, self.after, self.total, self.seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         command = next_command(next_step, self.config, *words)
         print(f"written: {self.config.output_dir}\nnext:    {command}")
