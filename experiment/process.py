@@ -23,15 +23,16 @@ class Signals:
     outside of it at once. A second signal ends the process at once.
 
     Attributes:
+        active: the one that is open, or None.
+        signum: the number of the signal that came, or None.
         run: the first run that is made inside. Its command continues all.
         looping: the run whose steps are taken now: `run`, or one inside it and a part of it.
     """
 
-    active = None  # the one that is open
+    active = signum = run = looping = None
 
     def __enter__(self):
         Signals.active = self
-        self.signum = self.run = self.looping = None
         self.previous = {}
         if threading.current_thread() is threading.main_thread():
             for signum in HANDLED:

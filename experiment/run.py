@@ -91,12 +91,12 @@ class Run:
         self.opened = time.time()
         self.seconds = self.rollout_seconds = 0.0
         self.watch = None
-        self.has_begun = self.looping = self.updated = False
+        self.has_begun = self.updated = False
         self.made_of = {}
         self.saved = self.score = self.unlogged = self.marks = self.schedule = None
-        self.signals = Signals.active
-        if self.signals:
-            self.signals.run = self.signals.run or self
+        # In a notebook none are handled.
+        self.signals = Signals.active or Signals()
+        self.signals.run = self.signals.run or self
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
 
     def _open(self):
@@ -133,7 +133,7 @@ class Run:
 
         Between two updates of a step the weights are those of no step: the last checkpoint stands.
         """
-        if error is None or not self.looping:
+        if error is None or self.signals.looping is not self:
             return
         if self.saved != self.step and not self.updated:
             self._save()
@@ -234,10 +234,9 @@ class Run:
 
     def _loop(self, looping):
         """Enter or leave the loop, in which a signal waits until nothing is lost."""
-        self.looping, self.marks = looping, self.files.log_sizes()
+        self.marks = self.files.log_sizes()
         self.saved_at = time.monotonic()
-        if self.signals:
-            self.signals.looping = self if looping else None
+        self.signals.looping = self if looping else None
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
@@ -364,7 +363,7 @@ class Run:
 
         This is called between decode steps and between micro-batches.
         """
-        if self.signals and self.signals.signum and not self.updated:
+        if self.signals.signum and not self.updated:
             raise self.signals.stop()
 
     # ---------------------------------------------------------------------------------- checkpoints
