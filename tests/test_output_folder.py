@@ -147,7 +147,7 @@ def test_the_log_of_episodes_keeps_the_newest_and_thins_the_rest(tmp_path, monke
     monkeypatch.setattr(output_folder, "EPISODE_BYTES", 20_000)
     book = Run(grpo.Config(output_dir=str(tmp_path), save_every=1000), "grpo")
     book.begin()
-    book.before, book.training = {}, training()
+    book.before, book.saved_at, book.training = {}, 0.0, training()
     path, saved = tmp_path / "trajectories.jsonl", set()
     for step in range(200):
         book.line = {}
