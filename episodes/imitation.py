@@ -20,7 +20,7 @@ from envs.session import Session, Watch, load_environments
 from episodes.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
 from episodes.tasks import drop_seen, is_held_out, load_tasks, tasks_of, unseen
-from experiment.episodes import without_faults, without_too_long
+from experiment.episodes import print_dropped, without_faults, without_too_long
 from experiment.errors import UserError
 from experiment.bars import NO_BAR
 from experiment.seeds import mix, shuffled
@@ -109,9 +109,7 @@ def read_split(read, path, content, config):
 def drop_long(episodes, max_tokens):
     """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
     short = [t for t in episodes if len(t.token_ids) <= max_tokens]
-    if len(short) < len(episodes):
-        print(f"{len(episodes) - len(short)} of {len(episodes)} episodes exceed {max_tokens} "
-              "tokens: dropped")
+    print_dropped(episodes, short, f"episodes exceed {max_tokens} tokens: dropped")
     return short
 
 

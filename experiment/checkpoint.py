@@ -150,7 +150,7 @@ def ingredients(config, sources, program, base):
         program: the path of the algorithm's file; what was imported from its folder counts, too.
         base: the folder of the tiny model that was made for the run, which may not exist.
     """
-    paths = {f"base/{path.name}": path for path in _files_in(base)}
+    paths = _files_in(base, "base")
     if config.model_path != "tiny":
         paths |= _model_files(config.model_path)
     for name in DATA_FLAGS:
@@ -203,20 +203,19 @@ def _model_files(model):
                 if isinstance(path, str)}
     folder = newest_checkpoint(model) or Path(model)
     if not (folder / "adapter_config.json").exists():
-        return {f"base/{path.name}": path for path in _files_in(folder)}
+        return _files_in(folder, "base")
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or ""
     for moved in (folder / "base", folder / "../../base"):
         # Where the base is no more, it may lie beside the adapter.
         if not os.path.exists(base) and moved.is_dir():
             base = moved
-    return {f"adapter/{path.name}": path for path in _files_in(folder)} | _model_files(base)
+    return _files_in(folder, "adapter") | _model_files(base)
 
 
-def _files_in(folder):
-    """Return the paths of a model folder's files."""
-    paths = sorted(Path(folder).glob("*"))
-    return [path for path in paths
-            if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL]
+def _files_in(folder, kind):
+    """Return {"KIND/name": path} of a model folder's files."""
+    return {f"{kind}/{path.name}": path for path in sorted(Path(folder).glob("*"))
+            if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL}
 
 
 # -------------------------------------------------------------------------------------- optimizer

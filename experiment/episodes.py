@@ -141,14 +141,19 @@ def without_too_long(trajectories: list, max_tokens: int, or_raise: bool = True)
         shortest = min(len(t.token_ids) for t in trajectories)
         raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
                         f"tokens, --max_tokens is {max_tokens}")
-    if len(kept) < len(trajectories):
-        print(f"{len(trajectories) - len(kept)} of {len(trajectories)} episodes dropped: "
-              f"the prompt alone reaches --max_tokens {max_tokens}")
+    print_dropped(trajectories, kept,
+                  f"episodes dropped: the prompt alone reaches --max_tokens {max_tokens}")
     failed = [t.info["error"] for t in kept if t.stop_reason == "error"]
     if failed:
         print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
               f"the first: {failed[0]}")
     return kept
+
+
+def print_dropped(items: list, kept: list, words: str):
+    """Print how many of the items were not kept. `words` say what they are, and why."""
+    if len(kept) < len(items):
+        print(f"{len(items) - len(kept)} of {len(items)} {words}")
 
 
 def without_faults(trajectories: list) -> list:
