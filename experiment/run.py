@@ -117,6 +117,7 @@ class Run:
             self.has_begun = True
 
     def _take_folder(self):
+        """Undo what came after the checkpoint to resume, or rename a run; write config.yaml."""
         if self.values["resume"]:
             import_module(RESUMING).go_back(self.folder, self.state)
         self.files.begin(self.values)
@@ -250,7 +251,7 @@ class Run:
         seconds = time.monotonic() - self.saved_at
         due = self.step % every == 0 if every else seconds > SAVE_SECONDS
         if self.writes and self.files.has_too_many_episodes():
-            # What is thinned is not what an earlier checkpoint would go back to: save the next.
+            # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
             self.files.thin_episodes()
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
