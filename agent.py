@@ -78,7 +78,7 @@ class Trajectory:
 
 # -------------------------------------------------------------------------------- one episode
 def ends_on_fault(method):
-    """Wrap a method of Episode: a fault of the environment ends this episode and no other."""
+    """Wrap what an Episode does: a fault of the environment ends this episode and no other."""
     @wraps(method)
     def wrapped(self, *arguments):
         try:

@@ -14,14 +14,14 @@ from operator import attrgetter
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Trajectory
+from agent import Episode, Trajectory, ends_on_fault
 from envs import Limits
 from envs.session import Session, Watch, load_environments
 from episodes.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
 from episodes.tasks import drop_seen, is_held_out, load_tasks, tasks_of, unseen
-from experiment.episodes import without_faults, without_too_long
-from experiment.errors import EnvironmentFault, UserError
+from experiment.episodes import print_dropped, without_faults, without_too_long
+from experiment.errors import UserError
 from experiment.bars import NO_BAR
 from experiment.seeds import mix, shuffled
 from llm.batches import prompt_of
@@ -38,9 +38,7 @@ def read_dataset(config) -> tuple[list, list]:
     if not config.dataset:
         return [], []
     read = partial(read_demonstrations, config=config)
-    learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
-    print(f"{config.dataset}: {len(learned)} conversations to learn from, {len(held_out)} held out")
-    return learned, held_out
+    return read_split(read, config.dataset, attrgetter("row"), config)
 
 
 def demonstrations(config, conversations, tokenizer, vocabulary: int):
@@ -60,12 +58,14 @@ def demonstrations(config, conversations, tokenizer, vocabulary: int):
         learned = play_expert(config, tokenizer, "train", config.max_samples)
         held_out = play_expert(config, tokenizer, "test", HELD_OUT, tasks_of(learned))
     learned = drop_long(learned, config.max_tokens)
+    held_out = drop_long(held_out, config.max_tokens)
+    source = config.trajectories or config.dataset or config.tasks or config.env
     if not learned:
-        source = config.trajectories or config.dataset or config.env
         condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
         raise UserError(f"no episodes to imitate: {source} has none {condition}within "
                         f"{config.max_tokens} tokens")
-    return learned, drop_long(held_out, config.max_tokens)
+    print(f"{source}: {len(learned)} demonstrations to learn from, {len(held_out)} held out")
+    return learned, held_out
 
 
 def read_recorded(config, tokenizer, vocabulary):
@@ -78,9 +78,7 @@ def read_recorded(config, tokenizer, vocabulary):
     def task(t):
         return [t.info.get("task"), prompt_of(t)]
 
-    learned, held_out = read_split(read, config.trajectories, task, config)
-    print(f"{config.trajectories}: {len(learned)} episodes to learn from, {len(held_out)} held out")
-    return learned, held_out
+    return read_split(read, config.trajectories, task, config)
 
 
 def read_split(read, path, content, config):
@@ -111,9 +109,7 @@ def read_split(read, path, content, config):
 def drop_long(episodes, max_tokens):
     """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
     short = [t for t in episodes if len(t.token_ids) <= max_tokens]
-    if len(short) < len(episodes):
-        print(f"{len(episodes) - len(short)} of {len(episodes)} episodes exceed {max_tokens} "
-              "tokens: dropped")
+    print_dropped(episodes, short, f"episodes exceed {max_tokens} tokens: dropped")
     return short
 
 
@@ -139,11 +135,8 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
     options = envs.options_of(config)
     tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset,
                        options, config.fields)
-    tasks = drop_seen(tasks, seen)
-    if config.tasks:
-        print(f"{config.tasks}: {len(tasks)} tasks for the expert of {config.env} ({split_name})")
     tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
-             for i, task in enumerate(tasks)]
+             for i, task in enumerate(drop_seen(tasks, seen))]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
     limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
     return demonstrate(tokenizer, config.env, tasks, limits, options)
@@ -168,12 +161,10 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     return without_faults(without_too_long(trajectories, limits.max_tokens))
 
 
+@ends_on_fault
 def expert_turn(episode: Episode):
     """Let the expert take a turn of the episode in the model's place."""
-    try:
-        text, calls = episode.session.expert()
-    except EnvironmentFault as fault:
-        return episode.fail(str(fault))
+    text, calls = episode.session.expert()
     ids = episode.chat.turn(text, calls)
     episode.take_turn(ids, [0.0] * len(ids))
     if episode.calling:

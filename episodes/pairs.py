@@ -13,7 +13,7 @@ from tqdm import tqdm
 from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
                                      without_loss)
 from episodes.tasks import need, read_as
-from experiment.episodes import members, shift_and_scale
+from experiment.episodes import members, print_dropped, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
 from experiment.bars import NO_BAR
@@ -118,9 +118,7 @@ def split_pairs(pairs, config) -> tuple[list, list]:
         shortest = min(len(longer(pair).token_ids) for pair in pairs)
         raise UserError(f"no pair within --max_tokens {config.max_tokens}: the shortest has "
                         f"{shortest} tokens")
-    if len(kept) < len(pairs):
-        print(f"{len(pairs) - len(kept)} of {len(pairs)} pairs exceed {config.max_tokens} tokens: "
-              "dropped")
+    print_dropped(pairs, kept, f"pairs exceed {config.max_tokens} tokens: dropped")
     kept = kept[:config.max_samples]
     prompts = [tuple(prompt_of(chosen)) for chosen, _ in kept]
     distinct = list(dict.fromkeys(prompts))

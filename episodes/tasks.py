@@ -9,6 +9,7 @@ import numpy as np
 import envs
 from experiment.config import MIXTURES
 from experiment.data import reading
+from experiment.episodes import print_dropped
 from experiment.errors import UserError
 from experiment.seeds import in_test_split, mix, shuffled
 
@@ -241,9 +242,7 @@ def unseen(held_out: list, training: list, content) -> list:
     """
     seen = {_text(content(item)) for item in training}
     kept = [item for item in held_out if _text(content(item)) not in seen]
-    if len(kept) < len(held_out):
-        print(f"{len(held_out) - len(kept)} of {len(held_out)} held-out rows are also in the "
-              "training data: dropped")
+    print_dropped(held_out, kept, "held-out rows are also in the training data: dropped")
     return kept
 
 

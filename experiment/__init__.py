@@ -43,7 +43,6 @@ from experiment.config import (EnvironmentFlags, MemoryFlags, ModelFlags, Rollou
 from experiment.episodes import (is_finite, members, pass_at_k, problem, shift_and_scale, summarise,
                                  unusable, without_faults, without_too_long)
 from experiment.errors import EnvironmentFault, UserError
-from experiment.files import replace_file, to_json
 from experiment.process import give_back_memory
 from experiment.program import main
 from experiment.run import Run

@@ -9,11 +9,9 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
-from experiment.config import MIXTURES
-from experiment.data import read_json, reading
+from experiment.data import data_sources, read_json, reading
 from experiment.errors import UserError
 from experiment.files import fingerprint, replace_file, set_aside, sync, to_json
 
@@ -21,12 +19,10 @@ DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, sepa
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
-WHOLE = ".whole-trajectories-"  # a log before it was thinned, and the step in which it was
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
-# What state.json holds, and of which type.
-STATE = {"step": int, "algorithm": str, "score": float | int | None, "before": dict,
-         "seconds": float | int, "schedule": int | None, "bad": int, "made_of": dict,
-         "lines": dict, "unlogged": dict | None, "files": dict, "checksum": str}
+# What state.json holds.
+STATE = ("step", "algorithm", "score", "before", "seconds", "schedule", "bad", "made_of", "lines",
+         "unlogged", "files", "checksum")
 
 
 def checkpoints(output_dir):
@@ -91,12 +87,10 @@ def _own_state(checkpoint):
     """Return the content of state.json, or raise UserError if no run of this version wrote it."""
     path = Path(checkpoint) / "state.json"
     state = read_json(path)
-    # Another program's file may have any value under any name.
-    wrong = [name for name, kind in STATE.items()
-             if name not in state or not isinstance(state[name], kind)]
-    if wrong:
-        raise UserError(f"{path}: not written by a run of this version of the project: "
-                        f"{wrong[0]} is missing, or of another type")
+    for name in STATE:
+        if name not in state:
+            raise UserError(f"{path}: not written by a run of this version of the project: "
+                            f"{name} is missing")
     if state.pop("checksum") != _checksum(state):
         raise UserError(f"{path}: damaged (its checksum differs)")
     return state
@@ -128,14 +122,6 @@ def prune(output_dir):
     for path in list(scores)[:1 - KEPT]:
         if path != best:
             shutil.rmtree(path)
-    for step, path in whole_logs(output_dir):
-        if step < int(newest_checkpoint(output_dir).name[5:]):
-            path.unlink()
-
-
-def whole_logs(output_dir):
-    """Return [(step, path)] of the logs that were thinned in a step after the last checkpoint."""
-    return [(int(path.name.removeprefix(WHOLE)), path) for path in output_dir.glob(f"{WHOLE}*")]
 
 
 def check_room(output_dir, optimizer):
@@ -164,13 +150,11 @@ def ingredients(config, sources, program, base):
         program: the path of the algorithm's file; what was imported from its folder counts, too.
         base: the folder of the tiny model that was made for the run, which may not exist.
     """
-    model = getattr(config, "model_path", "tiny")
-    paths = {f"base/{path.name}": path for path in _files_in(base)}
-    if model != "tiny":
-        paths |= _model_files(model)
+    paths = _files_in(base, "base")
+    if config.model_path != "tiny":
+        paths |= _model_files(config.model_path)
     for name in DATA_FLAGS:
-        if data := getattr(config, name, None):
-            paths |= {path: path for path, _ in import_module(MIXTURES).data_sources(data)}
+        paths |= {path: path for path, _ in data_sources(getattr(config, name, None))}
     for path in sources:
         place = os.path.relpath(path, os.path.dirname(sources[0]))
         paths[f"environment {os.path.basename(path) if place.startswith('..') else place}"] = path
@@ -219,20 +203,19 @@ def _model_files(model):
                 if isinstance(path, str)}
     folder = newest_checkpoint(model) or Path(model)
     if not (folder / "adapter_config.json").exists():
-        return {f"base/{path.name}": path for path in _files_in(folder)}
+        return _files_in(folder, "base")
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or ""
     for moved in (folder / "base", folder / "../../base"):
         # Where the base is no more, it may lie beside the adapter.
         if not os.path.exists(base) and moved.is_dir():
             base = moved
-    return {f"adapter/{path.name}": path for path in _files_in(folder)} | _model_files(base)
+    return _files_in(folder, "adapter") | _model_files(base)
 
 
-def _files_in(folder):
-    """Return the paths of a model folder's files."""
-    paths = sorted(Path(folder).glob("*"))
-    return [path for path in paths
-            if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL]
+def _files_in(folder, kind):
+    """Return {"KIND/name": path} of a model folder's files."""
+    return {f"{kind}/{path.name}": path for path in sorted(Path(folder).glob("*"))
+            if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL}
 
 
 # -------------------------------------------------------------------------------------- optimizer

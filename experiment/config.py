@@ -54,7 +54,8 @@ def auto(default, help="", **properties):
     """Declare a field whose default depends on the model or the environment.
 
     Its value is None as long as nothing is said, and `fill` gives it one. `default` is the value
-    that `fill` takes last. It may be a function of the config, whose docstring --help then shows.
+    that `fill` takes last. It may be a function of the config, of which the fields before it are
+    filled, and whose docstring --help shows.
     """
     return flag(None, help, default=default, auto=True, **properties)
 
@@ -66,17 +67,14 @@ def fill(config, *tables):
     it, or else its stated default. Data sets of the hub get their revision.
     """
     flags = options(type(config))
-    given = ChainMap(*tables)
-    unset = [name for name in flags if flags[name].auto and getattr(config, name) is None]
     config = dataclasses.replace(config)
-    for name in unset:
-        setattr(config, name, given.get(name))
-    # Stated defaults come last because they may be functions of the other values. They are taken
-    # in the order of the fields.
-    for name in unset:
-        if getattr(config, name) is None:
-            default = flags[name].default
-            setattr(config, name, default(config) if callable(default) else default)
+    for name, option in flags.items():
+        if option.auto and getattr(config, name) is None:
+            value = ChainMap(*tables).get(name)
+            if value is None:
+                # A function of the fields before it.
+                value = option.default(config) if callable(option.default) else option.default
+            setattr(config, name, value)
     if any("hub:" in str(value) for value in vars(config).values()):
         importlib.import_module(MIXTURES).pin_revisions(config)
     return config
@@ -294,8 +292,12 @@ def convert(value, option, source):
 
 def code_flags(values):
     """Return the flags that name code outside of this project, which --config does not give."""
-    named = {name: str(values.get(name)) for name in CODE}
-    return [word for name, value in named.items() if ":" in value for word in (f"--{name}", value)]
+    words = []
+    for name in CODE:
+        value = str(values.get(name))
+        if ":" in value:
+            words += [f"--{name}", value]
+    return words
 
 
 def _parse_text(text, kind):

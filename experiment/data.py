@@ -5,13 +5,15 @@ Every failure becomes one line, `FILE:LINE: what is wrong`.
 import importlib
 import json
 import math
+import os
+import re
 from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
 
 TABLES = "experiment.tables"  # most data is .jsonl
-READERS = {".csv": "csv_rows", ".parquet": "parquet_rows", "hub:": "hub_rows", "[": "list_rows"}
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
+WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?")
 
 
 @contextmanager
@@ -49,9 +51,7 @@ def _reason(error):
 
 def lines_of(path):
     """Yield (line number, text) for every line of a UTF-8 file. Only newlines end a line."""
-    with reading(path):
-        file = open(path, "rb")
-    with file:
+    with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             with reading(path, number):
                 # Spreadsheets begin a file with a byte order mark.
@@ -123,16 +123,24 @@ def objects(path, wanted=None):
 
 
 # --------------------------------------------------------------------------------------- rows
+def data_sources(text: str | None) -> list[tuple[str, float | None]]:
+    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
+
+    A list of rows is one source, and so is a file with a comma in its name.
+    """
+    if not text or text.startswith("[") or os.path.exists(text):
+        return [(text, None)] if text else []
+    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
+    return [(match[1], match[2] and float(match[2])) for match in matches]
+
+
 def read_rows(path: str):
-    """Yield (line number, row) of a .jsonl file or a source of READERS. No rows are an error.
+    """Yield (line number, row) of a file or another source. No rows are an error.
 
     The cells of a .csv file are text. Reading .parquet needs pyarrow, hub:owner/name datasets.
     """
-    kind = next((kind for kind in READERS if path.startswith(kind) or path.endswith(kind)), None)
-    if not kind and not path.endswith(".jsonl"):
-        raise UserError(f"{path}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
-                        "header), .parquet or hub:owner/name")
-    read = getattr(importlib.import_module(TABLES), READERS[kind]) if kind else json_rows
+    is_jsonl = path.endswith(".jsonl")
+    read = json_rows if is_jsonl else importlib.import_module(TABLES).reader_of(path)
     number = None
     for number, row in read(path):
         yield number, row
@@ -170,14 +178,15 @@ def read_yaml(path):
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
-        name = _scalar(path, key) or "null"
-        is_list = node.id == "sequence" and name.replace("-", "_") in LISTS
-        read = importlib.import_module(TABLES).rows_as_text if is_list else _scalar
-        yield key.start_mark.line + 1, name, read(path, node)
+        line = key.start_mark.line + 1
+        with reading(path, line):
+            name = _scalar(key) or "null"
+            is_list = node.id == "sequence" and name.replace("-", "_") in LISTS
+            value = importlib.import_module(TABLES).as_json(node) if is_list else _scalar(node)
+        yield line, name, value
 
 
-def _scalar(path, node):
+def _scalar(node):
     if not isinstance(node.value, str):
-        line = node.start_mark.line + 1
-        raise UserError(f"{path}:{line}: give lines `name: value`, nothing nested")
+        raise ValueError("give lines `name: value`, nothing nested")
     return None if node.tag == "tag:yaml.org,2002:null" else node.value

@@ -83,7 +83,8 @@ def is_finite(number) -> bool:
 def summarise(trajectories: list) -> dict:
     """Return shares from 0 to 1, and rewards and counts as means per episode."""
     def mean(values):
-        return sum(values) / len(trajectories)
+        values = list(values)
+        return sum(values) / len(values)
 
     def total(name):
         return sum(t.info.get(name, 0) for t in trajectories)
@@ -91,14 +92,14 @@ def summarise(trajectories: list) -> dict:
     solved = {}  # environment -> whether each of its episodes succeeded
     for t in trajectories:
         solved.setdefault(t.info.get("env"), []).append(t.info["success"])
-    apart = {f"success/{name}": sum(values) / len(values) for name, values in solved.items()}
+    apart = {f"success/{name}": mean(values) for name, values in solved.items()}
     turns = sum(len(t.rewards) for t in trajectories)
     tried = total("tool_calls") + total("unreadable_calls")
     parts = sorted({name for t in trajectories for name in t.reward_parts})
     rewards = {}
     for name in parts:
         values = [t.reward_parts[name] for t in trajectories if name in t.reward_parts]
-        rewards[f"reward/{name}"] = sum(values) / len(values)
+        rewards[f"reward/{name}"] = mean(values)
     return {
         "episodes": len(trajectories),
         "success": mean(t.info["success"] for t in trajectories),
@@ -140,14 +141,19 @@ def without_too_long(trajectories: list, max_tokens: int, or_raise: bool = True)
         shortest = min(len(t.token_ids) for t in trajectories)
         raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
                         f"tokens, --max_tokens is {max_tokens}")
-    if len(kept) < len(trajectories):
-        print(f"{len(trajectories) - len(kept)} of {len(trajectories)} episodes dropped: "
-              f"the prompt alone reaches --max_tokens {max_tokens}")
+    print_dropped(trajectories, kept,
+                  f"episodes dropped: the prompt alone reaches --max_tokens {max_tokens}")
     failed = [t.info["error"] for t in kept if t.stop_reason == "error"]
     if failed:
         print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
               f"the first: {failed[0]}")
     return kept
+
+
+def print_dropped(items: list, kept: list, words: str):
+    """Print how many of the items were not kept. `words` say what they are, and why."""
+    if len(kept) < len(items):
+        print(f"{len(items) - len(kept)} of {len(items)} {words}")
 
 
 def without_faults(trajectories: list) -> list:

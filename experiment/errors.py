@@ -22,7 +22,10 @@ def first_line(error) -> str:
 
 
 class Printable(BaseException):
-    """An exception whose first argument is its message, shown as `printable` text."""
+    """An exception whose first argument is its message, shown as `printable` text.
+
+    `code` is the exit status of a program that it ends.
+    """
 
     def __str__(self):
         return printable(str(self.args[0]))
@@ -30,6 +33,8 @@ class Printable(BaseException):
 
 class UserError(Printable, ValueError):
     """What the user can fix. `main` prints the message, which says how, and no traceback."""
+
+    code = 2
 
 
 class Stop(Printable):
@@ -48,6 +53,8 @@ class Stop(Printable):
 class RankLost(Printable, RuntimeError):
     """Another process of a torchrun job has ended before the work was done."""
 
+    code = 5
+
 
 class EnvironmentFault(Printable, RuntimeError):
     """The code of an environment raised, did not return, or broke the contract.
@@ -56,3 +63,5 @@ class EnvironmentFault(Printable, RuntimeError):
 
     Inside a rollout it ends one episode. It ends the run if it happens too often.
     """
+
+    code = 6

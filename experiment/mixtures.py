@@ -9,29 +9,15 @@
 A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
 the others as many as the weights ask for, drawn by the seed.
 """
-import os
-import re
 from functools import cache
 
-from experiment.data import LISTS, read_rows
+from experiment.data import LISTS, data_sources, read_rows
 from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 from experiment.tables import pinned
 
-WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?")
 # A data set may be read once for each split.
 say_once = cache(print)
-
-
-def data_sources(text: str | None) -> list[tuple[str, float | None]]:
-    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
-
-    A list of rows is one source, and so is a file with a comma in its name.
-    """
-    if not text or text.startswith("[") or os.path.exists(text):
-        return [(text, None)] if text else []
-    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
-    return [(match[1], match[2] and float(match[2])) for match in matches]
 
 
 def read_data(data: str, fields: str | None = None, seed: int = 0):
@@ -63,16 +49,11 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
 
 def _rows(source, columns):
     """Yield (place, row) of one source, with the names of columns that --fields gives."""
-    name = "the list of rows" if source.startswith("[") else source
-    unused = set(columns)
+    place = "the list of rows" if source.startswith("[") else source
     for line, row in read_rows(source):
         renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         kept = {name: value for name, value in row.items() if name not in columns.values()}
-        unused -= renamed.keys()
-        yield f"{name}:{line}", {**kept, **renamed}
-    for ours in sorted(unused):
-        theirs = columns[ours]
-        say_once(f"{name}: no row has a column {theirs!r}: --fields {ours}={theirs} is not used")
+        yield f"{place}:{line}", {**kept, **renamed}
 
 
 def _columns(fields):
@@ -93,11 +74,9 @@ def pin_revisions(config):
     So config.yaml repeats a run with the same rows, whatever its authors change afterwards.
     """
     for name in LISTS:
-        data = vars(config).get(name) or ""
-        if "hub:" not in data or data.startswith("["):
-            continue
         texts = []
-        for source, weight in data_sources(data):
+        for source, weight in data_sources(vars(config).get(name)):
             text = pinned(source) if source.startswith("hub:") else source
             texts.append(text if weight is None else f"{text}={weight:g}")
-        setattr(config, name, ",".join(texts))
+        if texts:
+            setattr(config, name, ",".join(texts))

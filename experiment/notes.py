@@ -47,8 +47,7 @@ def step_line(step, total, line, seconds, left):
 
 def headline(metrics):
     """Return the numbers of an evaluation that tell most, as text."""
-    names = [name for name in HELD_OUT if name in metrics]
-    shown = [name for name in names if name in ("success", "reward") or "loss" in name]
+    shown = [name for name in ("success", "reward", "loss", "pairs/loss") if name in metrics]
     return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)
 
 

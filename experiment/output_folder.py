@@ -3,13 +3,13 @@
 Nothing is removed: a run that is overwritten, or a checkpoint that is in the way, is renamed.
 """
 import fcntl
-import importlib
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
-from experiment.config import MIXTURES, ONCE
-from experiment.data import reading
+from experiment.config import ONCE
+from experiment.data import data_sources, reading
 from experiment.errors import UserError
 from experiment.files import replace_file, set_aside, sync, to_json
 
@@ -17,8 +17,6 @@ CONFIG = "config.yaml"
 EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
-THINNING = "experiment.thinning"  # few runs need it
-RESUMING = "experiment.resuming"  # a new run does not
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
 
 
@@ -48,8 +46,7 @@ class OutputFolder:
         # An environment may change the current folder.
         self.path = Path(path).absolute()
         self.algorithm, self.command = algorithm, command
-        self.is_replaced = self.is_resumed = False
-        self.state = None  # of the checkpoint to continue from
+        self.is_replaced = False
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self, values):
@@ -82,8 +79,8 @@ class OutputFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.path / ".lock", "a+")
-        except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
-            reason = "is a file" if os.path.isfile(self.path) else getattr(error, "strerror", error)
+        except OSError as error:
+            reason = "is a file" if isinstance(error, FileExistsError) else error.strerror
             raise UserError(
                 f"{given}: cannot write there ({reason}); give another --output_dir") from None
         try:
@@ -107,34 +104,21 @@ class OutputFolder:
         for name, value in values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue
-            for path, _ in importlib.import_module(MIXTURES).data_sources(value):
+            for path, _ in data_sources(value):
                 if os.path.exists(path) and Path(path).resolve().is_relative_to(folder):
                     raise UserError(f"--{name} {path} lies in the folder to overwrite; "
                                     "give another --output_dir")
 
     def begin(self, values):
-        """Make the folder this run's own, with its config.yaml. Raises UserError.
-
-        A run to be overwritten is renamed. A run to be resumed goes back to its checkpoint.
-        """
+        """Make the folder this run's own, with its config.yaml; rename a run to be overwritten."""
         if self.is_replaced:
             self.lock.close()
-            try:
-                print(f"{self.path}: the run that was there is now {set_aside(self.path)}")
-            except OSError as error:
-                raise UserError(f"{self.path}: cannot be renamed ({error.strerror}); "
-                                "give another --output_dir") from None
+            print(f"{self.path}: the run that was there is now {set_aside(self.path)}")
             self._lock(values["output_dir"])
-        if self.is_resumed:
-            importlib.import_module(RESUMING).go_back(self.path, self.state)
         self.values = values
         self.write_config()
 
     # -------------------------------------------------------------------------------------- writing
-    def write(self, name, text):
-        """Write a file of the folder whole or not at all."""
-        replace_file(self.path / name, text)
-
     def write_config(self):
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
@@ -143,7 +127,7 @@ class OutputFolder:
         text = yaml.safe_dump(kept, sort_keys=False)
         again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
         unsafe = " with --unsafe_code" if self.values.get("unsafe_code") else ""
-        self.write(CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
+        replace_file(self.path / CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""
@@ -155,6 +139,25 @@ class OutputFolder:
         paths = [self.path / name for name in LOGS]
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
+    def has_too_many_episodes(self):
+        """True if trajectories.jsonl is larger than EPISODE_BYTES."""
+        return self.log_sizes().get(EPISODES, 0) > EPISODE_BYTES
+
+    def thin_episodes(self):
+        """Take at least a quarter out of trajectories.jsonl. No step loses a part of its lines."""
+        path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
+        sizes = Counter()  # step -> bytes
+        with open(path, "rb") as file:
+            for line in file:
+                sizes[step_of(line)] += len(line)
+        kept = kept_steps(sizes)
+        try:
+            with open(path, "rb") as file, open(temporary, "wb") as out:
+                out.writelines(line for line in file if step_of(line) in kept)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
     def flush(self):
         """Flush the logs to the disk. A config.yaml that someone has removed is written again."""
         if not (self.path / CONFIG).exists():
@@ -163,8 +166,23 @@ class OutputFolder:
         for name in self.log_sizes():
             sync(self.path / name)
 
-    def thin(self, step):
-        """Thin trajectories.jsonl after the episodes of a step if it has become too large."""
-        path = self.path / EPISODES
-        if path.exists() and path.stat().st_size > EPISODE_BYTES:
-            importlib.import_module(THINNING).thin(path, step)
+
+def step_of(line):
+    """Return the step of a line of trajectories.jsonl, which begins with it."""
+    return int(re.match(rb'\{"step": (\d+)', line)[1])
+
+
+def kept_steps(sizes):
+    """Return the steps that stay: the newest half of the bytes, and before it every n-th step.
+
+    The number n is the least power of two with which these have a quarter of the bytes at most.
+    `sizes` is {step: bytes}, the oldest first.
+    """
+    steps, total = list(sizes), sum(sizes.values())
+    newest = {steps.pop()}
+    while steps and sum(sizes[step] for step in newest) + sizes[steps[-1]] <= total / 2:
+        newest.add(steps.pop())
+    n = 2
+    while n <= max(newest) and sum(sizes[step] for step in steps if step % n == 0) > total / 4:
+        n *= 2
+    return newest | {step for step in steps if step % n == 0}

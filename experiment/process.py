@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from experiment.errors import Stop
@@ -22,12 +23,16 @@ class Signals:
     outside of it at once. A second signal ends the process at once.
 
     Attributes:
+        active: the one that is open, or None.
+        signum: the number of the signal that came, or None.
         run: the first run that is made inside. Its command continues all.
         looping: the run whose steps are taken now: `run`, or one inside it and a part of it.
     """
 
+    active = signum = run = looping = None
+
     def __enter__(self):
-        self.signum = self.run = self.looping = None
+        Signals.active = self
         self.previous = {}
         if threading.current_thread() is threading.main_thread():
             for signum in HANDLED:
@@ -37,6 +42,7 @@ class Signals:
         return self
 
     def __exit__(self, *_):
+        Signals.active = None
         for signum, handler in self.previous.items():
             signal.signal(signum, handler)
 
@@ -46,11 +52,9 @@ class Signals:
         self.signum = signum
         if not self.looping:
             raise self.stop()
-        try:
+        with suppress(OSError):
             # print() may not be called again while it is interrupted, os.write() may.
             os.write(2, NOTICE)
-        except OSError:
-            pass
 
     @property
     def name(self):
@@ -67,22 +71,14 @@ class Signals:
         return Stop(f"stopped by {self.name}{how}", 128 + self.signum)
 
 
-def active_signals():
-    """Return the open Signals, or None."""
-    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return handler if isinstance(handler, Signals) else None
-
-
 # ------------------------------------------------------------------------------------------- memory
 def give_back_memory():
     """Return freed memory to the system.
 
     glibc would keep it, and the peaks of rollout and update would add up.
     """
-    try:
+    with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):
-        pass  # another C library
 
 
 def is_out_of_memory(error):

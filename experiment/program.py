@@ -4,7 +4,7 @@ import shlex
 import sys
 
 from experiment.command_line import parse
-from experiment.errors import EnvironmentFault, RankLost, Stop, UserError, first_line
+from experiment.errors import Printable, RankLost, first_line
 from experiment.files import is_disk_full
 from experiment.process import Signals, is_out_of_memory
 
@@ -54,16 +54,10 @@ def _explain(error, signals, trains):
     run = signals.run
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     reason = " ".join(str(error).split())
-    if isinstance(error, Stop):
-        return reason, error.code
-    if isinstance(error, UserError):
-        return reason + notes, 2
     if isinstance(error, RankLost) and signals.signum:
         return f"stopped by {signals.name}{notes}", 128 + signals.signum
-    if isinstance(error, RankLost):
-        return reason + notes, 5
-    if isinstance(error, EnvironmentFault):
-        return reason + notes, 6
+    if isinstance(error, Printable):
+        return reason + notes, error.code
     if is_disk_full(error):
         then = f"; earlier checkpoints are whole; make room, then: {run.command}" if run else ""
         return f"the disk is full ({reason}){then}", 4

@@ -1,13 +1,12 @@
 """Resuming: what a run must have in common with the one it continues, and the way back to it."""
 import os
 
-from experiment.checkpoint import (checkpoints, fingerprints, newest_checkpoint, read_state,
-                                   whole_logs)
+from experiment.checkpoint import checkpoints, fingerprints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert, options
-from experiment.data import read_json, read_yaml, reading
+from experiment.data import read_json, read_yaml
 from experiment.errors import UserError
 from experiment.files import set_aside
-from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of
+from experiment.output_folder import CONFIG, LOGS, algorithm_of
 
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
@@ -18,7 +17,7 @@ def continue_run(folder, config, values, paths):
     """Check that the run in an output folder can be continued, which changes nothing there.
 
     Args:
-        folder: the OutputFolder; its `begin` then goes back to the checkpoint.
+        folder: the OutputFolder.
         config: the config of this call.
         values: {flag: value} of it.
         paths: the `ingredients` of this call.
@@ -28,22 +27,28 @@ def continue_run(folder, config, values, paths):
         are None if no step is saved. Raises UserError.
     """
     algorithm = algorithm_of(folder.path)
+    if not algorithm:
+        print(f"{folder.path}: nothing to resume, a new run begins")
+        return None, None, None
     if algorithm != folder.algorithm:
         raise UserError(f"{folder.path}: holds a {algorithm} run, not one of {folder.algorithm}")
     longer = _compare(folder, config, values)
     if (folder.path / "result.json").exists() and not longer:
         result = read_json(folder.path / "result.json")
-        with reading(folder.path / "result.json"):
-            steps = result["steps"]
-        print(f"{folder.path}: finished after {steps} steps; a larger --max_steps continues it")
+        print(f"{folder.path}: finished after {result['steps']} steps; a larger --max_steps "
+              "continues it")
         return result, None, None
-    checkpoint, state = newest_checkpoint(folder.path), None
-    if checkpoint:
-        state = _verified(checkpoint)
-        check_ingredients(state["made_of"], paths)
-    folder.is_resumed, folder.state = True, state
-    print(f"{folder.path}: continues after step {state['step']}" if state else
-          f"{folder.path}: no step is saved, begins again")
+    checkpoint = newest_checkpoint(folder.path)
+    if not checkpoint:
+        print(f"{folder.path}: no step is saved, begins again")
+        return None, None, None
+    try:
+        state = read_state(checkpoint)
+    except UserError as error:
+        raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
+                        "checkpoint before") from None
+    check_ingredients(state["made_of"], paths)
+    print(f"{folder.path}: continues after step {state['step']}")
     return None, checkpoint, state
 
 
@@ -55,30 +60,20 @@ def _compare(folder, config, values):
     flags, path = options(type(config)), folder.path / CONFIG
     began = {name: convert(value, flags[name], f"{path}: {name}")
              for _, name, value in read_yaml(path) if name in flags and name not in FREE}
-    if values.get("max_steps", 0) is None:
+    if values["max_steps"] is None:
         values["max_steps"] = began.get("max_steps")
     changed = {name: old for name, old in began.items() if old != values[name]}
     if _sequences(values) == _sequences({**values, **began}):
         for name in UPDATE:
             changed.pop(name, None)
-    steps = changed.get("max_steps"), values.get("max_steps")
-    longer = None not in steps and steps[1] > steps[0]
+    longer = (values["max_steps"] or 0) > (began.get("max_steps") or 0)
     if longer:
-        del changed["max_steps"]
+        changed.pop("max_steps", None)
     if changed:
         differences = [f"--{name} is {values[name]} and was {changed[name]}" for name in changed]
         raise UserError(f"{folder.path}: --resume continues the run as it began (max_steps may "
                         f"grow), but {', '.join(differences)}; the same command: {folder.command}")
     return longer
-
-
-def _verified(checkpoint):
-    """Return the state of a checkpoint that is whole."""
-    try:
-        return read_state(checkpoint)
-    except UserError as error:
-        raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
-                        "checkpoint before") from None
 
 
 def go_back(folder, state):
@@ -88,9 +83,6 @@ def go_back(folder, state):
     """
     (folder / "result.json").unlink(missing_ok=True)
     sizes, step = (state["lines"], state["step"]) if state else ({}, 0)
-    for thinned_at, whole in whole_logs(folder):
-        if thinned_at >= step:
-            whole.replace(folder / EPISODES)
     for name in LOGS:
         path, size = folder / name, sizes.get(name, 0)
         length = path.stat().st_size if path.exists() else 0

@@ -8,7 +8,7 @@
             run.log(loss=loss)
     return run.finish()
 
-torch and tqdm are imported where they are used: what reads flags alone does not wait for them.
+torch is imported where it is used: what reads flags alone does not wait for it.
 """
 import math
 import os
@@ -17,6 +17,8 @@ import sys
 import time
 from importlib import import_module
 
+from tqdm import tqdm
+
 from experiment.bars import NO_BAR, say
 from experiment.checkpoint import (check_room, fingerprints, ingredients, load_optimizer,
                                    optimizer_tensors, prune, trained_parameters, write_checkpoint)
@@ -24,18 +26,21 @@ from experiment.config import code_flags, convert, options
 from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
-from experiment.files import finite, to_json
+from experiment.files import finite, replace_file, to_json
 from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
                               step_line, step_numbers)
-from experiment.output_folder import RESUMING, OutputFolder, algorithm_of
-from experiment.process import active_signals, peak_memory_mb
+from experiment.output_folder import EPISODES, OutputFolder
+from experiment.process import Signals, peak_memory_mb
 from experiment.seeds import mix
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 REPORT = "window.report"  # the room that shows a run, entered when it has finished
+RESUMING = "experiment.resuming"  # a new run does not need it
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
+# Attributes that a checkpoint's state.json holds, and that a resumed run takes from there.
+RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
 
 
 class Run:
@@ -47,7 +52,7 @@ class Run:
         folder: the path of the output folder.
         ranks: the `Ranks` that share the work.
         checkpoint: the checkpoint this run continues from, or None.
-        step: how many steps are done.
+        step, seconds: how many steps are done, and how long they took.
         line: the metrics of the present step.
         before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds: of the present step; `agent.rollout` adds to it.
@@ -74,7 +79,8 @@ class Run:
                        for name in flags}
         self.ranks = join()
         self.writes = self.ranks.rank == 0
-        self.program = program_of(config, algorithm)
+        # A notebook's own Config has no file.
+        self.program = getattr(sys.modules[type(config).__module__], "__file__", f"{algorithm}.py")
         written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
                                    "--config", written, *code_flags(self.values), "--resume"])
@@ -83,36 +89,38 @@ class Run:
         self.alarms = Alarms(flags, self.has_expert)
         self.step = self.bad = 0
         self.opened = time.time()
-        self.rollout_seconds = 0.0
+        self.seconds = self.rollout_seconds = 0.0
         self.watch = None
-        self.saved_at = time.monotonic()
-        self.has_begun = self.looping = self.updated = False
+        self.has_begun = self.updated = False
         self.made_of = {}
         self.saved = self.score = self.unlogged = self.marks = self.schedule = None
-        self.signals = active_signals()
-        if self.signals:
-            self.signals.run = self.signals.run or self
+        # In a notebook none are handled.
+        self.signals = Signals.active or Signals()
+        self.signals.run = self.signals.run or self
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
 
     def _open(self):
         """Enter the folder; return (result, checkpoint, state) as resuming.py's function does."""
         self.files.enter(self.values)
-        if not self.values.get("resume"):
-            return None, None, None
-        if not algorithm_of(self.folder):
-            print(f"{self.folder}: nothing to resume, a new run begins")
+        if not self.values["resume"]:
             return None, None, None
         return import_module(RESUMING).continue_run(
             self.files, self.config, self.values, self._ingredients())
 
     def begin(self):
-        """Take the output folder for this run: rename what is overwritten, write config.yaml.
+        """Take the output folder: rename what is overwritten, go back to what is resumed.
 
         `steps` does it, once model and data have loaded. What writes there earlier calls it first.
         """
         if not self.has_begun:
-            self.ranks.first(lambda: self.files.begin(self.values))
+            self.ranks.first(self._take_folder)
             self.has_begun = True
+
+    def _take_folder(self):
+        """Undo what came after the checkpoint to resume, or rename a run; write config.yaml."""
+        if self.values["resume"]:
+            import_module(RESUMING).go_back(self.folder, self.state)
+        self.files.begin(self.values)
 
     def _ingredients(self):
         return ingredients(self.config, self.sources, self.program, self.folder / "base")
@@ -126,7 +134,7 @@ class Run:
 
         Between two updates of a step the weights are those of no step: the last checkpoint stands.
         """
-        if error is None or not self.looping:
+        if error is None or self.signals.looping is not self:
             return
         if self.saved != self.step and not self.updated:
             self._save()
@@ -173,16 +181,14 @@ class Run:
             evaluate: returns the metrics of held-out tasks as a dict, {} if there are none.
             evaluate_before: False if the policy is not worth evaluating before the first step.
         """
-        from tqdm import tqdm
-        saved = self._start(total, state, evaluate if evaluate_before else dict)
+        self._start(total, state, evaluate if evaluate_before else dict)
         self._loop(True)
-        if saved.get("unlogged"):
+        if self.unlogged:
             # The run was stopped between a step and its line: write that line now.
-            self.line = saved["unlogged"]
+            self.line = self.unlogged
             self._close_step(evaluate, {})
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
-        first, started = self.step, time.monotonic()
         for step in bar:
             self.line, self.rollout_seconds, began = {}, 0.0, time.time()
             for group in state.optimizer.param_groups:
@@ -192,14 +198,14 @@ class Run:
             timing = self._timing(time.time() - began)
             # From here on the weights are those after the step, whose line is not written yet.
             self.step, self.updated = step + 1, False
+            self.seconds += timing["seconds"]
             self.unlogged, self.marks = self.line, self.files.log_sizes()
             self.score = None
             self._close_step(evaluate, timing)
             bar.set_postfix_str(step_numbers(self.line, 2))
             if bar.disable:
-                left = (time.monotonic() - started) / (self.step - first) * (total - self.step)
+                left = self.seconds / self.step * (total - self.step)
                 say(step_line(self.step, total, self.line, timing["seconds"], left))
-        self.training_seconds = time.time() - self.began
         if self.saved != self.step:
             self._save()
         self._loop(False)
@@ -207,35 +213,31 @@ class Run:
         self.after = evaluate()
 
     def _start(self, total, state, evaluate):
-        """Begin or restore the run, evaluate the policy of a new one, and print what comes.
-
-        Returns the state.json of the checkpoint to continue from, {} in a new run.
-        """
+        """Begin or restore the run, evaluate the policy of a new one, and print what comes."""
         self.total, self.training = total, state
         self.values["max_steps"] = total
         self.begin()
-        self.ranks.first(lambda: self.files.write_config())
-        saved = self._restore(state)
-        self.schedule = saved.get("schedule", total)
-        self.before = saved.get("before") or ({} if saved else evaluate())
-        if self.before and not saved:
-            say(f"before: {headline(self.before)}")
-        # Both clocks count earlier sessions. That of training starts after the first evaluation.
-        self.began = time.time() - saved.get("seconds", 0.0)
-        self.opened -= saved.get("seconds", 0.0)
+        self.ranks.first(self.files.write_config)
+        self.ranks.check_alike(trained_parameters(state.optimizer))
+        self.ranks.first(lambda: check_room(self.folder, state.optimizer))
+        if self.checkpoint:
+            self._restore()
+        else:
+            self.made_of = fingerprints(self._ingredients()) if self.writes else {}
+            self.schedule, self.before = total, evaluate()
+            if self.before:
+                say(f"before: {headline(self.before)}")
         if self.algorithm != "sft":
             for note in first_notes(self.before, self.config, state.model, self.has_expert):
                 say(note)
         if total > self.step:
             say(plan(self.config, total - self.step))
-        return saved
 
     def _loop(self, looping):
         """Enter or leave the loop, in which a signal waits until nothing is lost."""
-        self.looping, self.marks = looping, self.files.log_sizes()
+        self.marks = self.files.log_sizes()
         self.saved_at = time.monotonic()
-        if self.signals:
-            self.signals.looping = self if looping else None
+        self.signals.looping = self if looping else None
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
@@ -245,10 +247,14 @@ class Run:
             say(f"after step {self.step}: {headline(metrics)}")
         self.write_line(self.step - 1, self.line, timing)
         self.score = self.line.get("eval/success")
-        self.unlogged, self.marks = None, self.files.log_sizes()
         every = self.config.save_every
         seconds = time.monotonic() - self.saved_at
         due = self.step % every == 0 if every else seconds > SAVE_SECONDS
+        if self.writes and self.files.has_too_many_episodes():
+            # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
+            self.files.thin_episodes()
+            due = True
+        self.unlogged, self.marks = None, self.files.log_sizes()
         if due and self.saved != self.step:
             self._save()
         self.check()
@@ -272,7 +278,6 @@ class Run:
         `seed` names the pass over them: each of its micro-batches draws its own dropout.
         """
         import torch
-        from tqdm import tqdm
         slices = self.ranks.micro_batches(sequences, self.config.batch_size)
         for rows in tqdm(slices, "forward passes", disable=NO_BAR, leave=False, delay=2):
             self.check()
@@ -295,8 +300,6 @@ class Run:
             return
         self.log(**summarise(episodes))
         self.write_episodes(episodes, LOGGED_EPISODES)
-        if self.writes:
-            self.files.thin(self.step)
 
     def write_episodes(self, episodes, limit=None):
         """Append the first `limit` episodes and the rest of their groups, or all, if None.
@@ -305,7 +308,7 @@ class Run:
         """
         groups = {t.group_id for t in episodes[:limit]}
         lines = [{"step": self.step, **t.to_json()} for t in episodes if t.group_id in groups]
-        self._append("trajectories.jsonl", lines)
+        self._append(EPISODES, lines)
 
     def write_line(self, step, metrics, timing):
         """Append a step's line to metrics.jsonl and timing.jsonl, and print the alarms it raises.
@@ -348,7 +351,7 @@ class Run:
         if self.writes:
             content = {"step": self.step, "why": reason,
                        "episodes": [t.to_json() for t in episodes]}
-            self.files.write(path.name, to_json(content, indent=1))
+            replace_file(path, to_json(content, indent=1))
         say(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
             raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
@@ -361,33 +364,26 @@ class Run:
 
         This is called between decode steps and between micro-batches.
         """
-        if self.signals and self.signals.signum and not self.updated:
+        if self.signals.signum and not self.updated:
             raise self.signals.stop()
 
     # ---------------------------------------------------------------------------------- checkpoints
-    def _restore(self, state):
-        """Load the checkpoint to continue from; return its state.json, {} in a new run."""
-        self.ranks.check_alike(trained_parameters(state.optimizer))
-        self.ranks.first(lambda: check_room(self.folder, state.optimizer))
-        if not self.checkpoint:
-            if self.writes:
-                self.made_of = fingerprints(self._ingredients())
-            return {}
-        state.load_weights(self.checkpoint)
-        load_optimizer(state.optimizer, self.checkpoint / "optimizer.safetensors")
-        self.step = self.saved = self.state["step"]
-        self.bad, self.made_of = self.state["bad"], self.state["made_of"]
+    def _restore(self):
+        """Load the checkpoint to continue from, and take over what its state.json holds."""
+        self.training.load_weights(self.checkpoint)
+        load_optimizer(self.training.optimizer, self.checkpoint / "optimizer.safetensors")
+        self.saved = self.state["step"]
+        for name in RESTORED:
+            setattr(self, name, self.state[name])
+        self.opened -= self.seconds
         self.alarms.read(self.folder / "metrics.jsonl")
-        return self.state
 
     def _save(self):
         """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
         if self.writes:
             self.files.flush()
-            state = {"step": self.step, "algorithm": self.algorithm, "score": self.score,
-                     "before": self.before, "seconds": time.time() - self.began,
-                     "schedule": self.schedule, "bad": self.bad, "made_of": self.made_of,
-                     "lines": self.marks, "unlogged": self.unlogged}
+            state = {name: getattr(self, name) for name in (*RESTORED, "algorithm", "score")}
+            state["lines"] = self.marks
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
             write_checkpoint(path, self.training, optimizer_tensors(self.training.optimizer), state)
             prune(self.folder)
@@ -401,7 +397,7 @@ class Run:
             next_step: the program to continue with; "agent.py" shows episodes.
             extra: further entries of result.json.
         """
-        print_table(self.before, self.after, self.total, self.training_seconds)
+        print_table(self.before, self.after, self.total, self.seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         command = next_command(next_step, self.config, *words)
         print(f"written: {self.config.output_dir}\nnext:    {command}")
@@ -414,7 +410,7 @@ class Run:
         return self.ranks.first(lambda: self._write_result(finite(result)))
 
     def _write_result(self, result):
-        self.files.write("result.json", to_json(result, indent=1))
+        replace_file(self.folder / "result.json", to_json(result, indent=1))
         report = import_module(REPORT)
         try:
             report.write_html(self.folder)
@@ -423,8 +419,3 @@ class Run:
             print(f"report.html: {error}", file=sys.stderr)
         return report.Result(self.folder)
 
-
-def program_of(config, algorithm):
-    """Return the path of the file that trains: the one that defines the Config."""
-    program = sys.modules[type(config).__module__]
-    return getattr(program, "__file__", f"{algorithm}.py")  # none in a notebook

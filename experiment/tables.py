@@ -107,30 +107,37 @@ def _hub_data(source):
 
 # ---------------------------------------------------------------------------- lists of rows
 def list_rows(text):
-    """Yield (number, row) of a JSON list. What is no object is a row {"prompt": it}."""
+    """Yield (number, row) of a JSON list. A row is an object, or what is the prompt of one."""
     with reading("the list of rows"):
         rows = parse_object(f'{{"rows": {text}}}')["rows"]
     for number, row in enumerate(rows, 1):
-        yield number, row if isinstance(row, dict) else {"prompt": row}
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            yield number, {"prompt": row if isinstance(row, (str, list)) else json.dumps(row)}
 
 
-def rows_as_text(path, node):
-    """Return a list of a YAML file as JSON. A row is a mapping, or the text of a prompt."""
-    with reading(path, node.start_mark.line + 1):
-        rows = [json.dumps(row.value) if row.id == "scalar" else _as_text(row)
-                for row in node.value]
-    return f"[{', '.join(rows)}]"
-
-
-def _as_text(node):
+def as_json(node):
     """Return the JSON of a YAML node. Only JSON's numbers and words are no text: `no` is text."""
     if node.id == "sequence":
-        return f"[{', '.join(map(_as_text, node.value))}]"
+        return f"[{', '.join(map(as_json, node.value))}]"
     if node.id == "mapping":
-        pairs = [f"{json.dumps(key.value)}: {_as_text(value)}" for key, value in node.value]
+        pairs = [f"{json.dumps(key.value)}: {as_json(value)}" for key, value in node.value]
         return f"{{{', '.join(pairs)}}}"
     with suppress(ValueError):
         if node.style is None:
             json.loads(node.value)
             return node.value
     return json.dumps(node.value)
+
+
+READERS = {".csv": csv_rows, ".parquet": parquet_rows, "hub:": hub_rows, "[": list_rows}
+
+
+def reader_of(source):
+    """Return the function that yields the rows of a source, which begins or ends with its kind."""
+    for kind, read in READERS.items():
+        if source.startswith(kind) or source.endswith(kind):
+            return read
+    raise UserError(f"{source}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
+                    "header), .parquet or hub:owner/name")

@@ -23,7 +23,7 @@ def training(save_weights=weights, optimizer=None):
 def save(run, step, *args, **options):
     """Save as the training loop does after a step, and return the path. See `training`."""
     run.step, run.marks = step, run.files.log_sizes()
-    run.before, run.began = {}, 0.0
+    run.before = {}
     run.training = training(*args, **options)
     run._save()
     return run.folder / "checkpoints" / f"step_{step:06d}"

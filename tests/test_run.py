@@ -198,7 +198,7 @@ def test_overwrite_never_renames_what_the_run_starts_from(tmp_path):
 def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     for folder, reason in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "a", "Not a directory"),
-                           (tmp_path / ("n" * 256), "File name too long"), ("a\0b", "null byte")):
+                           (tmp_path / ("n" * 256), "File name too long")):
         with pytest.raises(UserError, match=f"(?s): cannot write there .*{reason}.*; give another --output_dir"):
             started(folder)
     assert started(tmp_path / ("n" * 255)).folder.is_dir()

@@ -1,6 +1,7 @@
 """What sft.py learns from: every kind of row, the same ids as a rollout, and the loss on what the demonstrator wrote."""
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import zlib
@@ -278,8 +279,8 @@ def test_each_kind_of_row_is_told_apart_by_its_fields(tokenizer, tmp_path, capsy
     assert spelled(tokenizer, made[0]) == ["42<|im_end|>"]
     assert len(spelled(tokenizer, made[3])) == 3 and made[4] == episode
     assert spelled(tokenizer, made[5]) == ['{"probability": 0.80, "reason": "slot", "recommendation": "YES"}<|im_end|>']
-    said = [line.split("jsonl: ")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()]
-    assert said == [f"1 {kind} to learn from" for kind in (*["conversations"] * 4, "episodes", "conversations")]
+    said = [line.split("jsonl: ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["1 demonstrations to learn from, 0 held out"] * 6
 
 
 def test_a_written_solution_becomes_calls_that_the_environment_answers(tokenizer, tmp_path):
@@ -343,7 +344,7 @@ def test_tools_are_the_rows_own_or_the_given_environments(tokenizer, tmp_path):
 def test_a_file_is_imitated_as_a_dataset_and_played_as_tasks(tokenizer, tmp_path, capsys):
     path = write(tmp_path, [{**NATALIA, "question": f"And now? {i}"} for i in range(40)])
     assert read(None, tokenizer, env="gsm8k", tasks=path)[0].rewards[-1] == 1.0  # played: it has rewards
-    assert "tasks for the expert of gsm8k (train)" in capsys.readouterr().out
+    assert re.search(rf"{path}: \d+ demonstrations to learn from, \d held out", capsys.readouterr().out)
     assert read(path, tokenizer, env="gsm8k")[0].rewards == []  # learnt as written
     for env in (None, "equations"):
         with pytest.raises(UserError) as caught:
