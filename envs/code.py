@@ -13,7 +13,7 @@ import random
 import re
 from typing import Literal
 
-from envs.code_style import is_reflective, style_findings
+from envs.code_style import style_findings
 from envs.code_tasks import generate, read_row, read_tests
 from envs.sandbox import check, parse, run, same
 
@@ -142,9 +142,13 @@ class Code:
         return self._reward_parts["correctness"] == CORRECT
 
     def _efficiency(self, result) -> float:
-        """Return 1 for at most SLACK times the reference's operations, less in proportion."""
+        """Return 1 for at most SLACK times the reference's operations, less in proportion.
+
+        The counter runs beside the model's code, which can stop it. Code that does so in a way that
+        the counter cannot notice gains this part of the reward only.
+        """
         spent = count_operations(result)
-        if spent is None or is_reflective(parse(self._code)):
+        if spent is None:
             return 0.0
         reference = count_operations(self._run(self._solution, self._hidden, count=True))
         # A function that is not Python's executes no line.
@@ -213,7 +217,6 @@ def verdicts(result, tests) -> list[bool]:
 
 
 def count_operations(result) -> int | None:
-    """Return the executed lines of all calls, or None if one failed or the code forged them."""
+    """Return the executed lines of all calls, or None if one failed or stopped the counter."""
     counts = [outcome.get("operations") for outcome in result.outcomes]
-    is_counted = result.status == "ok" and all(type(n) is int and n >= 0 for n in counts)
-    return sum(counts) if is_counted else None
+    return None if None in counts else sum(counts)

@@ -53,9 +53,9 @@ class Result:
             time; "crash": the process ended without a report.
         error: the exception, or how the process ended; "" if all is well.
         output: what was printed, at most OUTPUT bytes. Addresses in it are replaced by 0x...
-        outcomes: of each call {"value": ..., "operations": int} or {"error": text}. There are fewer
-            if the process ended before. Sets come as {"set": [...]}, dicts as {"dict": pairs} and
-            tuples as lists. The code may have forged them.
+        outcomes: of each call {"value": ..., "operations": int or None} or {"error": text}. There
+            are fewer if the process ended before. Sets come as {"set": [...]}, dicts as {"dict":
+            pairs} and tuples as lists. The code may have forged them.
     """
 
     status: str
@@ -72,7 +72,7 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
         calls: (name, list of plain arguments) of each call, in this order in the same process.
         seconds: what remains of the process is killed after so many.
         count: count the lines that each call executes, as its operations. They are the same every
-            time. Code that tampers with the tracer can make them fewer.
+            time, and None if the code stopped the counter. It may have done so unnoticed.
         unsafe: run the code without confinement.
 
     Raises UserError if the process cannot be started or cannot be confined.

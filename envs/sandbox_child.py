@@ -172,8 +172,11 @@ def attempt(function, count=False) -> str:
     try:
         sys.settrace(trace if count else None)
         value = function()
+        if count and sys.gettrace() is not trace:
+            # The code has stopped the counter.
+            operations = None
         sys.settrace(None)
-        return f'{{"value":{encode(value)},"operations":{operations}}}'
+        return f'{{"value":{encode(value)},"operations":{encode(operations)}}}'
     # SystemExit, KeyboardInterrupt and what derives from BaseException as well.
     except BaseException as error:
         sys.settrace(None)
