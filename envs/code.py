@@ -88,7 +88,8 @@ class Code:
             return f"error: the code defines no function {self._name}"
         self._code = code
         self._results = None
-        return "\n".join(["written", *style_findings(tree)])
+        self._findings = style_findings(tree)
+        return "\n".join(["written", *self._findings])
 
     def run_tests(self) -> str:
         """Run the examples."""
@@ -128,10 +129,9 @@ class Code:
             share = sum(passed) / max(1, len(passed))
             self._reward_parts["correctness"] = ATTEMPT * share
             return f"wrong: {sum(passed)} of {len(passed)} hidden tests pass"
-        findings = len(style_findings(parse(self._code)))
         self._reward_parts = {"correctness": CORRECT,
                               "efficiency": EFFICIENCY * self._efficiency(result),
-                              "style": STYLE * max(0.0, 1 - findings / 4)}
+                              "style": STYLE * max(0.0, 1 - len(self._findings) / 4)}
         return "right"
 
     # ------------------------------------------------------------------------------- the reward
@@ -166,16 +166,15 @@ class Code:
 
     def _expert(self) -> list[dict]:
         """Write the reference solution, run the examples, and submit what passes them."""
-        def call(name, **arguments):
-            return [{"name": name, "arguments": arguments}]
-
         if self.done:
             return []
         if self._code is None and self._rng.random() < self._noise:
-            return call("write_function", code=f"def {self._name}(*_):\n    return None\n")
-        if self._code is None or self._results is False:
-            return call("write_function", code=self._solution)
-        return call("submit") if self._results else call("run_tests")
+            code = f"def {self._name}(*_):\n    return None\n"
+        elif self._code is None or self._results is False:
+            code = self._solution
+        else:
+            return [{"name": "submit" if self._results else "run_tests", "arguments": {}}]
+        return [{"name": "write_function", "arguments": {"code": code}}]
 
     @staticmethod
     def _from_text(text: str) -> dict:
@@ -211,9 +210,9 @@ def with_setup(setup: str, code: str) -> str:
 
 def verdicts(result, tests) -> list[bool]:
     """Return which of the tests passed. One that was not reached did not."""
-    values = [outcome.get("value", result) for outcome in result.outcomes]
-    values += [result] * (len(tests) - len(values))
-    return [same(value, wanted) for value, (_, wanted) in zip(values, tests)]
+    reached = ["value" in outcome and same(outcome["value"], wanted)
+               for outcome, (_, wanted) in zip(result.outcomes, tests)]
+    return reached + [False] * (len(tests) - len(reached))
 
 
 def count_operations(result) -> int | None:
