@@ -58,7 +58,6 @@ from experiment.config import nearest
 from experiment.errors import UserError
 
 __all__ = ["schemas", "tools"]  # of envs/calls.py
-GYMNASIUM = "envs.gymnasium"  # loaded when it is asked for
 
 ENVS = {
     "equations": "envs.equations:Equations",
@@ -73,7 +72,9 @@ ENVS = {
 # Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
-REWARDS, TRL = "envs.rewards", "envs.trl"  # loaded when a run needs them
+# Modules that are loaded when a run needs them.
+GYMNASIUM, OPTIONS = "envs.gymnasium", "envs.options"
+REWARDS, TRL = "envs.rewards", "envs.trl"
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
 
@@ -95,7 +96,6 @@ class Limits:
     tool_timeout: float = 10.0  # seconds of one call into the environment
 
 
-OPTIONS = "envs.options"  # only --env_options needs it
 LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_turns"}
 
 

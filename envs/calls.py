@@ -141,15 +141,9 @@ def awaited(result):
     if not inspect.iscoroutine(result):
         return result
 
-    async def without_exit():
-        try:
-            return await result
-        except SystemExit as error:
-            # It would end the loop, and with it every later async tool.
-            raise RuntimeError(message_of(error)) from None
     with LOOP_LOCK:
         loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(without_exit(), loop).result()
+    return asyncio.run_coroutine_threadsafe(result, loop).result()
 
 
 LOOP_LOCK = threading.Lock()
@@ -158,7 +152,13 @@ LOOP_LOCK = threading.Lock()
 @cache
 def _event_loop():
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def run():
+        while True:
+            # The exit() of one method shall not end the loop of all.
+            with suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+    threading.Thread(target=run, daemon=True).start()
     return loop
 
 

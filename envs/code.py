@@ -13,7 +13,7 @@ import random
 import re
 from typing import Literal
 
-from envs.code_style import is_reflective, style_findings
+from envs.code_style import style_findings
 from envs.code_tasks import generate, read_row, read_tests
 from envs.sandbox import check, parse, run, same
 
@@ -88,7 +88,8 @@ class Code:
             return f"error: the code defines no function {self._name}"
         self._code = code
         self._results = None
-        return "\n".join(["written", *style_findings(tree)])
+        self._findings = style_findings(tree)
+        return "\n".join(["written", *self._findings])
 
     def run_tests(self) -> str:
         """Run the examples."""
@@ -128,10 +129,9 @@ class Code:
             share = sum(passed) / max(1, len(passed))
             self._reward_parts["correctness"] = ATTEMPT * share
             return f"wrong: {sum(passed)} of {len(passed)} hidden tests pass"
-        findings = len(style_findings(parse(self._code)))
         self._reward_parts = {"correctness": CORRECT,
                               "efficiency": EFFICIENCY * self._efficiency(result),
-                              "style": STYLE * max(0.0, 1 - findings / 4)}
+                              "style": STYLE * max(0.0, 1 - len(self._findings) / 4)}
         return "right"
 
     # ------------------------------------------------------------------------------- the reward
@@ -142,9 +142,13 @@ class Code:
         return self._reward_parts["correctness"] == CORRECT
 
     def _efficiency(self, result) -> float:
-        """Return 1 for at most SLACK times the reference's operations, less in proportion."""
+        """Return 1 for at most SLACK times the reference's operations, less in proportion.
+
+        The counter runs beside the model's code, which can stop it. Code that does so in a way that
+        the counter cannot notice gains this part of the reward only.
+        """
         spent = count_operations(result)
-        if spent is None or is_reflective(parse(self._code)):
+        if spent is None:
             return 0.0
         reference = count_operations(self._run(self._solution, self._hidden, count=True))
         # A function that is not Python's executes no line.
@@ -162,16 +166,15 @@ class Code:
 
     def _expert(self) -> list[dict]:
         """Write the reference solution, run the examples, and submit what passes them."""
-        def call(name, **arguments):
-            return [{"name": name, "arguments": arguments}]
-
         if self.done:
             return []
         if self._code is None and self._rng.random() < self._noise:
-            return call("write_function", code=f"def {self._name}(*_):\n    return None\n")
-        if self._code is None or self._results is False:
-            return call("write_function", code=self._solution)
-        return call("submit") if self._results else call("run_tests")
+            code = f"def {self._name}(*_):\n    return None\n"
+        elif self._code is None or self._results is False:
+            code = self._solution
+        else:
+            return [{"name": "submit" if self._results else "run_tests", "arguments": {}}]
+        return [{"name": "write_function", "arguments": {"code": code}}]
 
     @staticmethod
     def _from_text(text: str) -> dict:
@@ -207,13 +210,12 @@ def with_setup(setup: str, code: str) -> str:
 
 def verdicts(result, tests) -> list[bool]:
     """Return which of the tests passed. One that was not reached did not."""
-    values = [outcome.get("value", result) for outcome in result.outcomes]
-    values += [result] * (len(tests) - len(values))
-    return [same(value, wanted) for value, (_, wanted) in zip(values, tests)]
+    reached = ["value" in outcome and same(outcome["value"], wanted)
+               for outcome, (_, wanted) in zip(result.outcomes, tests)]
+    return reached + [False] * (len(tests) - len(reached))
 
 
 def count_operations(result) -> int | None:
-    """Return the executed lines of all calls, or None if one failed or the code forged them."""
+    """Return the executed lines of all calls, or None if one failed or stopped the counter."""
     counts = [outcome.get("operations") for outcome in result.outcomes]
-    is_counted = result.status == "ok" and all(type(n) is int and n >= 0 for n in counts)
-    return sum(counts) if is_counted else None
+    return None if None in counts else sum(counts)

@@ -1,13 +1,5 @@
-"""What a reviewer would remark in a function, and what could stop the counter of its operations."""
+"""What a reviewer would remark in a function."""
 import ast
-
-# The counter of operations runs beside the model's code, which could stop it. Code that imports
-# other modules than MODULES, or that uses a private name or one of REFLECTION, earns nothing for
-# its efficiency. This is no wall: who finds a way around it gains that part of the reward only.
-MODULES = {"bisect", "collections", "functools", "heapq", "itertools", "math", "operator", "re",
-           "string", "typing"}
-REFLECTION = {"sys", "eval", "exec", "compile", "getattr", "globals", "locals", "vars", "open",
-              "attrgetter", "methodcaller", "Formatter", "get_type_hints", "singledispatch"}
 
 
 def style_findings(tree: ast.Module) -> list[str]:
@@ -34,18 +26,3 @@ def style_findings(tree: ast.Module) -> list[str]:
     findings += [(line, f"{name} is never used") for name, line in bound.items()
                  if name not in read and not name.startswith("_")]
     return [f"style, line {line}: {text}" for line, text in sorted(findings)]
-
-
-def is_reflective(tree: ast.Module) -> bool:
-    """True if the code may reach the interpreter: other modules than MODULES, or REFLECTION."""
-    modules, names = set(), set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(aliases):
-                modules.update(alias.name for alias in aliases)
-            case ast.ImportFrom(module):
-                modules.add(module)
-            case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name):
-                names.add(name)
-    private = [name for name in names if name.startswith("_") and name != "_"]
-    return bool(private or names & REFLECTION or modules - MODULES)

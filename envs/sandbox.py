@@ -31,13 +31,12 @@ from pathlib import Path
 from experiment.errors import UserError
 
 SECONDS = 6.0  # of a whole call, from start to end
-CPU_SECONDS = 5
-MEMORY = 512 * 2**20  # bytes of address space
 OUTPUT = 64 * 2**10  # bytes that are printed, and bytes of values
 # CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
 PARSING = threading.Lock()
 CODE = 256 * 2**10  # characters of code
-LIMITS = {"AS": MEMORY, "CPU": CPU_SECONDS, "FSIZE": OUTPUT, "NOFILE": 64, "CORE": 0}
+LIMITS = {  # of the child, by rlimit: bytes of address space, seconds, bytes of a file, files
+    "AS": 512 * 2**20, "CPU": 5, "FSIZE": OUTPUT, "NOFILE": 64, "CORE": 0}
 CHILD = Path(__file__).with_name("sandbox_child.py")
 # -S: no site-packages, -s: none of the user's, -B: writes no .pyc, -u: prints at once.
 COMMAND = [sys.executable, "-S", "-s", "-B", "-u", "-X", "utf8", str(CHILD)]
@@ -54,9 +53,9 @@ class Result:
             time; "crash": the process ended without a report.
         error: the exception, or how the process ended; "" if all is well.
         output: what was printed, at most OUTPUT bytes. Addresses in it are replaced by 0x...
-        outcomes: of each call {"value": ..., "operations": int} or {"error": text}. There are fewer
-            if the process ended before. Sets come as {"set": [...]}, dicts as {"dict": pairs} and
-            tuples as lists. The code may have forged them.
+        outcomes: of each call {"value": ..., "operations": int or None} or {"error": text}. There
+            are fewer if the process ended before. Sets come as {"set": [...]}, dicts as {"dict":
+            pairs} and tuples as lists. The code may have forged them.
     """
 
     status: str
@@ -73,7 +72,7 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
         calls: (name, list of plain arguments) of each call, in this order in the same process.
         seconds: what remains of the process is killed after so many.
         count: count the lines that each call executes, as its operations. They are the same every
-            time. Code that tampers with the tracer can make them fewer.
+            time, and None if the code stopped the counter. It may have done so unnoticed.
         unsafe: run the code without confinement.
 
     Raises UserError if the process cannot be started or cannot be confined.
@@ -88,18 +87,18 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
         report, end = _run_child(stdin, printed, seconds)
         printed.seek(0)
         output = without_addresses(printed.read(OUTPUT).decode(errors="replace"))
-    # The first line was written before the code began, the others perhaps by the code.
-    confinement, loading, *outcomes = [*_records(report), None, None]
-    if confinement is None and end != "timeout":
-        raise UserError(f"the sandbox did not start: {output.strip()[-300:] or end}")
-    if confinement and confinement != {"confined": True}:
+    records = _records(report)
+    if not records and end != "timeout":
+        why = output.strip().rpartition("\n")[2] or end
         raise UserError(
-            f"this machine cannot confine the Python code of a model ({confinement['why']}). Run "
-            "on Linux 5.13 or newer, WSL2 and Docker on Linux included; or leave out what runs "
-            "code (--env code, tools=calculator+python); or give --unsafe_code, which runs it "
-            "with NO protection and is recorded")
-    outcomes = [outcome for outcome in outcomes if outcome][:len(job["calls"])]
-    if loading and "error" in loading:
+            f"this machine cannot confine the Python code of a model ({why}). Run on Linux 5.13 "
+            "or newer, WSL2 and Docker on Linux included; or leave out what runs code (--env "
+            "code, tools=calculator+python); or give --unsafe_code, which runs it with NO "
+            "protection and is recorded")
+    # The first line was written before the code began, the others perhaps by the code.
+    loading = records[1] if len(records) > 1 else {}
+    outcomes = records[2:2 + len(job["calls"])]
+    if "error" in loading:
         return Result("error", without_addresses(str(loading["error"])), output)
     if loading and len(outcomes) == len(job["calls"]):
         return Result("ok", "", output, outcomes)
@@ -117,39 +116,26 @@ def check(unsafe: bool):
 def _run_child(stdin, printed, seconds: float) -> tuple[bytes, str]:
     """Return what the child reported and how it ended: "timeout", or other words."""
     deadline = time.monotonic() + seconds
-    reader, writer = os.pipe()
-    try:
-        child = subprocess.Popen([*COMMAND, str(writer)], stdin=stdin, stdout=printed,
-                                 stderr=printed, cwd="/", env=ENVIRONMENT, pass_fds=[writer],
-                                 start_new_session=True)
-    except OSError as error:
-        os.close(reader)
-        raise UserError(f"the sandbox did not start: {error}") from None
-    finally:
-        os.close(writer)
-    poll = select.poll()
-    poll.register(reader)
-    report, end = b"", None
-    try:
-        while not end:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                end = "timeout"
-            elif len(report) > OUTPUT:
-                end = f"values of more than {OUTPUT} bytes"
-            elif chunk := os.read(reader, OUTPUT):
+    report = b""
+    with subprocess.Popen(COMMAND, stdin=stdin, stdout=subprocess.PIPE, stderr=printed, cwd="/",
+                          env=ENVIRONMENT, start_new_session=True) as child:
+        poll = select.poll()
+        poll.register(child.stdout)
+        try:
+            while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                chunk = os.read(child.stdout.fileno(), OUTPUT)
                 report += chunk
-            else:
-                # The process has ended, or closed its side of the pipe: nothing can follow.
-                end = "no report"
-    finally:
-        os.close(reader)
-        os.killpg(child.pid, signal.SIGKILL)
-        status = child.wait()
-    if end == "no report" and status:
-        # The kernel sends SIGKILL at the limit of CPU seconds.
-        end = "timeout" if status == -signal.SIGKILL else f"status {status}"
-    return report, end
+                # At its end the process closes its side of the pipe.
+                if not chunk or len(report) > OUTPUT:
+                    break
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+    if len(report) > OUTPUT:
+        return report, f"values of more than {OUTPUT} bytes"
+    if child.returncode == -signal.SIGKILL:
+        # Killed above, or by the kernel at the limit of CPU seconds.
+        return report, "timeout"
+    return report, f"status {child.returncode}" if child.returncode else "no report"
 
 
 def _records(report: bytes) -> list[dict]:

@@ -1,11 +1,11 @@
 """The process that envs/sandbox.py starts: it confines itself, runs a model's code, and reports.
 
-    python sandbox_child.py FD < job
+    python sandbox_child.py < job > report
 
-The job is marshalled. What comes back through the descriptor FD is one line of JSON each for the
-confinement, for the code, and for every call. Once the code has begun nothing in this process can
-be trusted, and the parent trusts nothing of it. Starting is most of what a call costs. So only
-modules that load fast are imported, and JSON is written by hand.
+The job is marshalled. The report is a line of JSON each for the confinement, for the code, and for
+every call. What the code prints goes to standard error. Once the code has begun nothing in this
+process can be trusted, and the parent trusts nothing of it. Starting is most of what a call costs.
+So only modules that load fast are imported: of Python's json only what writes text.
 
 Three layers, none of which needs root:
 
@@ -17,6 +17,7 @@ import marshal
 import os
 import resource
 import sys
+from _json import encode_basestring_ascii
 from struct import pack
 
 NAME = "main.py"  # of the code, in error messages
@@ -44,12 +45,9 @@ who am I     getpid 39 172  getppid 110 173  gettid 186 178  getuid 102 174  get
              sched_getaffinity 204 123  getrandom 318 278
 the end      exit 60 93  exit_group 231 94
 """
-# These are allowed with some values of their second argument only. Others of fcntl send signals
-# (F_SETOWN) or lock files, and others of ioctl change the attributes of a file that is merely read.
-CHECKED = {
-    "fcntl 72 25": (0, 1, 2, 3, 1030),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
-    "ioctl 16 29": (0x5401, 0x5451),  # TCGETS (is this a terminal?), FIOCLEX (close on exec)
-}
+# fcntl is allowed with these commands only. Others send signals (F_SETOWN) or lock files.
+FCNTL = (72, 25)
+COMMANDS = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 # To these a kernel that is too old for them would answer ENOSYS, and then the C library takes
 # another call: clone3, and all that are newer than this list.
 CLONE3, NEWEST = 435, 462
@@ -66,17 +64,13 @@ ALL = (1 << 13) - 1  # all that the first Landlock (Linux 5.13) knows; seccomp r
 
 
 # ------------------------------------------------------------------------------------ confinement
-def limit(limits: dict):
-    """Set rlimits, {"CPU": seconds, ...}, or lower ones that hold already."""
-    for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        _, hard = resource.getrlimit(kind)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+def confine(limits: dict, parent: int):
+    """Confine this process for good, or raise OSError, whose text names what is missing.
 
-
-def confine(parent: int):
-    """Confine this process for good, or raise OSError, whose text names what is missing."""
+    Args:
+        limits: rlimits, {"CPU": seconds, ...}
+        parent: the process without which this one ends.
+    """
     import ctypes
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -89,6 +83,8 @@ def confine(parent: int):
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in MACHINES:
         raise OSError(f"neither Linux on x86_64 nor on aarch64, but {sys.platform} on {machine}")
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     # PR_SET_PDEATHSIG: this process dies with the thread that started it.
     checked(libc.prctl(1, 9), "prctl")
     if os.getppid() != parent:
@@ -128,25 +124,21 @@ def seccomp_filter(column: int, arch: int) -> bytes:
 
     program = instruction(LOAD, ARCH) + instruction(EQUAL, arch, 1, 0) + instruction(RETURN, KILL)
     program += instruction(LOAD, NUMBER) + answer(AT_LEAST, X32, KILL)
-    for number in numbers(SYSCALLS, column):
+    for number in numbers(column):
         program += answer(EQUAL, number, ALLOW)
-    for name, values in CHECKED.items():
-        [number] = numbers(name, column)
-        # Where it is another call, skip to behind the test of its argument.
-        program += instruction(EQUAL, number, 0, 2 + 2 * len(values))
-        program += instruction(LOAD, SECOND)
-        program += b"".join(answer(EQUAL, value, ALLOW) for value in values)
-        program += instruction(RETURN, ERRNO | EPERM)
     program += answer(EQUAL, CLONE3, ERRNO | ENOSYS) + answer(AT_LEAST, NEWEST, ERRNO | ENOSYS)
+    # All the others but fcntl are refused, as is fcntl with other commands.
+    program += instruction(EQUAL, FCNTL[column], 1, 0) + instruction(RETURN, ERRNO | EPERM)
+    program += instruction(LOAD, SECOND)
+    for command in COMMANDS:
+        program += answer(EQUAL, command, ALLOW)
     return program + instruction(RETURN, ERRNO | EPERM)
 
 
-def numbers(table: str, column: int) -> list[int]:
-    """Return the numbers of one machine in a table "purpose  name 1 2  name 3 -"."""
-    words = table.split()
-    triples = zip(words, words[1:], words[2:])
-    rows = [row for row in triples if all(number.isdigit() or number == "-" for number in row[1:])]
-    return [int(row[1 + column]) for row in rows if row[1 + column] != "-"]
+def numbers(column: int) -> list[int]:
+    """Return the numbers of SYSCALLS on one machine."""
+    words = [word for word in SYSCALLS.split() if word.isdigit() or word == "-"]
+    return [int(word) for word in words[column::2] if word != "-"]
 
 
 # ------------------------------------------------------------------------------------ running code
@@ -180,8 +172,11 @@ def attempt(function, count=False) -> str:
     try:
         sys.settrace(trace if count else None)
         value = function()
+        if count and sys.gettrace() is not trace:
+            # The code has stopped the counter.
+            operations = None
         sys.settrace(None)
-        return f'{{"value":{encode(value)},"operations":{operations}}}'
+        return f'{{"value":{encode(value)},"operations":{encode(operations)}}}'
     # SystemExit, KeyboardInterrupt and what derives from BaseException as well.
     except BaseException as error:
         sys.settrace(None)
@@ -210,9 +205,7 @@ def encode(value, depth: int = DEPTH) -> str:
         text = repr(value)
         return words.get(text, text)
     if kind is str:
-        # Four hexadecimal digits for each unit of UTF-16, lone surrogates included.
-        units = value.encode("utf-16-be", "surrogatepass").hex()
-        return '"' + "".join([f"\\u{units[i:i + 4]}" for i in range(0, len(units), 4)]) + '"'
+        return encode_basestring_ascii(value)
     if kind not in (list, tuple, set, frozenset, dict) or not depth:
         raise ValueError(f"{kind.__name__} is not a plain value, or it is nested too deeply")
     items = value.items() if kind is dict else value
@@ -222,8 +215,9 @@ def encode(value, depth: int = DEPTH) -> str:
 
 
 def main():
-    report_to = int(sys.argv[1])
     job = marshal.load(sys.stdin.buffer)
+    report_to = os.dup(1)
+    os.dup2(2, 1)
     # input() shall find the end of a file, and the folder of this file is not to import from.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path.pop(0)
@@ -231,16 +225,9 @@ def main():
     def report(line: str):
         os.write(report_to, line.encode() + b"\n")
 
-    # Imports the codec.
-    encode("")
-    try:
-        if not job["unsafe"]:
-            limit(job["limits"])
-            confine(job["parent"])
-        report('{"confined":true}')
-    except OSError as error:
-        report(f'{{"confined":false,"why":{encode(str(error))}}}')
-        os._exit(1)
+    if not job["unsafe"]:
+        confine(job["limits"], job["parent"])
+    report("{}")
     run(job, report)
     os._exit(0)
 

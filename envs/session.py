@@ -37,7 +37,7 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
-        self.is_entered = self.is_closed = False
+        self.is_open = False
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
@@ -45,36 +45,34 @@ class Watch:
         self.broken = None  # the fault that came too often, in words
 
     def __enter__(self):
-        self.is_entered = True
+        self.is_open = True
         threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
     def __exit__(self, *_):
-        """Stop the timer. What still runs, where a rollout was stopped, begins no more calls."""
         with self.lock:
-            self.is_closed = True
+            self.is_open = False
             faulthandler.cancel_dump_traceback_later()
 
     def _keep_alive(self):
-        while not self.is_closed:
+        while self.is_open:
             with self.lock:
                 self._set_timer()
             time.sleep(1)
 
     def _set_timer(self):
         """Start the timer anew if calls run, else stop it."""
-        if not self.is_entered or self.is_closed:
-            return
-        faulthandler.cancel_dump_traceback_later()
-        if self.running:
-            faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
+        if self.is_open:
+            faulthandler.cancel_dump_traceback_later()
+            if self.running:
+                faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
 
     def call_began(self, session):
         """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
+        if session.stuck:
+            # This thread was left behind. It must not change anything any more.
+            raise SystemExit
         with self.lock:
-            if self.is_closed or session.stuck:
-                # This thread was left behind. It must not change anything any more.
-                raise SystemExit
             self.running.add(session)
             if len(self.running) == 1:
                 self._set_timer()

@@ -9,7 +9,7 @@ import pytest
 import envs
 from envs import code_tasks, sandbox
 from envs.code import Code
-from envs.code_style import is_reflective, style_findings
+from envs.code_style import style_findings
 from envs.code_tasks import LEVELS, read_row, read_tests
 from envs.sandbox import parse
 from episodes.tasks import load_tasks
@@ -113,30 +113,37 @@ def test_what_a_function_earns():
     "def double(x):\n    print('ALL_TESTS_PASSED')\n    import os\n    os._exit(0)", "import sys\nsys.exit(0)\ndef double(x): return 1", "def double(x): return float('nan')",
     "import builtins\nbuiltins.bool = lambda x: True\ndef double(x): return 7", "def double(x): return {7: 14, 11: 22}[x]", "def double(x): return True", "def double(x): return float(2 * x)", "def double(x): return str(2 * x)",
     "def double(x): yield 2 * x", "def double(x):\n    f = __import__('sys')._getframe()\n    while f:\n        for v in f.f_locals.values():\n            if 'wanted' in str(v): return v\n        f = f.f_back",
-    "import os\ndef double(x):\n    os.write(int(__import__('sys').argv[1]), b'{\"value\": true}\\n' * 9)\n    return 0", "import unittest.mock\ndef double(x): return unittest.mock.ANY", "def double(x): return [2 * x]",
+    "import os\ndef double(x):\n    [os.write(fd, b'{\"value\": true}\\n' * 9) for fd in (3, 4)]\n    return 0", "import unittest.mock\ndef double(x): return unittest.mock.ANY", "def double(x): return [2 * x]",
     "def double(*_): raise SystemExit(0)", "calls = []\ndef double(x):\n    calls.append(x)\n    return [26, 34, 38, 46][len(calls) - 1]"])
 def test_gaming_earns_nothing(text):
     env = submitted(DOUBLE, text)
     assert not env._check() and env.get_reward() <= 0.1 and env.done
 
 
-@pytest.mark.parametrize("operations, efficiency", [([4, 4], 0.2), ([6, 6], 0.2), ([12, 12], 0.1), ([0, 0], 0.2), ([None, 1], 0.0), (["1", 1], 0.0), ([-9, 1], 0.0), ([True, 1], 0.0)])
+@pytest.mark.parametrize("operations, efficiency", [([4, 4], 0.2), ([6, 6], 0.2), ([12, 12], 0.1), ([0, 0], 0.2), ([None, 1], 0.0)])
 def test_efficiency_by_hand(operations, efficiency, monkeypatch):
-    """The reference takes 4 lines for each of two calls. A count that is none was forged."""
+    """The reference takes 4 lines for each of two calls. None: the counter was stopped."""
     env = play({**DOUBLE, "test": "\n".join(DOUBLE["test"].splitlines()[:5])}, "def double(x):\n    return 2 * x\n")
     counts = iter([operations, [4, 4]])
     monkeypatch.setattr(env, "_run", lambda *_, **__: sandbox.Result("ok", outcomes=[{"value": 2 * x, "operations": n} for (x,), n in zip([test[0] for test in env._hidden], next(counts))]))
     assert env.submit() == "right" and env._reward_parts["efficiency"] == pytest.approx(efficiency)
 
 
-def test_efficiency_is_not_paid_to_code_that_may_stop_the_counter():
+def test_efficiency_is_not_paid_to_code_that_stops_the_counter():
     slow = "    total = 0\n    for _ in range(2 * x):\n        total += 1\n    return total\n"
     for head in ("import sys\ndef double(x):\n    sys.settrace(None)\n", "from collections import _sys\ndef double(x):\n    _sys.settrace(None)\n", "import re\ndef double(x):\n    re.enum.sys.settrace(None)\n",
-                 "def double(x):\n    exec('import sys; sys.settrace(None)')\n", "import ctypes\ndef double(x):\n", "def double(x):\n    __import__('sys').settrace(None)\n", "from re import *\ndef double(x):\n"):
+                 "def double(x):\n    exec('import sys; sys.settrace(None)')\n", "import sys\ndef double(x):\n    sys.settrace(lambda *_: None)\n", "def double(x):\n    __import__('sys').settrace(None)\n"):
         env = submitted(DOUBLE, head + slow)
-        assert env._check() and env._reward_parts["efficiency"] < 0.03, head
-    assert not is_reflective(parse("import math, re\nfrom typing import List\nfrom collections import Counter\ndef f(x):\n    return math.sqrt(x) + len(re.findall('a', 'b'))"))
-    assert all(is_reflective(parse(text)) for text in ("import sys", "from os import path", "from re import *" if False else "from functools import singledispatch", "f.__globals__", "getattr(f, 'x')", "eval('1')", "from . import x"))
+        assert env._check() and env._reward_parts["efficiency"] == 0, head
+    honest = submitted(DOUBLE, "import math, sys\ndef double(x):\n    return int(getattr(math, 'floor')(min(2 * x, sys.maxsize)))\n")
+    assert honest._reward_parts["efficiency"] == 0.2
+
+
+def test_a_forged_count_earns_nothing(monkeypatch):
+    for forged in ("many", [], {}):
+        env = play(DOUBLE, "def double(x):\n    return 2 * x\n")
+        monkeypatch.setattr(env, "_run", lambda *_, **__: sandbox.Result("ok", outcomes=[{"value": 2 * x, "operations": forged} for (x,), _ in env._hidden]))
+        assert envs.call(env, "submit", {})[0].startswith("error") and env.done and env.get_reward() == 0
 
 
 def test_hidden_values_never_enter_the_process(monkeypatch):
