@@ -7,7 +7,7 @@
     search.py     questions over documents (corpus.py: their index); writing.py; business.py
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     options.py    reads --env_options
-    calls.py      the tools of a class, and one call of one of them (gymnasium.py: as a step)
+    calls.py      the tools of a class, and one call of one of them (steps.py: a step of Gymnasium)
     rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
     play.py       python -m envs.play NAME: play one yourself
@@ -58,7 +58,7 @@ from experiment.config import nearest
 from experiment.errors import UserError
 
 __all__ = ["schemas", "tools"]  # of envs/calls.py
-GYMNASIUM = "envs.gymnasium"  # loaded when it is asked for
+STEPS = "envs.steps"  # loaded when it is asked for
 
 ENVS = {
     "equations": "envs.equations:Equations",
@@ -103,7 +103,7 @@ def __getattr__(name):
     """Return a name of the Gymnasium reading of an environment."""
     if name not in ("StepResult", "call", "step", "valid_actions"):
         raise AttributeError(name)
-    return getattr(importlib.import_module(GYMNASIUM), name)
+    return getattr(importlib.import_module(STEPS), name)
 
 
 # ------------------------------------------------------------------------------------- loading
