@@ -7,7 +7,7 @@
     search.py     questions over documents (corpus.py: their index); writing.py; business.py
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     options.py    reads --env_options
-    calls.py      the tools of a class, and one call of one of them (gymnasium.py: as a step)
+    calls.py      the tools of a class, and one call of one of them (steps.py: a step of Gymnasium)
     rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
     play.py       python -m envs.play NAME: play one yourself
@@ -73,7 +73,7 @@ ENVS = {
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 # Modules that are loaded when a run needs them.
-GYMNASIUM, OPTIONS = "envs.gymnasium", "envs.options"
+STEPS, OPTIONS = "envs.steps", "envs.options"
 REWARDS, TRL = "envs.rewards", "envs.trl"
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
@@ -103,7 +103,7 @@ def __getattr__(name):
     """Return a name of the Gymnasium reading of an environment."""
     if name not in ("StepResult", "call", "step", "valid_actions"):
         raise AttributeError(name)
-    return getattr(importlib.import_module(GYMNASIUM), name)
+    return getattr(importlib.import_module(STEPS), name)
 
 
 # ------------------------------------------------------------------------------------- loading

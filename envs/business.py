@@ -21,7 +21,6 @@ numbers are behind tools, and each look has a fee. The reward has four parts:
 """
 import random
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from experiment.seeds import in_test_split
@@ -63,7 +62,6 @@ class Case:
         return sorted(allowed, key=self.value, reverse=True)
 
 
-@lru_cache(1024)
 def draw_case(number: int, level: int) -> Case:
     """Return the case of a number. At least two options are allowed, and the best one is clear."""
     rng = random.Random(f"{number} {level}")
@@ -102,7 +100,6 @@ class Business:
         self._looks = []  # the tool, or the option whose risk was evaluated
         self._decision = None
         self.done = False
-        self.reward = 0.0
         self._noise = noise
         self._rng = random.Random(f"{noise_seed} {case}")
         return f"Case {case}: which of {' '.join(self._case.costs)}?"
@@ -110,12 +107,12 @@ class Business:
     # ------------------------------------------------------------------------------- the tools
     def analyze_situation(self) -> str:
         """Return the budget, the interest rate, and the least chance that an option must have."""
-        self._look("analyze_situation")
+        self._looks.append("analyze_situation")
         return f"budget {self._case.budget}, rate {self._case.rate} %, chance {LEAST_CHANCE} %"
 
     def identify_options(self) -> str:
         """Return the cost of each option, and its cash flow of every year if all goes well."""
-        self._look("identify_options")
+        self._looks.append("identify_options")
         return "\n".join(f"{name}: cost {cost}, flows {' '.join(map(str, self._case.flows[name]))}"
                          for name, cost in self._case.costs.items())
 
@@ -126,7 +123,7 @@ class Business:
             option: its name
         """
         self._check_name(option)
-        self._look(option)
+        self._looks.append(option)
         return f"{option}: chance {self._case.chances[option]} %"
 
     def make_decision(self, option: str) -> str:
@@ -142,12 +139,7 @@ class Business:
         self._check_name(option)
         self.done = True
         self._decision = option
-        self.reward = self.get_reward()
         return "right" if self._check() else "wrong"
-
-    def _look(self, name: str):
-        self._looks.append(name)
-        self.reward = self.get_reward()
 
     def _check_name(self, name: str):
         if name not in self._case.costs:
@@ -166,8 +158,12 @@ class Business:
         return {"feasibility": feasibility, "risk": risk, "return": gain,
                 "fees": -FEE * len(self._looks)}
 
-    def get_reward(self) -> float:
+    @property
+    def reward(self) -> float:
         return sum(self._reward_parts.values())
+
+    def get_reward(self) -> float:
+        return self.reward
 
     def _check(self) -> bool:
         """Return whether the best option was chosen."""

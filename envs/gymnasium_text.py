@@ -22,9 +22,8 @@ class Game(Numbered):
     """A game whose actions are numbered. The reward is the sum of the game's own rewards."""
 
     def reset(self, number: int, **_) -> str:
+        super().reset(number)
         self._game = gymnasium.make(type(self).__name__, render_mode=self._mode, **self.options)
-        self.reward = 0.0
-        self.done = False
         return self._show(self._game.reset(seed=number)[0])
 
     def act(self, action: int) -> str:
@@ -37,19 +36,15 @@ class Game(Numbered):
             raise ValueError(f"an action is one of {self._game.action_space}, until the end")
         observation, reward, terminated, truncated, _ = self._game.step(action)
         self.reward += float(reward)
+        self._solved = self.reward > 0
         self.done = terminated or truncated
         return f"{self._show(observation)}\nreward: {reward}"
 
     def _show(self, observation) -> str:
         picture = COLOURED.sub(r"[\1]", self._game.render()) if self._mode else ""
         # Taxi packs row, column, passenger and destination into one number.
-        if hasattr(self._game.unwrapped, "decode"):
-            observation = self._game.unwrapped.decode(observation)
-        return f"{picture}\nobservation: {observation}".strip()
-
-    @staticmethod
-    def _entries() -> range:
-        return range(10_000)
+        decode = getattr(self._game.unwrapped, "decode", str)
+        return f"{picture}\nobservation: {decode(observation)}".strip()
 
 
 @cache

@@ -33,11 +33,12 @@ def parse(text: str, env_names: str | None) -> dict:
         if name == "unsafe_code" or name not in known and not takes_any:
             hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
             raise UserError(f"--env_options {name}: {env_names} has no such option; {hint}")
-        options[name] = value
+        kind = types.get(name)
         try:
-            options[name] = read_cell(value, types[name]) if name in types else json.loads(value)
+            options[name] = read_cell(value, kind) if kind else json.loads(value)
         except (TypeError, ValueError):
-            if name in types:
-                kind = hint_name(types[name])
-                raise UserError(f"--env_options {item}: cannot be read as {kind}") from None
+            if kind:
+                words = f"--env_options {item}: cannot be read as {hint_name(kind)}"
+                raise UserError(words) from None
+            options[name] = value
     return options

@@ -39,11 +39,10 @@ class Setup:
         self.cls = envs.with_options(envs.load(config.env), self.options)
         self.limits = envs.Limits(**envs.limits(config.env))
         self.watch = Watch(self.limits.tool_timeout)
-        self.makes_tasks = hasattr(self.cls, "_tasks") and not config.tasks
 
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks. Where `reset` needs no argument they may all be the same."""
-        if not (self.makes_tasks or self.config.tasks or envs.needed(self.cls)):
+        if not (hasattr(self.cls, "_tasks") or self.config.tasks or envs.needed(self.cls)):
             return [self.options] * n
         return load_tasks(self.config.env, split, n, self.config.seed, self.config.tasks,
                           env_options=self.options)

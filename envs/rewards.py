@@ -15,6 +15,7 @@ import re
 import string
 import traceback
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -22,6 +23,7 @@ import envs
 from envs.calls import awaited, message_of
 from envs.trl import as_trl, is_of_trl, turns_of
 from experiment.config import nearest
+from experiment.data import reading
 from experiment.episodes import is_finite
 from experiment.errors import UserError
 
@@ -31,6 +33,11 @@ ANSWERS = re.compile(r"<answer>(.*?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}
 
 
 # ---------------------------------------------------------------------------------------- built in
+def environment(t) -> list[float]:
+    """What the environment pays, turn by turn."""
+    return t.rewards
+
+
 def answer_of(t) -> str:
     """Return the final answer of an episode: its last text, or the only argument of its last call.
 
@@ -121,8 +128,9 @@ def math_verify(t) -> float | None:
     return float(any(verify(gold, parse(text)) for text in (answer, f"\\boxed{{{answer}}}")))
 
 
-BUILT_IN = {"exact": exact, "format": well_formed, "tool_used": tool_used, "length": length,
-            "repetition": repetition, "math_verify": math_verify}
+BUILT_IN = {"environment": environment, "exact": exact, "format": well_formed,
+            "tool_used": tool_used, "length": length, "repetition": repetition,
+            "math_verify": math_verify}
 
 
 # -------------------------------------------------------------------------------- what is asked for
@@ -131,22 +139,17 @@ def load(config) -> "Rewards":
     if not config.rewards:
         raise UserError(f"--env {config.env}: there is no get_reward(): write one "
                         "(envs/template.py), or name functions with --rewards")
-    functions, weights = {}, {"environment": 1.0}
+    functions, weights = {"environment": environment}, {}
     for item in filter(str.strip, config.rewards.split(",")):
         target, _, weight = (side.strip() for side in item.partition("="))
         name = target.rpartition(":")[2]
-        try:
-            weights[name] = float(weight or 1)
-        except ValueError:
-            weights[name] = weight
-        if not is_finite(weights[name]) and (weight != "veto" or name == "environment"):
-            raise UserError(f"--rewards {item}: the weight is a number, or veto for a function")
-        if name in functions:
+        if name in weights:
             raise UserError(f"--rewards {item}: another function has this name")
+        with reading(f"--rewards {item}"):
+            weights[name] = weight if weight == "veto" else float(weight or 1)
+        functions[name] = _function(target)
         if target == "length":
             functions[name] = partial(length, limits=envs.limits_of(config, config.env))
-        elif target != "environment":
-            functions[name] = _function(target)
     return Rewards(functions, weights)
 
 
@@ -156,7 +159,7 @@ def _function(target: str):
         return BUILT_IN[target]
     place, colon, name = target.rpartition(":")
     if not colon:
-        known = f"known: {', '.join(BUILT_IN)}, environment, or give path/to/file.py:function"
+        known = f"known: {', '.join(BUILT_IN)}, or give path/to/file.py:function"
         raise UserError(f"--rewards {target}: {nearest(target, BUILT_IN, otherwise=known)}")
     function = getattr(envs.module_at(place, f"--rewards {target}"), name, None)
     if not callable(function):
@@ -164,18 +167,16 @@ def _function(target: str):
     return function
 
 
+@dataclass
 class Rewards:
-    """Pays the episodes of a rollout what the functions say.
+    """Pays the episodes of a rollout what the functions say."""
 
-    Args:
-        functions: name -> function.
-        weights: name -> a number or "veto", also of "environment".
-    """
+    functions: dict  # by name
+    weights: dict  # name -> a number or "veto"; without one it is 1
 
-    def __init__(self, functions: dict, weights: dict):
-        self.functions = functions
-        self.weights = weights
-        self.modules = [f.__module__ for f in functions.values() if hasattr(f, "__module__")]
+    @property
+    def modules(self) -> list[str]:
+        return [f.__module__ for f in self.functions.values() if hasattr(f, "__module__")]
 
     def pay(self, episodes: list):
         """Set the rewards of episodes (agent.Episode) that have ended and did not fail.
@@ -184,9 +185,9 @@ class Rewards:
         """
         ended = [e for e in episodes if math.isfinite(e.trajectory.reward)
                  and e.trajectory.stop_reason != "error"]
-        values = {name: self._values(name, ended) for name in self.functions if ended}
-        for i, episode in enumerate(ended):
-            self._pay_one(episode, {name: values[name][i] for name in values})
+        values = [self._values(name, ended) for name in self.functions if ended]
+        for episode, *row in zip(ended, *values):
+            self._pay_one(episode, dict(zip(self.functions, row)))
 
     def _values(self, name: str, episodes: list) -> list:
         """Return a function's values, one for each of the episodes."""
@@ -210,21 +211,20 @@ class Rewards:
     def _pay_one(self, episode, values: dict):
         t = episode.trajectory
         session = episode.session
-        if session.pays:
-            t.reward_parts["environment"] = t.reward
-        t.rewards = [self.weights["environment"] * reward for reward in t.rewards]
+        t.rewards = [0.0] * len(t.rewards)
         vetoed = False
         for name, value in values.items():
-            if value is None:
+            if value is None or name == "environment" and not session.pays:
                 continue
+            weight = self.weights.get(name, 1.0)
             turns = per_turn(name, value, len(t.rewards))
             if not all(map(is_finite, turns)):
                 return episode.spoil(f"--rewards {name} is {value} on task {t.info['task']}"[:300])
             t.reward_parts[name] = math.fsum(turns)
-            if self.weights[name] == "veto":
+            if weight == "veto":
                 vetoed = vetoed or not any(turns)
             else:
-                t.rewards = [a + self.weights[name] * b for a, b in zip(t.rewards, turns)]
+                t.rewards = [a + weight * b for a, b in zip(t.rewards, turns)]
         if vetoed:
             t.rewards = [min(reward, 0.0) for reward in t.rewards]
         t.reward = math.fsum(t.rewards)

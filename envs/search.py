@@ -20,7 +20,6 @@ import re
 import string
 import textwrap
 from collections import Counter, defaultdict
-from functools import lru_cache
 from itertools import chain
 from typing import Literal
 
@@ -71,13 +70,11 @@ def draw_facts(archive: str, level: int) -> dict[str, dict[str, str]]:
             if of == "date":
                 date = f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2019)}"
                 facts[entity][relation] = date if level > 1 else str(next(words))
-            elif names[of]:
-                others = [name for name in names[of] if name != entity]
+            elif others := [name for name in names[of] if name != entity]:
                 facts[entity][relation] = rng.choice(others)
     return facts
 
 
-@lru_cache(256)
 def read_archive(archive: str, level: int) -> Corpus:
     """Return a document for each entity, which states its facts in one of the FORMS."""
     rng = random.Random(f"{archive} documents")

@@ -57,13 +57,12 @@ def as_trl(episodes: list) -> dict:
     prompts, completions = [], []
     for t, task in zip(trajectories, tasks):
         turns = turns_of(t)
-        prompt = t.messages[:turns[0]]
-        completion = [trl_message(message) for message in t.messages[turns[0]:]]
         if isinstance(task.get("prompt"), str):
-            prompt = task["prompt"]
-            completion = "\n".join(t.messages[turn]["content"] for turn in turns)
-        prompts.append(prompt)
-        completions.append(completion)
+            prompts.append(task["prompt"])
+            completions.append("\n".join(t.messages[turn]["content"] for turn in turns))
+        else:
+            prompts.append(t.messages[:turns[0]])
+            completions.append([trl_message(message) for message in t.messages[turns[0]:]])
 
     def log_metric(name, value):
         for t in trajectories:

@@ -7,7 +7,7 @@ plain fields of its config.
 """
 import inspect
 from functools import cache
-from itertools import islice
+from operator import attrgetter
 
 import verifiers.v1 as vf
 
@@ -19,59 +19,43 @@ from experiment.data import reading
 class Question(Numbered):
     """A prompt, answered once in text. The reward is the weighted sum of the task's rewards."""
 
+    _question = attrgetter("data.prompt_text")
+
     @classmethod
     @cache
     def _entries(cls) -> list:
-        """Return the tasks of the taskset with these options."""
+        """Return the tasks of the taskset with these options, if they need no more than a text."""
         name = cls.__name__
-        with reading(f"verifiers:{name}"):
-            taskset = vf.load_taskset(vf.taskset_config_type(name)(id=name, **cls.options))
-            tasks = list(islice(taskset, 10_000))
-            first = tasks[0]
-            rewards = [inspect.signature(reward).parameters for reward in first.hooks("reward")]
-            if (vf.environment_class(name) is not vf.SingleAgentEnv
-                    or taskset.toolsets(taskset.config) or first.toolsets(first.config)
-                    or type(first).setup is not vf.Task.setup
-                    or any("runtime" in parameters for parameters in rewards)):
-                raise ValueError("it needs tools, a runtime or turns that verifiers plays itself; "
-                                 "only prompts that are answered once are played here")
+        taskset = vf.load_taskset(vf.taskset_config_type(name)(id=name, **cls.options))
+        tasks = list(taskset.take(10_000))
+        rewards = [inspect.signature(reward).parameters for reward in tasks[0].hooks("reward")]
+        if (vf.environment_class(name) is not vf.SingleAgentEnv or taskset.toolsets(taskset.config)
+                or tasks[0].toolsets(tasks[0].config) or type(tasks[0]).setup is not vf.Task.setup
+                or any("runtime" in parameters for parameters in rewards)):
+            raise ValueError("it needs tools, a runtime or turns that verifiers plays itself")
         return tasks
 
-    @staticmethod
-    def _question(task) -> str:
-        return task.data.prompt_text
-
-    def reset(self, number: int, **_) -> str:
-        self._task = self._entries()[number]
-        self.system_prompt = self._task.data.system_prompt
-        self.reward = 0.0
-        self._reward_parts = {}
-        self._solved = False
-        return self._task.data.prompt_text
+    @property
+    def system_prompt(self) -> str | None:
+        return self._entry.data.system_prompt
 
     def _reply(self, text: str) -> None:
-        """Score the answer, which ends the episode."""
-        prompt = vf.UserMessage(content=self._task.data.prompt_text)
-        answer = vf.AssistantMessage(content=text)
-        trace = vf.Trace(task=vf.TraceTask(type="", data=self._task.data),
-                         agent=vf.AgentInfo(config=vf.AgentConfig()),
-                         nodes=[vf.MessageNode(message=prompt),
-                                vf.MessageNode(message=answer, parent=0, sampled=True)])
-        awaited(self._task.score(trace))
+        """Score the answer, which ends the episode. Solved means that every reward is in full."""
+        data = self._entry.data
+        prompt = vf.MessageNode(message=vf.UserMessage(content=data.prompt_text))
+        answer = vf.MessageNode(message=vf.AssistantMessage(content=text), parent=0, sampled=True)
+        trace = vf.Trace(task=vf.TraceTask(type="", data=data), nodes=[prompt, answer],
+                         agent=vf.AgentInfo(config=vf.AgentConfig()))
+        awaited(self._entry.score(trace))
         self.reward = trace.reward
         self._reward_parts = {name: reward.value for name, reward in trace.rewards.items()}
         self._solved = all(reward.score >= 1 for reward in trace.rewards.values())
-
-    def _check(self) -> bool:
-        """Return whether every reward function gave 1, its full score."""
-        return self._solved
 
 
 @cache
 def make(name: str) -> type:
     """Return the environment of a taskset."""
     with reading(f"verifiers:{name}"):
-        fields = vf.taskset_config_type(name)(id=name).model_dump()
-    options = {field: value for field, value in fields.items()
-               if field != "id" and isinstance(value, bool | int | float | str)}
+        options = dict(vf.taskset_config_type(name)(id=name))
+    del options["id"]
     return type(name, (Question,), {"options": options})

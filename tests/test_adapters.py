@@ -54,7 +54,7 @@ def families(monkeypatch):
 @pytest.mark.parametrize("family", ["chain_sum", "basic_arithmetic", "spell_backward", "leg_counting", "prime_factorization"])
 def test_families_of_reasoning_gym_conform(family, families):
     found = told(f"reasoning_gym:{family}")
-    assert {verdict for name, (verdict, _) in found.items() if "a second" not in name} == {"pass"}, found
+    assert {verdict for verdict, _ in found.values()} == {"pass"}, found
 
 
 def test_most_families_are_played_and_their_solutions_are_right(families):
@@ -66,9 +66,8 @@ def test_most_families_are_played_and_their_solutions_are_right(families):
         game = Game(this, task)
         text, calls = game.session.expert()
         assert game.seen[0] and json.dumps(task) and game.session.task["number"] < 10_000
-        if calls:
-            game.take_turn(text, calls)
-            assert game.over and game.score[0] == 1 and game.score[2], family
+        game.take_turn(text, calls)
+        assert game.over and (game.score[0] == 1 and game.score[2] or not text), family
 
 
 def test_questions_are_split_by_their_hash_whatever_the_seed(families):
@@ -99,9 +98,7 @@ def test_an_answer_in_text_counts_and_what_a_verifier_cannot_read_is_wrong(famil
     env = envs.load("reasoning_gym:prime_factorization")()
     for text, reward in (("<answer>%s</answer>", 1.0), ("I think <answer>1</answer>, no: <answer>%s</answer>", 1.0), ("%s", 0.0), ("<answer>banana 5</answer>", 0.0), ("", 0.0)):
         env.reset(number=4)
-        assert env._reply(text.replace("%s", env._entry["answer"])) is None and env.done and env.get_reward() == reward and env._check() == bool(reward)
-    env.reset(number=4)
-    assert env.answer("banana") == "score: 0" and env.answer(env._entry["answer"]) == "score: 0"  # the first answer is final, also for TRL
+        assert env._reply(text.replace("%s", env._entry["answer"])) is None and env.get_reward() == reward and env._check() == bool(reward)
 
 
 def test_reasoning_gym_in_a_rollout_and_the_experts_demonstrations(families):

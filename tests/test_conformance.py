@@ -12,7 +12,7 @@ from envs.play import Config, Setup, run
 
 # Nobody can tell more than 83 % of the meetings: the outcome is drawn.
 EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
-SPEED = "10,000 tasks a second"
+SPEED = "speed of making tasks"
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_every_environment_of_ours_conforms(name, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told, reasons = verdicts(name)
     assert those(told, "FAIL") == EXCEPTIONS.get(name, set()), reasons
-    assert those(told, "note") <= {SPEED} and not those(told, "-"), reasons
+    assert not those(told, "-") and reasons[SPLIT].endswith(" 0 begin with a question of training"), reasons
 
 
 # ------------------------------------------------------------------------------------------------------- ways not to conform
@@ -234,7 +234,7 @@ ONCE, COPY = "answering at once pays less", "copying tool output pays less"
 def test_a_good_one_conforms():
     told, reasons = verdicts(f"{__name__}:Sums")
     assert set(told.values()) == {"pass"} and len(told) == 13, reasons
-    assert reasons["valid tool schemas"] == "answer, look" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
+    assert reasons["valid tool schemas"] == "answer, look" and reasons[SPEED].startswith("fast enough") and reasons[SPLIT] == "40 test tasks are new, 0 begin with a question of training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
 
 
 @pytest.mark.parametrize("cls, failed", [
@@ -243,7 +243,8 @@ def test_a_good_one_conforms():
 def test_what_is_broken_fails(cls, failed):
     told, reasons = verdicts(f"{__name__}:{cls.__name__}")
     assert those(told, "FAIL") == failed, reasons
-    assert those(told, "note") == {AsksAlike: {SPLIT}, Slow: {SPEED}}.get(cls, set()), reasons
+    assert reasons[SPEED].startswith("slow") or cls is not Slow
+    assert (reasons[SPLIT] == "40 test tasks are new, 40 begin with a question of training") == (cls is AsksAlike)
 
 
 def test_output_that_is_copied_whole_may_not_be_paid():
@@ -288,7 +289,7 @@ def test_of_a_strangers_class_what_can_be_checked_is_checked(tmp_path):
     (tmp_path / "stranger.py").write_text(STRANGER)
     told, reasons = verdicts(f"{tmp_path / 'stranger.py'}:Counter")
     assert those(told, "pass") == {"valid tool schemas", SAME, SHARED, RANDOM} and len(those(told, "-")) == 9, reasons
-    assert reasons[SPLIT] == "no tasks of its own: not checked" and reasons[COPY] == "no expert of its own: not checked"
+    assert reasons[SPLIT] == "there is no _tasks" and reasons[COPY] == "there is no _expert"
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps({"start": i}) + "\n" for i in range(60)))
     assert verdicts(f"{tmp_path / 'stranger.py'}:Counter", tasks=str(path))[0] == told

@@ -147,9 +147,9 @@ def functions(tmp_path):
 
 
 @pytest.mark.parametrize("said_, told", [
-    ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: exact, format, tool_used, length, repetition, math_verify, environment, or give path/to/file.py:function"),
-    ("exact=much", "--rewards exact=much: the weight is a number, or veto"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
-    ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name"), ("exact=inf", "--rewards exact=inf"), ("environment=veto", "the weight is a number, or veto for a function")])
+    ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: environment, exact, format, tool_used, length, repetition, math_verify, or give path/to/file.py:function"),
+    ("exact=much", "--rewards exact=much: could not convert string to float: 'much'"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
+    ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name")])
 def test_a_wrong_name_or_weight_is_told_in_a_line(said_, told, functions):
     with pytest.raises(UserError, match=told):
         loaded(said_.replace("FILE", functions))
@@ -181,6 +181,8 @@ def test_weights_names_turns_and_what_is_not_scored(functions):
 def test_the_environment_may_weigh_nothing_or_less(functions):
     assert paid(f"{functions}:half,environment=0", said("a"), total=3.0).rewards == [0.5]
     assert paid("environment=0.5", said("a"), total=3.0).reward == 1.5
+    for total, reward in ((2.0, 0.5), (0.0, 0.0)):  # it may even be the verifier
+        assert paid(f"environment=veto,{functions}:half", said("a"), total=total).reward == reward
 
 
 @pytest.mark.parametrize("text, total, reward", [("yes", 2.0, 2.5), ("no", 2.0, 0.0), ("no", -2.0, -1.5)])
