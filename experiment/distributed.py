@@ -49,6 +49,8 @@ class Ranks:
         backend = "gloo"
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
+            # NCCL's own watchdog would end the process before its last step is saved.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             self._choose_gpu()
         try:
             dist.init_process_group(backend, timeout=TIMEOUT)
@@ -149,7 +151,7 @@ class Ranks:
         """Add up all ranks' tensors in place, and return the tensor."""
         if self.world > 1:
             import torch.distributed as dist
-            self._together(dist.all_reduce, tensor)
+            self._together(functools.partial(dist.all_reduce, async_op=True), tensor)
         return tensor
 
     def add_gradients(self, model):
@@ -182,11 +184,16 @@ class Ranks:
         import torch
         import torch.distributed as dist
         try:
-            arrival = dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True)
-            while not arrival.is_completed():
-                self.others.check()
-                time.sleep(0.002)
-            arrival.wait()
-            collective(*args)
+            self._wait(dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True))
+            work = collective(*args)
+            if work:
+                self._wait(work)
         except RuntimeError as error:
             raise RankLost(f"another rank is gone ({first_line(error)})") from None
+
+    def _wait(self, work):
+        """Wait for a collective while the others live. Without one of them NCCL's never ends."""
+        while not work.is_completed():
+            self.others.check()
+            time.sleep(0.002)
+        work.wait()

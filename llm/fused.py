@@ -1,7 +1,8 @@
 """The forward pass of the Llama family (Llama, Qwen2, Qwen3) in few kernels, for the rollout.
 
 A layer takes 11 kernels and the attention, where the stock modules launch 41 to 57. Every other
-architecture, 4-bit weights, an adapter that is not merged, and modules with hooks stay with those.
+architecture and modules with hooks stay with those, on a CPU also 4-bit weights and an adapter that
+is not merged. On a GPU such Linears are called one by one.
 
 It takes no memory: the joint weights replace the model's tensors, which become views of them. On
 a CPU, bfloat16 weights are held in oneDNN's layout, in which a product of few rows takes 25 to
@@ -22,10 +23,7 @@ KNOWN_FORWARDS = tiled, pointwise.mlp, pointwise.norm, adapted_forward
 
 
 def fits(model) -> bool:
-    """True if the fused forward applies: a supported architecture of plain Linears, no hooks.
-
-    Adapters must be merged, so that the weights are those of the whole policy.
-    """
+    """True if the fused forward applies: a supported architecture, no hooks, on a CPU `plain`."""
     config = model.config
     if config.model_type not in pointwise.FAMILY or config.hidden_act != "silu":
         return False
@@ -34,13 +32,19 @@ def fits(model) -> bool:
 
 def _as_built(module, device) -> bool:
     """True if a module computes what its class says, a Linear with its weight on this device."""
-    if not whole_policy(module) or module._forward_hooks or module._forward_pre_hooks:
+    if module._forward_hooks or module._forward_pre_hooks:
         return False
-    plain = type(module) is nn.Linear and module.weight.device == device
-    if isinstance(module, nn.Linear) and not plain:
-        return False
+    if isinstance(module, nn.Linear):
+        weight = module.weight
+        if weight.device != device or weight.is_cpu and not plain(module):
+            return False
     replaced = vars(module).get("forward")
     return not replaced or getattr(replaced, "func", None) in KNOWN_FORWARDS
+
+
+def plain(linear) -> bool:
+    """True if the output is the product with the weight: no 4 bits, adapters merged or off."""
+    return type(linear) is nn.Linear and whole_policy(linear)
 
 
 class Fused:
@@ -53,8 +57,7 @@ class Fused:
     def __init__(self, model):
         self.base = model.base_model
         self.layers = [FusedLayer(layer) for layer in self.base.layers]
-        head = model.get_output_embeddings()
-        self.head = JointLinear([head]) if type(head) is nn.Linear else head
+        self.head = joined(model.get_output_embeddings())
         give_back_memory()
 
     def __call__(self, ids, cache):
@@ -76,10 +79,10 @@ class FusedLayer:
         self.attention = attention = layer.self_attn
         self.norm = layer.input_layernorm
         self.mlp_norm = layer.post_attention_layernorm
-        self.qkv = JointLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = JointLinear([attention.o_proj])
-        self.gate_up = JointLinear([layer.mlp.gate_proj, layer.mlp.up_proj])
-        self.down = JointLinear([layer.mlp.down_proj])
+        self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = joined(attention.o_proj)
+        self.gate_up = joined(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self.down = joined(layer.mlp.down_proj)
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
         self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv
         self.window = getattr(attention, "sliding_window", None)
@@ -118,6 +121,15 @@ def packs_bfloat16(device) -> bool:
     """True where oneDNN has a layout for bfloat16: on CPUs with AVX-512 or its like."""
     return (device.type == "cpu" and torch.backends.mkldnn.is_available()
             and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def joined(*linears):
+    """Return a function of x that gives the outputs of these Linears, one behind the other."""
+    if all(map(plain, linears)):
+        return JointLinear(linears)
+    if len(linears) == 1:
+        return linears[0]
+    return lambda x: torch.cat([linear(x) for linear in linears], -1)
 
 
 class JointLinear:

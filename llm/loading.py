@@ -12,13 +12,14 @@ from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import ADAPTER, FORMS, adapter_base, load_weights, read_settings
 from llm.attention import causal_attention
-from llm.checkpointing import Stream, checkpoint_layers, layers_of, pinned, tile_mlps
+from llm.checkpointing import checkpoint_layers, layers_of, pinned, tile_mlps
 from llm.memory import QUANTIZATION, Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.probe import probe
 from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
 
+STREAMING = "llm.streaming"  # what --memory stream needs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
 
@@ -70,8 +71,10 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     model, tokenizer = read_model(source, kept, device, chosen, seed)
     if continues and _holds(path, "tokenizer_config.json"):
         tokenizer = read_tokenizer(path)
-    stream = Stream(layers_of(model), device) if chosen.stream_layers else None
-    model.to(device).requires_grad_(False).eval()
+    stream = None
+    if chosen.stream_layers:
+        stream = import_module(STREAMING).Stream(layers_of(model), device)
+    model.to(device).requires_grad_(False)
     model.facts = Facts(source, seed, chosen)
     _check_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
@@ -83,8 +86,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         merge_adapter(model)
     if not lora_r:
         model.requires_grad_(train)
-    _use_techniques(model, chosen, stream)
-    model.eval()
+    _use_techniques(model.eval(), chosen, stream)
     if device.type != "meta":
         probe(model, source)
     return model, tokenizer  # model.train() switches dropout on

@@ -7,7 +7,7 @@ A setting of --memory names the techniques that a run uses, and adds to the one 
     4bit          the frozen base in 4 bits a weight (NF4)               llm/quantization.py
     small         embedding and head in int8, MLPs in tiles, activations, adapter and AdamW
                   in host memory                                     llm/adapter_files.py
-    stream        the base in host memory, two layers at a time          llm/checkpointing.py
+    stream        the base in host memory, two layers at a time          llm/streaming.py
 
 No technique changes an equation. With a run's flags, bench/memory.py counts what each needs.
 """

@@ -7,6 +7,9 @@ replayed so many times.
 All rows in the first slots are computed along, even one that has ended inside the window. What that
 draws is dropped. What it writes lies behind the row's last token, where no query looks before, and
 its states are put back.
+
+A short tool result goes through decode steps as well, in which its tokens are forced: a pass of its
+own is hundreds of launches, for which all rows wait.
 """
 import sys
 from contextlib import suppress
@@ -19,6 +22,7 @@ from llm.memory import facts
 
 WINDOW = 4  # decode steps between two looks at the results
 RESERVE = 2**28  # bytes of the GPU that must be free for another graph
+SHORT = 32  # tokens of a tool result that is forced
 SHORTEST_SPAN = 128  # tokens of the first bucket of context; each further one is twice as long
 
 
@@ -45,6 +49,12 @@ class StaticEngine(Engine):
         resists = any(map(resists_capture, model.base_model.modules()))
         self.graphable = not resists and not facts(model).refuses_graphs
 
+    def extend(self, row, ids, limit: int):
+        super().extend(row, ids, limit)
+        # A result holds stop ids. After one a row's states are put back.
+        if len(ids) <= SHORT and not self.cache.keeps_states:
+            row.state = "decode"
+
     def decode(self):
         """Decode up to `WINDOW` tokens of every running row."""
         running = self.in_state("decode")
@@ -60,7 +70,10 @@ class StaticEngine(Engine):
             for row in running:
                 if row.state == "decode":
                     row.length += 1
-                    self.take(row, int(ids[row.slot]), logprobs[row.slot])
+                    if len(row.pending) > 1:
+                        del row.pending[0]
+                    else:
+                        self.take(row, int(ids[row.slot]), logprobs[row.slot])
         self.clock += WINDOW - 1
 
     def fill(self):
@@ -68,10 +81,11 @@ class StaticEngine(Engine):
         columns = [[0.0] * len(self.inputs)] * self.slots
         for slot, row in enumerate(self.owner):
             if row:
-                forced = (row.forced + [-1] * WINDOW)[:WINDOW]
+                token, *result = row.pending
+                forced = (result + row.forced + [-1] * WINDOW)[:WINDOW]
                 left = row.limit - len(row.turn) if row.state == "decode" else 0
-                random = row.uniforms(WINDOW)
-                columns[slot] = [row.pending[-1], row.length, left, 0, *random, *forced]
+                random = ([0.0] * len(result) + row.uniforms(WINDOW))[:WINDOW]
+                columns[slot] = [token, row.length, left, 0, *random, *forced]
         self.inputs.copy_(torch.tensor(columns, dtype=torch.float64).T)
 
     def bucket(self, n: int) -> int:

@@ -1,5 +1,6 @@
 """bench/gpu.py and bench/scale.py from end to end on a CPU, at toy size: what comes out, and what a failing part leaves."""
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
 import scale  # noqa: E402
 
-from bench import gpu_parts  # noqa: E402
+from bench import gpu_parts, sampler as bench_sampler  # noqa: E402
 
 TOY = ["--rows", "2", "--tokens", "32", "--length", "160", "--prompt", "64", "--cap", "64", "--repeats", "1", "--minutes", "30", "--timeout", "600"]
 
@@ -87,6 +88,25 @@ def test_without_a_gpu_no_real_shape_is_begun(monkeypatch, capsys):
 def test_without_bitsandbytes_steps_are_taken_without_4_bits(monkeypatch):
     monkeypatch.setattr(gpu_parts, "has_bitsandbytes", lambda: False)
     assert gpu_parts.memory_under_cap("small") == gpu_parts.memory_under_cap("stream") == "checkpoint"
+
+
+def test_the_sampler_part_runs_the_bench_of_the_sampler(tmp_path, monkeypatch):
+    """With the flags that it has. Where no vLLM is to be found the part says so."""
+    assert gpu_parts.sampler(None, "MODEL") == {"skipped": "vllm is not on the PATH"} and "sampler" not in gpu.arguments([]).parts
+    vllm = tmp_path / "bin" / "vllm"
+    vllm.parent.mkdir()
+    vllm.write_text("")
+    vllm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(vllm.parent), prepend=os.pathsep)
+
+    def run(words, **_):
+        monkeypatch.setattr(sys, "argv", words[1:])
+        kept.append(bench_sampler.arguments())
+        return subprocess.CompletedProcess(words, 0, "text\n{}\n", "")
+    kept = []
+    monkeypatch.setattr(gpu_parts.subprocess, "run", run)
+    assert gpu_parts.sampler(None, "MODEL") == {}
+    assert kept[0].vllm == str(tmp_path) and kept[0].model_path == "MODEL" and kept[0].seeds == [0] and kept[0].runs == ["here", "sampler", "ahead"]
 
 
 def test_the_shapes_are_qwens():

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import programs
 import pytest
+import torch
+import torch.distributed as dist
 from programs import Program
 from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
@@ -19,6 +21,7 @@ from test_resume import place  # noqa: F401  (a fixture)
 from experiment import alive, run
 from experiment.checkpoint import newest_checkpoint, read_state
 from experiment.distributed import Ranks
+from experiment.errors import RankLost
 
 ROOT = Path(run.__file__).parent.parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
@@ -245,6 +248,34 @@ def test_wherever_a_rank_dies_the_others_do_not_wait_for_it(start, tmp_path, whe
     errors = [p.communicate()[1] for p in pair][1 - int(dead)]
     assert pair[int(dead)].returncode == 9 and pair[1 - int(dead)].returncode == 5, errors[-3000:]
     assert "Traceback" not in errors and "another rank is gone" in errors, errors[-3000:]
+
+
+def test_a_collective_that_a_lost_rank_would_leave_hanging_ends(monkeypatch):
+    """NCCL's does, on a GPU. The ranks have met before it, by gloo."""
+    asked = []
+
+    class Work:
+        def __init__(self, hangs):
+            self.hangs = hangs
+
+        def is_completed(self):
+            return not self.hangs
+
+        def wait(self):
+            assert not self.hangs
+
+    class Others:
+        def check(self):
+            asked.append(1)
+            if len(asked) > 3:
+                raise RuntimeError("nothing was heard of rank 1")
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None, async_op=False: Work(tensor.numel() == 5))
+    ranks = Ranks(0, 1)
+    ranks.world, ranks.others = 2, Others()
+    ranks.add(torch.zeros(4))
+    with pytest.raises(RankLost, match="another rank is gone .nothing was heard of rank 1"):
+        ranks.add(torch.zeros(5))
+    assert len(asked) == 4
 
 
 def test_a_rank_or_a_store_that_is_silent_is_told(monkeypatch):

@@ -14,11 +14,15 @@ from bench.merging import kept_by_merging
 from llm import load_model, save_model
 from llm.logprobs import token_logprobs
 from llm.engine import make_engine
-from lora import adapters, dithered, merged
+from lora import adapters, merged
 
 ROOT = Path(lora.__file__).parent
 SMOLLM2 = ROOT / ".real" / "smollm2"
 HALF = [torch.bfloat16, torch.float16]
+
+
+def dithered(total, dtype, by_column=False):
+    return lora.dithered(total, dtype, by_column).to(dtype)
 
 
 def tiny(dtype="bfloat16", scale=1e-4, **options):

@@ -1,9 +1,10 @@
-"""llm/checkpointing.py: streamed layers give the resident layers' gradients to the bit."""
+"""llm/streaming.py: streamed layers give the resident layers' gradients to the bit."""
 import pytest
 import torch
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same
 
-from llm.checkpointing import Stream, layers_of
+from llm.checkpointing import layers_of
+from llm.streaming import Stream
 
 
 def stream_of(model) -> Stream:
