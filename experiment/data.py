@@ -178,12 +178,11 @@ def read_yaml(path):
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
-        line = key.start_mark.line + 1
-        with reading(path, line):
+        with reading(path, node.start_mark.line + 1):
             name = _scalar(key) or "null"
             is_list = node.id == "sequence" and name.replace("-", "_") in LISTS
             value = importlib.import_module(TABLES).as_json(node) if is_list else _scalar(node)
-        yield line, name, value
+        yield key.start_mark.line + 1, name, value
 
 
 def _scalar(node):
