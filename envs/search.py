@@ -61,9 +61,10 @@ def draw_facts(archive: str, level: int) -> dict[str, dict[str, str]]:
     """Return entity -> relation -> value, drawn from the name of the archive."""
     rng = random.Random(archive)
     words = iter(rng.sample(range(10, 30), 20) if level == 1 else rng.sample(WORDS, 40))
+    forms = NAMES if level > 1 else dict.fromkeys(NAMES, "{}")
     names = {}
-    for (kind, form), size in zip(NAMES.items(), LEVELS[level][2]):
-        names[kind] = [("{}" if level == 1 else form).format(next(words)) for _ in range(size)]
+    for (kind, form), size in zip(forms.items(), LEVELS[level][2]):
+        names[kind] = [form.format(next(words)) for _ in range(size)]
     facts = defaultdict(dict)
     for relation, kinds, of, _ in rng.sample(FACTS, len(FACTS)):
         for entity in chain.from_iterable(names[kind] for kind in kinds.split(",")):

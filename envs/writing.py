@@ -212,8 +212,8 @@ class Writing:
         rng = self._rng
         openers, places = rng.sample(OPENERS, count), rng.sample(PLACES, count)
         if self._acrostic:
-            openers = [next(opener for opener in OPENERS if opener.startswith(letter))
-                       for letter in self._acrostic]
+            by_letter = {opener[0]: opener for opener in OPENERS}
+            openers = [by_letter[letter] for letter in self._acrostic]
         if self._rhyme:
             places = [f"in the {word}" for word in RHYMES[self._rhyme]]
         form = 2 if self._tense == "past" else int(self._person == "third")
