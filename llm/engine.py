@@ -296,8 +296,9 @@ class StockForward:
         self.model = model
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
-        # Mamba's models have a name of their own for it.
-        self.cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
+        # Transformers 5.24 calls it "cache" everywhere. Before, Mamba's models had another name.
+        names = [name for name in ("cache", "cache_params") if name in arguments]
+        self.cache_name = names[0] if names else "past_key_values"
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):
