@@ -296,8 +296,8 @@ class StockForward:
         self.model = model
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
-        # Mamba's models have a name of their own for it, and transformers 5.24 has renamed it.
-        names = "cache_params", "cache", "past_key_values"
+        # Before transformers 5.24 Mamba's models had a name of their own for it.
+        names = "cache", "cache_params", "past_key_values"
         self.cache_name = next(name for name in names if name in arguments)
         self.head = partial(head_logits, model)
 

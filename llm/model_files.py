@@ -69,6 +69,9 @@ def _read_folder(folder, dtype, device, chosen):
     if getattr(config, "quantization_config", None):
         raise UserError(f"{folder}: is a quantized model; "
                         "give the original one, and --load_in_4bit for 4 bits")
+    if config.is_encoder_decoder:
+        raise UserError(f"{folder}: {config.model_type} is an encoder-decoder; "
+                        "only decoders are trained here")
     # Transformers chooses. The attention that config.json names may be a kernel to download.
     config._attn_implementation = None
     if chosen.frozen_base or device.type == "meta":
@@ -104,7 +107,8 @@ def _read_whole(folder, config, dtype):
     # Where weights are missing, transformers would continue with random ones.
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise UserError(f"{folder}: no weights for {missing}: the model is incomplete")
+        raise UserError(f"{folder}: no weights for {missing}: the model is incomplete, "
+                        "or of a kind that predicts no next token")
     return model
 
 

@@ -44,23 +44,23 @@ EXTRA = {
 WITHOUT = {"blt", "git", "phi4_multimodal"}  # these take seconds or gigabytes
 
 # What `verdict` says of each. "trains" is also every model with a window of its mask alone, a bias of positions, or a cache of its own.
-VERSION = "5.23."
+VERSION = "5.24."
 TABLE = {}
 for _verdict, _families in (
     ("runs", """
-        afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
-        deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2
+        afmoe apertus apertus1p5_text arcee aria_text axk1 bailing_hybrid bamba beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
+        deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2
         gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text
-        glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+        glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe
         granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-        iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama longcat_flash mamba mamba2 mellum mimo_v2_flash
+        iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama longcat_flash mamba mamba2 mellum mimo_v2_flash
         minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi moss_transcribe_diarize
         nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 qwen2 qwen3 qwen3_5 qwen3_5_moe
-        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma youtu zamba"""),
+        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu zamba"""),
     ("trains", """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper
-        axk2 bloom codegen cpmant deepseek_v32 doge dots3_note dots3_note_text falcon glm_moe_dsa gpt_neo gpt_neox_japanese gptj
-        hrm_text hy_v4 inkling2_text mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm xlm xlnet"""),
+        axk2 bloom cpmant deepseek_v32 doge dory dots3_note dots3_note_text falcon glm_moe_dsa gpt_neo gpt_neox_japanese
+        hrm_text hy_v4 inkling2_loop_text inkling2_text mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm xlm xlnet"""),
     ("refused", """
         bert bert-generation big_bird camembert data2vec-text deepseek_v4
         electra ernie inkling_text llama4 llama4_text megatron-bert modernbert-decoder
