@@ -6,24 +6,25 @@ share of the step's micro-batches, whose losses are divided by counts over the w
 one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
 
 A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails. Of
-a machine that is cut off nobody is told: a rank waits for others while they live (alive.py).
+a machine that is cut off nobody is told: so a thread meets those of the other ranks all the time.
 """
 import atexit
 import functools
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
-from importlib import import_module
 
 from experiment.errors import RankLost, Stop, UserError, first_line
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
 TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there
-ALIVE = "experiment.alive"  # which a single process does not import
+SILENCE = timedelta(minutes=1)  # of a rank that is gone, or whose network is
+BEAT = 5  # seconds between two signs of life
 
 
 @functools.cache
@@ -53,10 +54,12 @@ class Ranks:
         try:
             dist.init_process_group(backend, timeout=TIMEOUT)
             self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+            pulse = dist.new_group(backend="gloo", timeout=SILENCE)
         except RuntimeError as error:
             raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
                             "GLOO_SOCKET_IFNAME to the interface between the machines") from None
-        self.others = import_module(ALIVE).Others(rank, world)
+        self.faults = []  # what ended the thread
+        threading.Thread(target=self._show_life, args=(pulse,), daemon=True).start()
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:
@@ -94,6 +97,16 @@ class Ranks:
     def _be_silent(self):
         """Print nothing but errors. What rank 0 prints is enough."""
         sys.stdout = open(os.devnull, "w")
+
+    def _show_life(self, pulse):
+        """Meet the other ranks again and again, until one does not come in time."""
+        import torch.distributed as dist
+        try:
+            while True:
+                dist.barrier(pulse)
+                time.sleep(BEAT)
+        except RuntimeError as error:
+            self.faults.append(error)
 
     def share(self, n: int) -> range:
         """Return this rank's share of n things in a row."""
@@ -184,7 +197,8 @@ class Ranks:
         try:
             arrival = dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True)
             while not arrival.is_completed():
-                self.others.check()
+                if self.faults:
+                    raise self.faults[0]
                 time.sleep(0.002)
             arrival.wait()
             collective(*args)

@@ -16,7 +16,7 @@ from programs import Program
 from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
 
-from experiment import alive, run
+from experiment import run
 from experiment.checkpoint import newest_checkpoint, read_state
 from experiment.distributed import Ranks
 
@@ -247,14 +247,27 @@ def test_wherever_a_rank_dies_the_others_do_not_wait_for_it(start, tmp_path, whe
     assert "Traceback" not in errors and "another rank is gone" in errors, errors[-3000:]
 
 
-def test_a_rank_or_a_store_that_is_silent_is_told(monkeypatch):
-    monkeypatch.setattr(alive.Others, "listen", lambda self: None)
-    others = alive.Others(0, 2)
-    now = time.monotonic()
-    others.check()
-    others.heard[1] = now - alive.SILENCE - alive.BEAT - 1
-    with pytest.raises(RuntimeError, match="nothing was heard of rank 1 for 60 s"):
-        others.check()
-    others.listened = now - alive.SILENCE - 1
-    with pytest.raises(RuntimeError, match="store has not answered for 60 s"):
-        others.check()
+SILENT = """
+import os, time
+from datetime import timedelta
+from experiment import distributed
+from experiment.errors import RankLost
+distributed.SILENCE = timedelta(seconds=3)
+ranks = distributed.join()
+ranks.gather(0)
+if ranks.rank:
+    # Its connections stay open, and nothing comes any more, as of a machine whose cable was cut.
+    os.kill(os.getpid(), 19)
+try:
+    ranks.gather(1)
+except RankLost as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_of_which_nothing_is_heard_is_told(start, tmp_path):
+    (tmp_path / "silent.py").write_text(SILENT)
+    pair = start(tmp_path / "silent.py")
+    said, errors = pair[0].communicate(timeout=100)
+    assert "another rank is gone" in said, errors
