@@ -5,7 +5,9 @@ from concurrent.futures import Future
 
 def in_thread(act, *arguments) -> Future:
     """Let a thread call act(*arguments). It does not keep the process from ending."""
-    return by(lambda work: threading.Thread(target=work, daemon=True).start(), act, *arguments)
+    def start(work):
+        threading.Thread(target=work, daemon=True).start()
+    return by(start, act, *arguments)
 
 
 def by(start, act, *arguments) -> Future:

@@ -24,7 +24,6 @@ from experiment.errors import RankLost, Stop, UserError, first_line
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
 TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there
 SILENCE = timedelta(minutes=1)  # of a rank that is gone, or whose network is
-BEAT = 5  # seconds between two signs of life
 
 
 @functools.cache
@@ -50,7 +49,7 @@ class Ranks:
         backend = "gloo"
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
-            self._choose_gpu()
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         try:
             dist.init_process_group(backend, timeout=TIMEOUT)
             self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
@@ -58,12 +57,12 @@ class Ranks:
         except RuntimeError as error:
             raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
                             "GLOO_SOCKET_IFNAME to the interface between the machines") from None
-        self.faults = []  # what ended the thread
-        threading.Thread(target=self._show_life, args=(pulse,), daemon=True).start()
+        self.pulse = threading.Thread(target=meet, args=(pulse,), daemon=True)
+        self.pulse.start()
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
-        if rank:
-            self._be_silent()
+        if rank:  # what rank 0 prints is enough
+            sys.stdout = open(os.devnull, "w")
 
     def apart(self):
         """Return the same ranks for another thread: `gather` does not meet that of this one."""
@@ -85,28 +84,6 @@ class Ranks:
                       f"--master_addr={os.environ['MASTER_ADDR']}",
                       f"--master_port={os.environ['MASTER_PORT']}"]
         return words
-
-    def _choose_gpu(self):
-        import torch
-        gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-        if local >= gpus:
-            raise UserError(f"process {local} of this machine has no GPU of its own, there are "
-                            f"{gpus}; --nproc_per_node={gpus}")
-        torch.cuda.set_device(local)
-
-    def _be_silent(self):
-        """Print nothing but errors. What rank 0 prints is enough."""
-        sys.stdout = open(os.devnull, "w")
-
-    def _show_life(self, pulse):
-        """Meet the other ranks again and again, until one does not come in time."""
-        import torch.distributed as dist
-        try:
-            while True:
-                dist.barrier(pulse)
-                time.sleep(BEAT)
-        except RuntimeError as error:
-            self.faults.append(error)
 
     def share(self, n: int) -> range:
         """Return this rank's share of n things in a row."""
@@ -197,10 +174,19 @@ class Ranks:
         try:
             arrival = dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True)
             while not arrival.is_completed():
-                if self.faults:
-                    raise self.faults[0]
+                if not self.pulse.is_alive():
+                    raise RuntimeError(f"no sign of life for {SILENCE.seconds} s")
                 time.sleep(0.002)
             arrival.wait()
             collective(*args)
         except RuntimeError as error:
             raise RankLost(f"another rank is gone ({first_line(error)})") from None
+
+
+def meet(pulse):
+    """Meet the other ranks again and again, until one does not come in time."""
+    import torch.distributed as dist
+    with suppress(RuntimeError):
+        while True:
+            dist.barrier(pulse)
+            time.sleep(5)

@@ -20,7 +20,6 @@ draws each row that has one by itself, and vLLM 0.32 for CPUs ends when it split
 The client is http.client: a turn has no use for more, and after a time-out it can go on waiting. A
 server started with VLLM_API_KEY gets the key from the variable of that name here.
 """
-import functools
 import json
 import os
 import secrets
@@ -30,6 +29,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import closing, nullcontext
 from copy import copy
+from functools import cache, partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urljoin, urlsplit
 
@@ -75,9 +75,12 @@ def ask(url: str, body=None) -> bytes:
         raise Lost(f"{type(error).__name__}: {first_line(error)}") from None
     if response.status == 200:
         return text
-    # 408 and 429 say that it has too much to do.
-    errors = {404: NotFound, 408: Lost, 429: Lost}
-    error = errors.get(response.status, Refused if response.status < 500 else Lost)
+    error = Refused
+    if response.status == 404:
+        error = NotFound
+    # The first two say that it has too much to do.
+    elif response.status in (408, 429) or response.status >= 500:
+        error = Lost
     raise error(f"{response.status}: {first_line(text.decode('utf-8', 'replace'))}")
 
 
@@ -189,7 +192,7 @@ class Servers:
         self.names.remove(name)
 
     def load_at_last(self, url: str, name: str):
-        persist(lambda: self.load(url, name), TRIES if url in self.living else 1)
+        persist(partial(self.load, url, name), TRIES if url in self.living else 1)
 
     def load(self, url: str, name: str):
         """Let a server load an adapter. Raises Lost, or Refused which says how to start it."""
@@ -219,7 +222,7 @@ class Servers:
         """Return the ids and logprobs of one turn, by the server of this number or by another."""
         try:
             with self.room:
-                return persist(lambda: self.complete_once(body, number), TRIES)
+                return persist(partial(self.complete_once, body, number), TRIES)
         except (Lost, Refused) as error:
             urls = ",".join(self.urls)
             raise UserError(f"--sampler {urls}: no usable answer ({error})") from None
@@ -256,7 +259,7 @@ class Servers:
 
 
 # One for all rollouts and evaluations of a run.
-servers_of = functools.cache(Servers)
+servers_of = cache(Servers)
 
 
 def context_of(url: str) -> int:

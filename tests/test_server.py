@@ -615,4 +615,4 @@ def test_without_fastapi_one_line_says_what_to_install(tmp_path):
     (tmp_path / "fastapi.py").write_text("raise ImportError('No module named fastapi')")
     done = subprocess.run([sys.executable, "agent.py", "--serve"], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 2 and "pip install fastapi uvicorn" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "pip install -U fastapi uvicorn" in done.stderr and "Traceback" not in done.stderr

@@ -163,7 +163,7 @@ def load_server():
     try:
         return import_module("window.server")
     except ImportError as error:
-        raise UserError(f'--serve needs "pip install fastapi uvicorn" ({error})') from None
+        raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
 
 
 # ---------------------------------------------------------------------------- with the agent

@@ -62,13 +62,16 @@ class Choice(Row):
         """Read what was sampled until now."""
         # In this order: the engine's thread may be sampling on.
         has_ended = self.state == "ended"
+        if not has_ended and not self.streams:
+            return
         turn = list(self.turn)
         is_stop = not self.stop_ids.isdisjoint(turn[-1:])
         text = self.chat.text(turn[:len(turn) - is_stop])
-        cuts = [text.index(stop) for stop in self.stops if stop in text]
-        text = text[:min(cuts, default=None)]
+        for stop in self.stops:
+            text, found, _ = text.partition(stop)
+            is_stop = is_stop or bool(found)
         if has_ended:
-            self.reason = "stop" if cuts or is_stop else "length"
+            self.reason = "stop" if is_stop else "length"
         else:
             # A stop text may have come by half, and the last character may lack some bytes.
             unsure = max(map(len, self.stops), default=1) - 1
@@ -162,15 +165,18 @@ class Player:
             choice.news = news
         self.requests += 1
         self.inbox.put(partial(self.arrive, choices))
+        waiting = list(choices)
         try:
-            while waiting := [choice for choice in choices if not choice.reason]:
+            while waiting:
                 async with asyncio.timeout_at(end):
                     await news.wait()
                 news.clear()
-                for choice in waiting:
+                for choice in list(waiting):
                     if choice.error:
                         raise Refusal(500, choice.error)
                     choice.show()
+                    if choice.reason:
+                        waiting.remove(choice)
                     yield choice
         except TimeoutError:
             raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
@@ -200,9 +206,11 @@ class Player:
             while not (self.engine.busy or self.coming) or not self.inbox.empty():
                 self.inbox.get()()
             if self.engine.busy:
-                ended = self.engine.step()
-                streamed = [row for row in self.engine.in_state("decode") if row.streams]
-                self.tell(ended + streamed)
+                for row in self.engine.step():
+                    self.tell(row)
+                for row in self.engine.in_state("decode"):
+                    if row.streams:
+                        self.tell(row)
 
     def arrive(self, rows):
         """Take new rows. They start unless some wait for another adapter."""
@@ -225,15 +233,14 @@ class Player:
 
     def fail(self, reason: str):
         """End all rows that the engine has."""
-        rows = [row for row in self.engine.owner if row] + self.engine.waiting
-        for row in rows:
-            row.error = reason
-        self.tell(rows)
+        for row in self.engine.owner + self.engine.waiting:
+            if row:
+                row.error = reason
+                self.tell(row)
 
-    def tell(self, rows):
-        """Let the server's thread know that some rows have sampled."""
-        for news in {row.news for row in rows}:
-            self.loop.call_soon_threadsafe(news.set)
+    def tell(self, row):
+        """Let the server's thread know that a row has sampled."""
+        self.loop.call_soon_threadsafe(row.news.set)
 
     # ------------------------------------------------------------------------------------ adapters
     def load(self, name: str, folder: str):

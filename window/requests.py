@@ -176,7 +176,8 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     if not ORDER.fullmatch(roles):
         raise ValueError("expected system, user, assistant, user or tool results, assistant, ... "
                          f"and at the end not the assistant; got {roles}")
-    opening, *rest = [list(group) for _, group in groupby(messages, lambda m: m.role == "assistant")]
+    groups = groupby(messages, lambda message: message.role == "assistant")
+    opening, *rest = [list(group) for _, group in groups]
     *system, user = [message.text for message in opening]
     shown = [{"role": "user", "content": user}]
     if system:
