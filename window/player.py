@@ -189,7 +189,7 @@ class Player:
         """Decode until the process ends."""
         while True:
             with merged(self.model):
-                self.engine = SharedEngine(self.model, self.slots)
+                self.engine = SharedEngine(self.model, slots=self.slots)
                 self.enter()
                 try:
                     self.decode()
