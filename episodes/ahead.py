@@ -1,8 +1,10 @@
 """Episodes of the next step, played by servers while this step's update runs: --rollout_ahead 1."""
-import threading
 import time
+from concurrent.futures import wait
 from copy import copy
 from functools import partial
+
+from experiment.background import in_thread
 
 
 class Ahead:
@@ -21,30 +23,28 @@ class Ahead:
         """
         self.collect, self.play, self.run = collect, play, run
         self.ranks = run.ranks.apart()
-        self.thread = None
+        self.coming = None  # the Future of the next step's episodes
 
     def __call__(self, step: int) -> list:
-        self.run.log(staleness=int(self.thread is not None))
-        if self.thread:
-            self.wait()
+        self.run.log(staleness=int(self.coming is not None))
+        if self.coming:
+            episodes = self.wait()
         else:
-            self.play_step(step, self.play, self.run)
-        if self.error:
-            raise self.error
-        episodes = self.episodes
+            episodes = self.collect(self.play, step=step, run=self.run)
         if step + 1 < self.run.total:
             self.start(step + 1)
         return episodes
 
-    def wait(self):
-        """Wait for the thread. What it would have logged is the trainer's now."""
+    def wait(self) -> list:
+        """Return the episodes. What their thread would have logged is the trainer's now."""
         began = time.monotonic()
-        while self.thread.is_alive():
+        while not self.coming.done():
             self.run.check()
-            self.thread.join(0.1)
+            wait([self.coming], 0.1)
         self.run.log(**self.shadow.line)
         self.run.watch = self.shadow.watch
         self.run.rollout_seconds += time.monotonic() - began
+        return self.coming.result()
 
     def start(self, step: int):
         """Play a step's groups in a thread, by the weights as they are now."""
@@ -54,13 +54,4 @@ class Ahead:
         self.shadow = copy(self.run)
         self.shadow.line, self.shadow.ranks = {}, self.ranks
         play = partial(self.play, engine=servers.pinned(), run=self.shadow)
-        self.thread = threading.Thread(target=self.play_step, daemon=True,
-                                       args=(step, play, self.shadow))
-        self.thread.start()
-
-    def play_step(self, step, play, run):
-        self.episodes = self.error = None
-        try:
-            self.episodes = self.collect(play, step=step, run=run)
-        except BaseException as error:  # Stop among them; the trainer raises it
-            self.error = error
+        self.coming = in_thread(partial(self.collect, play, step=step, run=self.shadow))

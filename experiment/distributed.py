@@ -6,24 +6,24 @@ share of the step's micro-batches, whose losses are divided by counts over the w
 one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
 
 A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails. Of
-a machine that is cut off nobody is told: a rank waits for others while they live (alive.py).
+a machine that is cut off nobody is told: so a thread meets those of the other ranks all the time.
 """
 import atexit
 import functools
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
-from importlib import import_module
 
 from experiment.errors import RankLost, Stop, UserError, first_line
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
 TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there
-ALIVE = "experiment.alive"  # which a single process does not import
+SILENCE = timedelta(minutes=1)  # of a rank that is gone, or whose network is
 
 
 @functools.cache
@@ -51,18 +51,20 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl"
             # NCCL's own watchdog would end the process before its last step is saved.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            self._choose_gpu()
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         try:
             dist.init_process_group(backend, timeout=TIMEOUT)
             self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+            pulse = dist.new_group(backend="gloo", timeout=SILENCE)
         except RuntimeError as error:
             raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
                             "GLOO_SOCKET_IFNAME to the interface between the machines") from None
-        self.others = import_module(ALIVE).Others(rank, world)
+        self.pulse = threading.Thread(target=meet, args=(pulse,), daemon=True)
+        self.pulse.start()
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
-        if rank:
-            self._be_silent()
+        if rank:  # what rank 0 prints is enough
+            sys.stdout = open(os.devnull, "w")
 
     def apart(self):
         """Return the same ranks for another thread: `gather` does not meet that of this one."""
@@ -84,18 +86,6 @@ class Ranks:
                       f"--master_addr={os.environ['MASTER_ADDR']}",
                       f"--master_port={os.environ['MASTER_PORT']}"]
         return words
-
-    def _choose_gpu(self):
-        import torch
-        gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-        if local >= gpus:
-            raise UserError(f"process {local} of this machine has no GPU of its own, there are "
-                            f"{gpus}; --nproc_per_node={gpus}")
-        torch.cuda.set_device(local)
-
-    def _be_silent(self):
-        """Print nothing but errors. What rank 0 prints is enough."""
-        sys.stdout = open(os.devnull, "w")
 
     def share(self, n: int) -> range:
         """Return this rank's share of n things in a row."""
@@ -194,6 +184,16 @@ class Ranks:
     def _wait(self, work):
         """Wait for a collective while the others live. Without one of them NCCL's never ends."""
         while not work.is_completed():
-            self.others.check()
+            if not self.pulse.is_alive():
+                raise RuntimeError(f"no sign of life for {SILENCE.seconds} s")
             time.sleep(0.002)
         work.wait()
+
+
+def meet(pulse):
+    """Meet the other ranks again and again, until one does not come in time."""
+    import torch.distributed as dist
+    with suppress(RuntimeError):
+        while True:
+            dist.barrier(pulse)
+            time.sleep(5)

@@ -20,19 +20,20 @@ draws each row that has one by itself, and vLLM 0.32 for CPUs ends when it split
 The client is http.client: a turn has no use for more, and after a time-out it can go on waiting. A
 server started with VLLM_API_KEY gets the key from the variable of that name here.
 """
-import functools
 import json
 import os
-import queue
 import secrets
 import shutil
 import threading
 import time
-from contextlib import closing, nullcontext, suppress
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import closing, nullcontext
 from copy import copy
+from functools import cache, partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urljoin, urlsplit
 
+from experiment.background import in_thread
 from experiment.bars import say
 from experiment.errors import UserError, first_line
 from llm.adapter_files import save_model
@@ -74,13 +75,13 @@ def ask(url: str, body=None) -> bytes:
         raise Lost(f"{type(error).__name__}: {first_line(error)}") from None
     if response.status == 200:
         return text
-    reason = f"{response.status}: {first_line(text.decode('utf-8', 'replace'))}"
+    error = Refused
     if response.status == 404:
-        raise NotFound(reason)
-    # 408 and 429 say that it has too much to do.
-    if response.status >= 500 or response.status in (408, 429):
-        raise Lost(reason)
-    raise Refused(reason)
+        error = NotFound
+    # The first two say that it has too much to do.
+    elif response.status in (408, 429) or response.status >= 500:
+        error = Lost
+    raise error(f"{response.status}: {first_line(text.decode('utf-8', 'replace'))}")
 
 
 def await_response(connection, url: str):
@@ -130,9 +131,7 @@ class Servers:
         self.step = self.name = None
         self.names = []
         self.is_pinned = self.is_proved = False
-        self.jobs = queue.SimpleQueue()
-        for _ in range(REQUESTS * len(self.urls)):
-            threading.Thread(target=self.work, daemon=True).start()
+        self.room = threading.Semaphore(REQUESTS * len(self.urls))
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""
@@ -193,7 +192,7 @@ class Servers:
         self.names.remove(name)
 
     def load_at_last(self, url: str, name: str):
-        persist(lambda: self.load(url, name), TRIES if url in self.living else 1)
+        persist(partial(self.load, url, name), TRIES if url in self.living else 1)
 
     def load(self, url: str, name: str):
         """Let a server load an adapter. Raises Lost, or Refused which says how to start it."""
@@ -211,35 +210,19 @@ class Servers:
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         ask(f"{url}/v1/{verb}_lora_adapter", body)
 
-    # ------------------------------------------------------------------------------------ requests
-    def start(self, answers, key, act, *arguments):
-        """Let a thread call act(*arguments), and put (key, its result or its error) in answers."""
-        self.jobs.put((answers, key, act, arguments))
-
-    def work(self):
-        while True:
-            answers, key, act, arguments = self.jobs.get()
-            try:
-                answers.put((key, act(*arguments)))
-            except BaseException as error:
-                answers.put((key, error))
-
     def everywhere(self, act, *arguments) -> dict:
         """Return {url: what act(url, *arguments) returns or raises}. Signals are looked at."""
-        answers = queue.SimpleQueue()
-        for url in self.urls:
-            self.start(answers, url, act, url, *arguments)
-        results = {}
-        while len(results) < len(self.urls):
+        futures = {url: in_thread(act, url, *arguments) for url in self.urls}
+        while wait(futures.values(), 0.1).not_done:
             self.run.check()
-            with suppress(queue.Empty):
-                results.update([answers.get(timeout=0.1)])
-        return results
+        return {url: future.exception() or future.result() for url, future in futures.items()}
 
+    # ------------------------------------------------------------------------------------ requests
     def complete(self, body: dict, number: int):
         """Return the ids and logprobs of one turn, by the server of this number or by another."""
         try:
-            return persist(lambda: self.complete_once(body, number), TRIES)
+            with self.room:
+                return persist(partial(self.complete_once, body, number), TRIES)
         except (Lost, Refused) as error:
             urls = ",".join(self.urls)
             raise UserError(f"--sampler {urls}: no usable answer ({error})") from None
@@ -276,7 +259,7 @@ class Servers:
 
 
 # One for all rollouts and evaluations of a run.
-servers_of = functools.cache(Servers)
+servers_of = cache(Servers)
 
 
 def context_of(url: str) -> int:
@@ -302,12 +285,11 @@ class ServerEngine:
             "return_token_ids": True, "temperature": temperature, "top_p": top_p,
             "top_k": top_k or -1, "min_p": 0, "repetition_penalty": 1}
         self.numbers = {}  # group -> the number of its server
-        self.asked = 0  # requests without an answer
-        self.answers = queue.SimpleQueue()  # (row, its turn or an error)
+        self.asked = {}  # the Future of a turn -> its row
 
     @property
     def busy(self) -> bool:
-        return self.asked > 0
+        return bool(self.asked)
 
     @property
     def clock(self) -> int:
@@ -336,19 +318,15 @@ class ServerEngine:
     def start(self, row):
         """Ask for the row's next turn."""
         body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
-        self.asked += 1
-        self.servers.start(self.answers, row, self.servers.complete, body, self.numbers[row.group])
+        turn = in_thread(self.servers.complete, body, self.numbers[row.group])
+        self.asked[turn] = row
 
     def step(self):
         """Return the rows whose turn has ended, perhaps none: signals are looked at in between."""
         rows = []
-        with suppress(queue.Empty):
-            while self.asked:
-                row, turn = self.answers.get(timeout=0 if rows else 0.1)
-                self.asked -= 1
-                if isinstance(turn, BaseException):
-                    raise turn
-                row.turn, row.logprobs = turn
-                row.pending = row.pending + row.turn
-                rows.append(row)
+        for turn in wait(self.asked, 0.1, FIRST_COMPLETED).done:
+            row = self.asked.pop(turn)
+            row.turn, row.logprobs = turn.result()
+            row.pending = row.pending + row.turn
+            rows.append(row)
         return rows

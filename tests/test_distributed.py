@@ -18,7 +18,7 @@ from programs import Program
 from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
 
-from experiment import alive, run
+from experiment import run
 from experiment.checkpoint import newest_checkpoint, read_state
 from experiment.distributed import Ranks
 from experiment.errors import RankLost
@@ -264,28 +264,40 @@ def test_a_collective_that_a_lost_rank_would_leave_hanging_ends(monkeypatch):
         def wait(self):
             assert not self.hangs
 
-    class Others:
-        def check(self):
+    class Pulse:
+        def is_alive(self):
             asked.append(1)
-            if len(asked) > 3:
-                raise RuntimeError("nothing was heard of rank 1")
+            return len(asked) < 4
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None, async_op=False: Work(tensor.numel() == 5))
     ranks = Ranks(0, 1)
-    ranks.world, ranks.others = 2, Others()
+    ranks.world, ranks.pulse = 2, Pulse()
     ranks.add(torch.zeros(4))
-    with pytest.raises(RankLost, match="another rank is gone .nothing was heard of rank 1"):
+    with pytest.raises(RankLost, match="another rank is gone .no sign of life for 60 s"):
         ranks.add(torch.zeros(5))
     assert len(asked) == 4
 
 
-def test_a_rank_or_a_store_that_is_silent_is_told(monkeypatch):
-    monkeypatch.setattr(alive.Others, "listen", lambda self: None)
-    others = alive.Others(0, 2)
-    now = time.monotonic()
-    others.check()
-    others.heard[1] = now - alive.SILENCE - alive.BEAT - 1
-    with pytest.raises(RuntimeError, match="nothing was heard of rank 1 for 60 s"):
-        others.check()
-    others.listened = now - alive.SILENCE - 1
-    with pytest.raises(RuntimeError, match="store has not answered for 60 s"):
-        others.check()
+SILENT = """
+import os, time
+from datetime import timedelta
+from experiment import distributed
+from experiment.errors import RankLost
+distributed.SILENCE = timedelta(seconds=3)
+ranks = distributed.join()
+ranks.gather(0)
+if ranks.rank:
+    # Its connections stay open, and nothing comes any more, as of a machine whose cable was cut.
+    os.kill(os.getpid(), 19)
+try:
+    ranks.gather(1)
+except RankLost as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_of_which_nothing_is_heard_is_told(start, tmp_path):
+    (tmp_path / "silent.py").write_text(SILENT)
+    pair = start(tmp_path / "silent.py")
+    said, errors = pair[0].communicate(timeout=100)
+    assert "another rank is gone" in said, errors

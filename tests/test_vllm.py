@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -458,11 +459,12 @@ def test_ahead_needs_a_sampler():
 def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     """Where each rank plays one task, all of them would else ask the first server."""
     asked = []
-    servers = SimpleNamespace(name="a", is_proved=True, complete=None, run=SimpleNamespace(ranks=SimpleNamespace(rank=1)),
-                              start=lambda answers, row, act, body, number: asked.append((row.group, number)))
+    servers = SimpleNamespace(name="a", is_proved=True, complete=lambda body, number: asked.append((body["prompt"], number)),
+                              run=SimpleNamespace(ranks=SimpleNamespace(rank=1)))
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
-    engine.add([Row([1], group=group) for group in "aabc"])
-    assert asked == [("a", 1), ("a", 1), ("b", 2), ("c", 3)]
+    engine.add([Row([ord(group)], group=group) for group in "aabc"])
+    wait(engine.asked)
+    assert sorted(asked) == [([97], 1), ([97], 1), ([98], 2), ([99], 3)]
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])

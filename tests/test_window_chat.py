@@ -196,7 +196,7 @@ def test_a_signal_keeps_the_finished_episodes(tmp_path, signum, status):
     out.write_text("hours of work\n")
     program = Program(ROOT / "agent.py", "--env", "equations", "--num_tasks", 3000, "--max_new_tokens", 8, "--output", out)
     until = time.monotonic() + 200
-    while not (tmp_path / "traces.jsonl.1").exists() and time.monotonic() < until:
+    while not ((tmp_path / "traces.jsonl.1").exists() and out.exists() and out.stat().st_size) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.2)
     program.send_signal(signum)

@@ -69,8 +69,9 @@ def command(config: Config):
                        config.dataset, config.eval_dataset, envs.options_of(config),
                        config.fields)
     if config.num_tasks:
+        model, tokenizer = load(config)
         with Traces(config.output, len(tasks) * config.group_size) as traces:
-            play_tasks(config, *load(config), tasks, traces)
+            play_tasks(config, model, tokenizer, tasks, traces)
         return
     if config.serve:
         load_server().serve(config, *load(config), rollout_options(config)["limits"])
@@ -162,7 +163,7 @@ def load_server():
     try:
         return import_module("window.server")
     except ImportError as error:
-        raise UserError(f'--serve needs "pip install fastapi uvicorn" ({error})') from None
+        raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
 
 
 # ---------------------------------------------------------------------------- with the agent

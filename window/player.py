@@ -8,9 +8,7 @@ Only `run` touches the engine and the weights. The server's thread puts function
 and they are called between two decode steps.
 """
 import asyncio
-import math
 import queue
-from concurrent.futures import Future
 from functools import partial
 from os.path import commonprefix
 
@@ -21,59 +19,72 @@ from llm.sampling import sample
 from lora import adapter_tensors, add_lora, merged, settings
 from window.requests import BASE, Refusal
 
+SECONDS = 600  # until a request must have been answered
+
 
 class Choice(Row):
     """A turn that a client waits for.
 
     Attributes:
-        ids: all of its ids that the cache may hold.
         chat: the Chat that reads its tokens.
         weights: the adapter that plays it, one of the values of `Player.adapters`.
         sampling: temperature, top_k and top_p.
         stop_ids, stops: the ids and the texts that end it.
         streams: True if the server wants to know of every token.
-        news: where the server's thread hears of it.
+        news: the event that tells the server's thread to look.
         error: why it ended early, or None.
-        shown: the tokens that count: none come after a stop text.
-        text: what they say, without the stop token or the stop text.
+        text: what it says, without the stop token, a stop text or what may become one.
         reason: why it ended, "stop" or "length"; None before.
     """
     news = error = reason = None
-    shown, text = (), ""
+    text = ""
 
     def __init__(self, prompt, *, chat, weights, sampling, stop_ids, stops=(), streams=False,
                  **options):
         super().__init__(prompt, group=tuple(prompt), **options)
-        self.ids = list(prompt)
         self.chat = chat
         self.weights = weights
         self.sampling = sampling
         self.stop_ids = frozenset(stop_ids)
         self.stops = stops
-        self.streams = streams or bool(stops)
+        self.streams = streams
 
-    def show(self, count: int, has_ended: bool):
-        """Show the first `count` tokens to the client."""
-        self.shown = self.turn[:count]
-        is_stop = self.shown[-1] in self.stop_ids
-        self.text = self.chat.text(self.shown[:count - is_stop])
-        cuts = [self.text.index(stop) for stop in self.stops if stop in self.text]
-        if cuts:
-            self.text = self.text[:min(cuts)]
-        if cuts or has_ended:
-            self.reason = "stop" if cuts or is_stop else "length"
+    @property
+    def ids(self) -> list[int]:
+        return [*self.group, *self.turn]
+
+    def append(self, token, logprob, stop_ids):
+        super().append(token, logprob, self.stop_ids)
+        if self.stops and any(stop in self.chat.text(self.turn) for stop in self.stops):
+            self.state = "ended"
+
+    def show(self):
+        """Read what was sampled until now."""
+        # In this order: the engine's thread may be sampling on.
+        has_ended = self.state == "ended"
+        if not has_ended and not self.streams:
+            return
+        turn = list(self.turn)
+        is_stop = not self.stop_ids.isdisjoint(turn[-1:])
+        text = self.chat.text(turn[:len(turn) - is_stop])
+        for stop in self.stops:
+            text, found, _ = text.partition(stop)
+            is_stop = is_stop or bool(found)
+        if has_ended:
+            self.reason = "stop" if is_stop else "length"
+        else:
+            # A stop text may have come by half, and the last character may lack some bytes.
+            unsure = max(map(len, self.stops), default=1) - 1
+            text = text[:max(len(text) - unsure, 0)].rstrip("\ufffd")
+        self.text = text
 
 
 class SharedEngine(Engine):
     """The engine for rows of several clients: each is sampled, and ends, in its own way.
 
-    A row whose turn has ended is parked: it keeps its slot until another row needs it. When its
-    conversation comes back, one message longer, only this message runs.
+    A row whose turn has ended keeps its slot until another row needs it. When its conversation
+    comes back, one message longer, only this message runs.
     """
-
-    def __init__(self, model, slots: int):
-        super().__init__(model, slots=slots)
-        self.parked = []  # the longest parked first
 
     @property
     def busy(self) -> bool:
@@ -87,46 +98,21 @@ class SharedEngine(Engine):
             self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
             super().sample([rows[i] for i in chosen], logits[chosen])
 
-    def take(self, row, token, logprob):
-        if math.isnan(logprob):
-            # An adapter may do this. Other rows continue, and the next in this slot sees no NaN.
-            for tensor in self.cache.prefix(row.slot, self.cache.capacity):
-                tensor.zero_()
-            row.error = "the model's logits are not finite"
-            row.state = "ended"
-            self.ended.append(row)
-            return
-        self.stop_ids = row.stop_ids
-        super().take(row, token, logprob)
-
-    def step(self):
-        ended = super().step()
-        for row in ended:
-            self.park(row)
-        return ended
-
-    def park(self, row):
-        """Let go of a row in a slot."""
-        row.state = "ended"
-        row.ids += row.turn
-        self.parked.append(row)
-
     def enter(self, row):
-        """Add a row. It takes over the parked one whose conversation it continues."""
-        shared, best = 0, None
-        for old in self.parked:
-            length = len(commonprefix([old.ids[:old.length], row.ids[:-1]]))
-            # Less of it would be a loss, should the other conversation come back. There is no way
-            # back to an earlier state.
-            least = old.length - 1 if self.cache.keeps_states else old.length // 2
-            if length > max(shared, least) and not old.error:
-                shared, best = length, old
-        if best is None:
+        """Add a row, in the slot of an ended one if it continues that one's conversation."""
+        ids = row.ids[:-1]
+
+        def shared(old):
+            return len(commonprefix([old.ids[:old.length], ids]))
+
+        old = max(self.in_state("ended"), key=shared, default=None)
+        # Less of it would be a loss, should the other conversation come back. There is no way back
+        # to an earlier state.
+        if not old or shared(old) < (old.length if self.cache.keeps_states else old.length / 2):
             self.add([row])
             return
-        self.parked.remove(best)
-        row.slot, row.length = best.slot, shared
-        row.pending = row.ids[shared:]
+        row.slot, row.length = old.slot, shared(old)
+        row.pending = row.pending[row.length:]
         row.state = "prefill"
         self.owner[row.slot] = row
 
@@ -134,12 +120,12 @@ class SharedEngine(Engine):
         """Let go of a row whose client does not wait any more."""
         if row in self.waiting:
             self.waiting.remove(row)
-        elif row.state != "ended":
-            self.park(row)
+        row.state = "ended"
 
     def admit(self):
-        while self.parked and len(self.waiting) > self.owner.count(None):
-            self.release(self.parked.pop(0))
+        missing = len(self.waiting) - self.owner.count(None)
+        for row in self.in_state("ended")[:max(missing, 0)]:
+            self.release(row)
         super().admit()
 
 
@@ -152,68 +138,85 @@ class Player:
     Attributes:
         adapters: name -> its tensors. Those of BASE are of the adapter that was started, if any.
         playing: the one of them that is merged.
+        coming: rows that no engine has yet.
+        requests: how many requests are being played.
     """
 
     def __init__(self, model, slots: int):
         self.model = model
         self.slots = slots
         self.inbox = queue.SimpleQueue()
-        self.loop = None  # the server's
-        self.coming = []  # rows that no engine has yet
         self.adapters = {BASE: self.copy_weights()}
         self.playing = self.adapters[BASE]
-        self.engine = None
+        self.coming = []
+        self.requests = 0
 
     # ----------------------------------------------------------------------- in the server's thread
     async def play(self, choices):
         """Let choices be sampled. Yield one whenever it has grown or ended, until all have.
 
         However this generator is left, they leave the engine. Raises Refusal if one cannot be
-        sampled.
+        sampled, or not in time.
         """
         self.loop = asyncio.get_running_loop()
-        news = asyncio.Queue()
+        end = self.loop.time() + SECONDS
+        news = asyncio.Event()
         for choice in choices:
             choice.news = news
-        self.inbox.put(partial(self.coming.extend, choices))
+        self.requests += 1
+        self.inbox.put(partial(self.arrive, choices))
+        waiting = list(choices)
         try:
-            while not all(choice.reason for choice in choices):
-                choice, count, has_ended = await news.get()
-                if choice.error:
-                    raise Refusal(500, choice.error)
-                if not choice.reason:
-                    choice.show(count, has_ended)
+            while waiting:
+                async with asyncio.timeout_at(end):
+                    await news.wait()
+                news.clear()
+                for choice in list(waiting):
+                    if choice.error:
+                        raise Refusal(500, choice.error)
+                    choice.show()
+                    if choice.reason:
+                        waiting.remove(choice)
                     yield choice
+        except TimeoutError:
+            raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
         finally:
+            self.requests -= 1
             self.inbox.put(partial(self.leave, choices))
-
-    def deliver(self, news):
-        for row, count, has_ended in news:
-            row.news.put_nowait((row, count, has_ended))
 
     # --------------------------------------------------------------------------- in its own thread
     def run(self):
         """Decode until the process ends."""
         while True:
+            with merged(self.model):
+                self.engine = SharedEngine(self.model, slots=self.slots)
+                self.enter()
+                try:
+                    self.decode()
+                except FloatingPointError as error:
+                    # An adapter may do this. The next engine sees no NaN.
+                    self.fail(str(error))
             if self.coming:
                 self.playing = self.coming[0].weights
                 self.set_weights(self.playing)
-            with merged(self.model):
-                self.decode()
 
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""
-        engine = self.engine = SharedEngine(self.model, self.slots)
-        self.enter()
-        while engine.busy or not self.coming:
-            while not (engine.busy or self.coming) or not self.inbox.empty():
+        while self.engine.busy or not self.coming:
+            while not (self.engine.busy or self.coming) or not self.inbox.empty():
                 self.inbox.get()()
-            if all(row.weights is self.playing for row in self.coming):
-                self.enter()
-            if engine.busy:
-                ended = engine.step()
-                running = engine.in_state("decode")
-                self.tell([*ended, *(row for row in running if row.streams)], ended)
+            if self.engine.busy:
+                for row in self.engine.step():
+                    self.tell(row)
+                for row in self.engine.in_state("decode"):
+                    if row.streams:
+                        self.tell(row)
+
+    def arrive(self, rows):
+        """Take new rows. They start unless some wait for another adapter."""
+        self.coming += rows
+        if all(row.weights is self.playing for row in self.coming):
+            self.enter()
 
     def enter(self):
         """Give the engine the rows that wait for the adapter that plays."""
@@ -221,18 +224,23 @@ class Player:
             self.coming.remove(row)
             self.engine.enter(row)
 
-    def tell(self, rows, ended):
-        """Let the server's thread know what some rows have sampled."""
-        news = [(row, len(row.turn), row in ended) for row in rows]
-        if news:
-            self.loop.call_soon_threadsafe(self.deliver, news)
-
     def leave(self, rows):
         for row in rows:
             if row in self.coming:
                 self.coming.remove(row)
-            elif self.engine:
+            else:
                 self.engine.leave(row)
+
+    def fail(self, reason: str):
+        """End all rows that the engine has."""
+        for row in self.engine.owner + self.engine.waiting:
+            if row:
+                row.error = reason
+                self.tell(row)
+
+    def tell(self, row):
+        """Let the server's thread know that a row has sampled."""
+        self.loop.call_soon_threadsafe(row.news.set)
 
     # ------------------------------------------------------------------------------------ adapters
     def load(self, name: str, folder: str):
@@ -262,18 +270,3 @@ class Player:
     def set_weights(self, weights):
         for name, p in adapter_tensors(self.model).items():
             p.data.copy_(weights[name])
-
-
-async def elsewhere(start, function, *arguments):
-    """Let `start` run a function in another thread. Return or raise what it does."""
-    outcome = Future()
-
-    def run():
-        # Otherwise nobody waits any more.
-        if outcome.set_running_or_notify_cancel():
-            try:
-                outcome.set_result(function(*arguments))
-            except Exception as error:
-                outcome.set_exception(error)
-    start(run)
-    return await asyncio.wrap_future(outcome)

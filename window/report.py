@@ -19,7 +19,6 @@ from experiment.output_folder import CONFIG, algorithm_of
 from window.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
-# Two-sided 95 % quantile of the normal distribution.
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
 LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. Coloured:
 sampled, with probability <i class=s0> over 0.9 </i> <i class=s1> over 0.5 </i>

@@ -3,7 +3,7 @@ no others. A parameter that would silently have no effect is refused."""
 import re
 import secrets
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
@@ -176,20 +176,21 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     if not ORDER.fullmatch(roles):
         raise ValueError("expected system, user, assistant, user or tool results, assistant, ... "
                          f"and at the end not the assistant; got {roles}")
-    system = [m.text for m in takewhile(lambda m: m.role != "user", messages)]
-    opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    ids = chat.prompt([*opening, {"role": "user", "content": messages[len(system)].text}])
-    for i, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        calls = message.tool_calls or []
-        after = list(takewhile(lambda m: m.role != "assistant", messages[i + 1:]))
+    groups = groupby(messages, lambda message: message.role == "assistant")
+    opening, *rest = [list(group) for _, group in groups]
+    *system, user = [message.text for message in opening]
+    shown = [{"role": "user", "content": user}]
+    if system:
+        shown.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    ids = chat.prompt(shown)
+    for [turn], after in zip(rest[::2], rest[1::2]):
+        calls = turn.tool_calls or []
         results = {m.tool_call_id: m.text for m in after if m.role == "tool"}
         if set(results) != {call.id for call in calls}:
             raise ValueError("after an assistant's tool calls comes one result for each "
                              "tool_call_id")
         called = [call.function.model_dump() for call in calls]
-        ids += chat.turn(message.text, called)
+        ids += chat.turn(turn.text, called)
         if calls:
             ids += chat.results(called, [results[call.id] for call in calls], ids[-1])
         else:

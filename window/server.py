@@ -8,6 +8,8 @@
 
 Another machine's run can have its episodes sampled here: `grpo.py --sampler http://host:8000`.
 """
+import asyncio
+import hmac
 import json
 import secrets
 import threading
@@ -15,24 +17,29 @@ import time
 from functools import lru_cache
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from starlette.datastructures import Headers
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 import envs
 from agent import Episode
 from envs.session import Session, Watch, load_environments
+from experiment.background import by, in_thread
 from experiment.errors import UserError, printable
 from experiment.seeds import mix
 from llm.chat import Chat
 from llm.memory import techniques_of
 from llm.tool_calls import parse_tool_calls
-from window.gate import HEALTH, Gate
-from window.player import Choice, Player, elsewhere
+from window.player import Choice, Player
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
                              Turns, conversation_ids, refused)
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+BODY = 2**22  # bytes of a request
+REQUESTS = 256  # that are played at the same time
+HEALTH = "/healthz", "/health"  # need no token; the second is vLLM's name for it
 
 
 class Server:
@@ -60,6 +67,7 @@ class Server:
         """Return the ASGI application."""
         errors = Refusal, UserError, RequestValidationError
         app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
+        app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
         app.post("/v1/chat/completions")(self.chat_completions)
         app.post("/v1/completions")(self.completions)
         app.post("/v1/load_lora_adapter")(self.load)
@@ -68,7 +76,22 @@ class Server:
         app.get("/v1/models")(self.models)
         for path in HEALTH:
             app.get(path)(self.health)
-        return Gate(app, self.config.token)
+
+        async def gate(scope, receive, send):
+            await (self.refusal(scope) or app)(scope, receive, send)
+        return gate
+
+    def refusal(self, scope):
+        """Return the answer to a request that is refused before its body is read, or None."""
+        if scope["path"] in HEALTH:
+            return None
+        given, wanted = Headers(scope=scope).get("authorization", ""), self.config.token
+        if wanted and not hmac.compare_digest(given.encode(), f"Bearer {wanted}".encode()):
+            return Refusal(401, "the token is missing or wrong", "invalid_api_key").response()
+        if self.player.requests >= REQUESTS:
+            return Refusal(429, f"{REQUESTS} requests are being answered; try again later",
+                           "rate_limit_exceeded").response()
+        return None
 
     # ----------------------------------------------------------------------------------- sampling
     def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
@@ -87,39 +110,52 @@ class Server:
         return Choice(prompt, chat=self.plain, weights=weights, sampling=body.sampling,
                       seed=mix(body.seed, number), **options)
 
-    async def finish(self, choices):
-        """Wait for the ends of choices."""
-        async for _ in self.player.play(choices):
-            pass
+    async def finish(self, choices, request: Request):
+        """Wait for the ends of choices. They leave the engine when their client leaves."""
+        async def play():
+            async for _ in self.player.play(choices):
+                pass
+
+        work = asyncio.ensure_future(play())
+        # After the body comes only one message: that the client has left.
+        left = asyncio.ensure_future(request.receive())
+        await asyncio.wait([work, left], return_when="FIRST_COMPLETED")
+        left.cancel()
+        if not work.done():
+            work.cancel()
+            raise Refusal(408, "the client has left")
+        work.result()
 
     # -------------------------------------------------------------------------------- completions
-    async def completions(self, body: Completion):
+    async def completions(self, body: Completion, request: Request):
         prompt = self.plain.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
         if not prompt or max(prompt) >= self.vocabulary:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
         choices = self.turns(body, prompt, stop_ids, 16)
-        await self.finish(choices)
+        await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
             shown.append({"index": i, "text": choice.text, "finish_reason": choice.reason})
             if body.logprobs is not None:
-                shown[i]["logprobs"] = {"token_logprobs": choice.logprobs[:len(choice.shown)]}
+                shown[i]["logprobs"] = {"token_logprobs": choice.logprobs}
             if body.return_token_ids:
-                shown[i] |= {"token_ids": choice.shown, "prompt_token_ids": prompt}
+                shown[i] |= {"token_ids": choice.turn, "prompt_token_ids": prompt}
         return {**head("text_completion", body), "choices": shown, "usage": usage(choices)}
 
-    async def chat_completions(self, body: ChatCompletion):
+    async def chat_completions(self, body: ChatCompletion, request: Request):
         tools = body.tools if body.tool_choice == "auto" else []
         with refused("tools"):
             chat = self.chat_of(json.dumps(tools))
         prompt = conversation_ids(chat, body.messages)
         stop_ids = chat.stop_ids | chat.start_ids
-        choices = self.turns(body, prompt, stop_ids, self.limits.max_new_tokens, body.stream)
+        # A call is shown when it is whole.
+        streams = body.stream and not tools
+        choices = self.turns(body, prompt, stop_ids, self.limits.max_new_tokens, streams)
         if body.stream:
             events = self.events(body, choices, tools)
             return StreamingResponse(events, media_type="text/event-stream")
-        await self.finish(choices)
+        await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
             message, reason = message_of(choice, tools)
@@ -128,31 +164,22 @@ class Server:
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
 
     async def events(self, body, choices, tools):
-        """Yield the events of a streamed answer. Calls come whole, when their turn has ended."""
+        """Yield the events of a streamed answer."""
         chunk = {**head("chat.completion.chunk", body), "choices": []}
         sent = {}  # choice -> how many characters and tokens of it
-        # A stop text may have come by half.
-        unsure = max(map(len, body.stop), default=1) - 1
         try:
             async for choice in self.player.play(choices):
-                if choice.reason:
-                    delta, reason = message_of(choice, tools)
-                elif tools:
-                    continue
-                else:
-                    # The last character may still lack some of its bytes.
-                    text = choice.text[:len(choice.text) - unsure].rstrip("\ufffd")
-                    delta, reason = {"content": text}, None
-                text = delta["content"] or ""
                 characters, tokens = sent.get(choice, (0, 0))
-                if not reason and len(text) <= characters:
+                if not choice.reason and (tools or len(choice.text) <= characters):
                     continue
-                sent[choice] = len(text), len(choice.shown)
-                delta["content"] = text[characters:]
+                sent[choice] = len(choice.text), len(choice.logprobs)
+                delta, reason = message_of(choice, tools)
+                delta["content"] = (delta["content"] or "")[characters:]
                 if not tokens:
                     delta["role"] = "assistant"
+                logprobs = self.logprobs(body, choice, slice(tokens, sent[choice][1]))
                 shown = {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
-                         "logprobs": self.logprobs(body, choice, tokens)}
+                         "logprobs": logprobs}
                 yield event({**chunk, "choices": [shown]})
             if body.stream_options.include_usage:
                 yield event({**chunk, "usage": usage(choices)})
@@ -160,28 +187,28 @@ class Server:
         except Refusal as refusal:
             yield event(refusal.body())
 
-    def logprobs(self, body, choice, start: int = 0):
-        """Return the log-probabilities of a choice's tokens from number `start` on."""
+    def logprobs(self, body, choice, tokens=slice(None)):
+        """Return the log-probabilities of some of a choice's tokens, if the client wants them."""
         if not body.logprobs:
             return None
         content = []
-        for i, logprob in list(zip(choice.shown, choice.logprobs))[start:]:
+        for i, logprob in zip(choice.turn[tokens], choice.logprobs[tokens]):
             token = self.tokenizer.decode([i])
             content.append({"token": token, "logprob": logprob, "bytes": list(token.encode()),
                             "top_logprobs": []})
         return {"content": content}
 
     # --------------------------------------------------------------------------------------- solve
-    async def solve(self, body: Problem):
+    async def solve(self, body: Problem, request: Request):
         """Play an episode of the environment with the task that the problem states."""
-        episode = await elsewhere(in_thread, self.begin, body.problem)
+        episode = await asyncio.wrap_future(in_thread(self.begin, body.problem))
         t = episode.trajectory
         while episode.can_take_turn:
             stop_ids = episode.chat.stop_ids | episode.chat.start_ids
             row = self.row(body, t.token_ids, len(t.rewards), stop_ids=stop_ids,
                            limit=episode.turn_budget)
-            await self.finish([row])
-            await elsewhere(in_thread, take_turn, episode, row)
+            await self.finish([row], request)
+            await asyncio.wrap_future(in_thread(take_turn, episode, row))
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise Refusal(500, fault)
@@ -222,7 +249,9 @@ class Server:
     async def load(self, body: Adapter):
         if body.lora_name in self.player.adapters:
             raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
-        await elsewhere(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
+        # The engine's thread loads it.
+        load = by(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
+        await asyncio.wrap_future(load)
         return {"status": "ok"}
 
     async def unload(self, body: Adapter):
@@ -239,7 +268,7 @@ def head(kind: str, body) -> dict:
 
 def usage(choices) -> dict:
     """Return the numbers of tokens of choices after one prompt."""
-    asked, sampled = len(choices[0].group), sum(len(choice.shown) for choice in choices)
+    asked, sampled = len(choices[0].group), sum(len(choice.turn) for choice in choices)
     return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
@@ -272,17 +301,10 @@ async def refuse(request, error):
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:]))
-        is_unknown = first["type"] == "extra_forbidden"
-        reason = "not supported by this server" if is_unknown else first["msg"]
-        error = Refusal(400, f"{place}: {reason}")
+        error = UserError(f"{place}: {first['msg']}")
     if isinstance(error, UserError):
         error = Refusal(400, str(error))
     return error.response()
-
-
-def in_thread(function):
-    # A tool that hangs does not keep the process from ending.
-    threading.Thread(target=function, daemon=True).start()
 
 
 def serve(config, model, tokenizer, limits):
@@ -296,6 +318,6 @@ def serve(config, model, tokenizer, limits):
     socket = http.config.bind_socket()
     print(f"http://{config.host}:{socket.getsockname()[1]}: {printable(config.model_path)}, "
           f"environment {config.env}; Ctrl-C ends", flush=True)
-    in_thread(lambda: http.run([socket]))
+    threading.Thread(target=http.run, args=([socket],), daemon=True).start()
     # In the main thread, which signals interrupt. Where the engine fails, the server ends.
     server.player.run()

@@ -31,7 +31,7 @@ def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
 
 
 class Traces:
-    """The file of --output. Without one, every method is a no-op.
+    """The file of --output. One that was there is renamed. Without one, every method is a no-op.
 
     Args:
         output: its path, or None. Raises UserError if it cannot be written.
@@ -39,12 +39,13 @@ class Traces:
     """
 
     def __init__(self, output: str | None, total: int):
-        if output:
-            check_output(output)
         self.path = Path(output) if output else None
         self.total = total
         self.count = self.size = 0  # episodes in the file, and their bytes
-        self.has_begun = False
+        if output:
+            check_output(output)
+            if self.path.stat().st_size:
+                print(f"{self.path}: the file that was there is now {set_aside(self.path)}")
 
     def __enter__(self):
         return self
@@ -53,17 +54,16 @@ class Traces:
         """Say what is kept if anything ends the block early."""
         if not error or not self.path:
             return
-        if self.has_begun:
+        if self.count:
             print(f"{self.count} of {self.total} episodes were finished and are kept in "
                   f"{self.path}", file=sys.stderr)
-        elif not self.path.stat().st_size:
-            self.path.unlink()
+        else:
+            self.path.unlink(missing_ok=True)
 
     def add(self, trajectory: Trajectory):
         """Append an episode that has ended, unless its environment broke it."""
         if not self.path or trajectory.stop_reason == "error":
             return
-        self._begin()
         line = to_json(trajectory.to_json()).encode()
         try:
             with open(self.path, "ab") as file:
@@ -78,14 +78,7 @@ class Traces:
     def replace(self, trajectories: list[Trajectory]):
         """Write all episodes in the order of their tasks, with those that are broken."""
         if self.path:
-            self._begin()
             replace_file(self.path, "".join(to_json(t.to_json()) for t in trajectories))
-
-    def _begin(self):
-        """Rename the file that was there, once there is a better one."""
-        if not self.has_begun and self.path.stat().st_size:
-            print(f"{self.path}: the file that was there is now {set_aside(self.path)}")
-        self.has_begun = True
 
 
 def check_output(path: str):
