@@ -135,7 +135,7 @@ def joined(*linears):
 class JointLinear:
     """Several Linears of the same input as one product; their outputs stand one behind the other.
 
-    A bfloat16 weight on such a CPU is held in oneDNN's layout (`packs`), and merged weights are freed:
+    Where oneDNN packs bfloat16 weights they are held in its layout, and merged weights are freed:
     `lora.merged` brings the base's back at its end. Else the model's own tensors are joined.
     """
 

@@ -2,7 +2,7 @@
 
     chat.py     `python agent.py`: a chat, or with --num_tasks episodes in a file (traces.py)
     report.py   report.html of a run: result, curves (curves.py), episodes token by token
-    server.py   `python agent.py --serve`: OpenAI's API (requests.py says what may be asked, player.py
+    server.py   `python agent.py --serve`: OpenAI's API (requests.py: what may be asked; player.py:
                 samples)
     merge.py    `python lora.py merge`: an adapter becomes a plain model folder
 
