@@ -179,7 +179,8 @@ class Session:
         for call, (text, error, gain) in zip(self.calls, answers):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
-            if not isinstance(error, BY_ARGUMENTS):
+            # A UserError is ours as well: a sandbox that does not start any more.
+            if isinstance(error, UserError) or not isinstance(error, BY_ARGUMENTS):
                 fault = error and f"{self.place(call['name'])} raised {message_of(error)}"
                 self.watch.count((self.name, call["name"]), fault)
         if not self.stuck:
