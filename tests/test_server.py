@@ -170,6 +170,14 @@ def test_a_stop_text_ends_the_turn_and_is_not_shown(client, stream):
         assert reply.choices[0].finish_reason == "stop" and reply.usage.completion_tokens < 60
 
 
+def test_no_part_of_a_long_stop_text_is_streamed(client):
+    """While less was sampled than the stop text has characters, all of it may become the stop text."""
+    options = {"model": "base", "messages": HELLO, "max_tokens": 60, "seed": 3}
+    text = client.chat.completions.create(**options).choices[0].message.content
+    chunks = client.chat.completions.create(**options, stop=[text[:20]], stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
+
+
 def test_control_tokens_in_text_stay_text(served, client):
     """Otherwise a user's text could open a message of the system."""
     chat = served.server.plain
