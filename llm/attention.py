@@ -11,7 +11,6 @@ from llm.checkpointing import recompute
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
 SCORES = 2**25  # bytes of attention scores that exist at once in the training pass
-CHANGES = "softcap", "s_aux", "position_bias"  # what only some kernels of transformers know
 
 
 def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None):
@@ -47,17 +46,17 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     if position_bias is not None:
         raise UserError(f"{type(module).__name__}: attention with a position bias "
                         "is not supported by the engine")
+    bias = row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
     if not row_cache.sdpa or softcap is not None or s_aux is not None:
-        bias = row_cache.bias(sliding_window, 1, query.dtype)[:, :, None]  # (R, 1, 1, C, S)
+        bias = bias[:, :, None]
         return grouped_attention(query, key, value, bias, scaling, softcap, s_aux), None
     R, H, C, D = query.shape
     groups = H // key.shape[1]
+    # The heads of one key are stacked as its query rows, or it is repeated for those of a prompt.
     if C > 1:
-        # A prompt. Its mask, repeated for every query head, would be larger than the keys are.
         key = key.repeat_interleave(groups, 1)
         value = value.repeat_interleave(groups, 1)
         groups = 1
-    bias = row_cache.bias(sliding_window, groups, query.dtype)
     stacked = query.reshape(R, H // groups, groups * C, D)
     out = F.scaled_dot_product_attention(stacked, key, value, bias, scale=scaling)
     return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
@@ -85,7 +84,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
         P, B = shared_prefix
         W = (T - P) // B
         T, visible = max(P, W), P + W
-    stock = attention_mask is not None or dropout or changes_scores(kwargs)
+    stock = attention_mask is not None or dropout or kwargs.get("position_bias") is not None
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
     trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
     products = trains_on_cpu and row_bytes <= SCORES and not stock
@@ -106,11 +105,6 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == TRIM_LAYERS // 2:
         give_back_memory()
     return attend(query, key, value), None  # (B, T, H, D)
-
-
-def changes_scores(arguments: dict) -> bool:
-    """True if a model hands its attention what only some of transformers' kernels know."""
-    return any(arguments.get(name) is not None for name in CHANGES)
 
 
 def packed_attention(attend, P, B, query, key, value):

@@ -37,6 +37,7 @@ class RowCache:
 
     Attributes:
         tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
+        states: what only a `StateCache` has.
         keeps_states: True for a `StateCache`, whose states padding would change.
         position: (R, C) the position of every new token in its row.
         span: how many positions of a row the pass reads.
@@ -47,6 +48,7 @@ class RowCache:
 
     def __init__(self, slots: int, device):
         self.tensors = {}
+        self.states = {}
         self.slots = slots
         self.capacity = 0  # S
         self.device = device
@@ -110,38 +112,40 @@ class RowCache:
             self.tensors[place][self.write] = new.transpose(1, 2)  # (R, C, H_kv, D)
         return [self.tensors[place][self.read] for place in places]
 
-    def bias(self, window, copies: int, dtype):
-        """Return (R, 1, copies * C, S): 0 where a query sees a key, else -inf.
+    def bias(self, window, dtype):
+        """Return (R, 1, C, S): 0 where a query sees a key, else -inf.
 
         It is made once per pass. A query of a sliding layer sees `window` keys, its own included.
-        The queries are repeated `copies` times.
         """
-        if (window, copies) not in self.biases:
+        if window not in self.biases:
             key = torch.arange(self.span, device=self.device)
             query = self.position[:, None, :, None]
             hidden = key > query  # (R, 1, C, S)
             if window:
                 hidden |= key <= query - window
-            hidden = hidden.repeat(1, 1, copies, 1)
             bias = hidden.new_zeros(hidden.shape, dtype=dtype)
-            self.biases[window, copies] = bias.masked_fill_(hidden, -torch.inf)
-        return self.biases[window, copies]
+            self.biases[window] = bias.masked_fill_(hidden, -torch.inf)
+        return self.biases[window]
+
+    def views(self, length: int) -> list:
+        """Return views of the first keys and values (slots, H_kv, length, D), and the states."""
+        return [tensor[:, :, :length] for tensor in self.tensors.values()] + [*self.states.values()]
 
     def prefix(self, slot: int, length: int) -> list:
-        """Return views (H_kv, length, D) of a slot's first keys and values, for all layers."""
-        return [tensor[slot, :, :length] for tensor in self.tensors.values()]
+        """Return views of what a slot holds: its first keys and values, and its states."""
+        return [view[slot] for view in self.views(length)]
 
     def copy_prefix(self, prefix: list, slots: list[int], length: int):
         """Write what `prefix` returned to all these slots."""
         index = torch.tensor(slots, device=self.device)
-        for tensor, source in zip(self.tensors.values(), prefix):
-            tensor[index, :, :length] = source
+        for view, source in zip(self.views(length), prefix):
+            view[index] = source
 
     def exchange(self, slots: list[int], others: list[int]):
         """Exchange what each slot holds with the other of its place. None is named twice."""
         to, of = torch.tensor([slots + others, others + slots], device=self.device)
-        for tensor in self.tensors.values():
-            tensor[to] = tensor[of]
+        for view in self.views(self.capacity):
+            view[to] = view[of]
 
     def get_seq_length(self, *_):
         # Positions are passed explicitly. Nobody may derive them from the cache.

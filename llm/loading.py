@@ -139,8 +139,6 @@ def _adapt(model, adapter: dict, dropout: float, seed: int, folder: str | None):
     if folder:
         load_weights(model, folder)
         settings(model).fresh = False
-        if not any(p.any() for name, p in adapter_tensors(model).items() if "lora_B" in name):
-            print(f"note: {folder}: the adapter changes nothing: its lora_B are all zero")
 
 
 def _use_techniques(model, chosen: Techniques, stream):

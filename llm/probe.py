@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from experiment.errors import UserError, first_line
 from llm.adapter_files import check_finite
@@ -57,6 +58,10 @@ def probe(model, source: str):
         compare = partial(disagreement, TOLERANCE[logits.dtype] * stock.std())
         problem = compare(stock[:, SHARED - 1:], lambda: train()[0][:, SHARED:])
         if problem:
+            # With less behind them, the first tokens of a decoder have the same logits.
+            first = logits[:, :PROMPT - 1]
+            if compare(first, lambda: stock_logits(model, ids[:, :PROMPT], name)):
+                problem += ": it is an encoder, whose tokens see later ones"
             raise UserError(f"{name}: the training forward {problem}")
         problem = compare(stock[:, PROMPT:], lambda: engine_logprobs(model, ids))
         if problem:
@@ -103,26 +108,24 @@ def drop_adapters(model, ids, name: str):
     linears = adapters(model)
     inside, called, read_past = set(), set(), set()
 
-    def enter(linear, *_):
-        inside.add(linear)
-        called.add(linear)
+    def enter(module, *_):
+        inside.add(module)
+        called.add(module)
+
+    def leave(module, *_):
+        inside.discard(module)
 
     def read(linear, attribute):
         if attribute == "weight" and linear not in inside:
             read_past.add(linear)
         return nn.Module.__getattr__(linear, attribute)
 
-    hooks = []
-    for linear in linears.values():
-        hooks.append(linear.register_forward_pre_hook(enter))
-        hooks.append(linear.register_forward_hook(lambda linear, *_: inside.remove(linear)))
+    reading = mock.patch.object(nn.Linear, "__getattr__", read, create=True)
     # Some kernels are for training alone.
     model.train()
-    with mock.patch.object(nn.Linear, "__getattr__", read, create=True):
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), reading:
         model(input_ids=ids, use_cache=False)
     model.eval()
-    for hook in hooks:
-        hook.remove()
     # The last two parts of a name are enough for --lora_target_modules. An expert to which no
     # token went stays if others of that name are called.
     end_of = {path: ".".join(path.split(".")[-2:]) for path in linears}

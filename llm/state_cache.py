@@ -21,10 +21,6 @@ class StateCache(RowCache):
     """
     keeps_states = True
 
-    def __init__(self, slots: int, device):
-        super().__init__(slots, device)
-        self.states = {}
-
     def prepare(self, slots: list[int], starts: list[int], counts: list[int]):
         super().prepare(slots, starts, counts)
         self.rows = slice(slots[0], slots[0] + len(slots))
@@ -79,21 +75,6 @@ class StateCache(RowCache):
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False  # only the state after the last token is kept
-
-    def prefix(self, slot: int, length: int) -> list:
-        """Return views of a slot's first keys and values and of its states."""
-        return super().prefix(slot, length) + [state[slot] for state in self.states.values()]
-
-    def copy_prefix(self, prefix: list, slots: list[int], length: int):
-        """Write what `prefix` returned to all these slots, their states included."""
-        super().copy_prefix(prefix, slots, length)
-        for state, source in zip(self.states.values(), prefix[len(self.tensors):]):
-            state[slots] = source
-
-    def exchange(self, slots: list[int], others: list[int]):
-        super().exchange(slots, others)
-        for state in self.states.values():
-            state[slots + others] = state[others + slots]
 
     def copied(self) -> list:
         """Return a copy of the states of the pass's rows."""

@@ -11,6 +11,7 @@ import re
 from functools import lru_cache
 
 from experiment.data import whole
+from experiment.errors import first_line
 
 BEGIN, END = "\U000f0000", "\U000f0001"  # around a control token that is meant as text
 
@@ -26,10 +27,6 @@ class Template:
         self.tokenizer = tokenizer
         self.name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
         self.tools = None
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"{self.name} has no chat template: take the instruct model, or set a template"
-            )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._normalizer = backend.normalizer if backend else None
         self._control_ids = {}  # spelling -> id
@@ -80,8 +77,8 @@ class Template:
             )
         # It may be one of Jinja's, or whatever Python raises inside a template.
         except Exception as error:
-            problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ValueError(f"the chat template of {self.name} failed: {problem}") from error
+            problem = f"the chat template of {self.name} failed: {first_line(error)}"
+            raise ValueError(problem) from error
 
     def shows(self, words: list[str], messages: list[dict]) -> bool:
         """True if a rendering of messages contains all words, in their order."""

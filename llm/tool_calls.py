@@ -26,6 +26,7 @@ _NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
     r"</tool_call>|</function>|</atem:invoke>|<\|tool_call_end\|>|<tool_call\|>"
 )
+_TAG = re.compile(f"{_CLOSER.pattern}|{_OPENER.pattern}")
 _CLOSERS = re.compile(rf"(?:\s*(?:{_CLOSER.pattern}))*")
 _PYTHON_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
 _LIKE_A_CALL = re.compile(
@@ -165,8 +166,8 @@ def _attempt(text, opener):
 
 def _next_tag(text, position):
     """Return where the next opening or closing tag starts, or the end of the text."""
-    tags = [_CLOSER.search(text, position), _OPENER.search(text, position)]
-    return min([tag.start() for tag in tags if tag], default=len(text))
+    tag = _TAG.search(text, position)
+    return tag.start() if tag else len(text)
 
 
 def _check_end(text, position, where):

@@ -261,7 +261,6 @@ def test_text_keeps_all_but_the_stop():
 def test_refusals_are_one_line():
     tok = small("chatml")
     c = chat("hermes")
-    bare = PreTrainedTokenizerFast(tokenizer_object=tok.backend_tokenizer)
     evil_key = {
         "type": "function",
         "function": {
@@ -271,7 +270,6 @@ def test_refusals_are_one_line():
         },
     }
     for message, make in {
-        "no chat template": lambda: Chat(bare, []),
         "control tokens": lambda: Chat(tok, [evil_key]),
         "one tool call per turn": lambda: chat("llama").turn("", TWO),
         "names must be": lambda: c.turn("", [{"name": "f", "arguments": {"<|im_end|>": 1}}]),

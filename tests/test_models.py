@@ -9,6 +9,7 @@ import torch
 
 import grpo
 import lora
+from experiment.errors import UserError
 from llm import load_model
 from llm.engine import Engine, Row
 from llm.logprobs import token_logprobs
@@ -42,13 +43,16 @@ def adapted(family):
     return model
 
 
-def stock(family, model):
-    """The model of transformers alone, with the adapter of `model` in its weights."""
-    plain = decoders.make(family)
+def stock(family, model, dtype=torch.float32):
+    """The model of transformers alone, with W + scale B A of the adapters of `model` as its weights."""
+    plain = decoders.make(family).to(dtype)
     without_limit(plain)
     for name, linear in adapters(model).items():
-        weight = plain.get_submodule(name).weight
-        weight.data = linear.lora.effective_weight(weight.data)
+        weight, lora = plain.get_submodule(name).weight, linear.lora
+        if dtype == torch.float64:
+            weight.data += lora.scale * lora.B.data.double() @ lora.A.data.double()
+        else:
+            weight.data = lora.effective_weight(weight.data)
     return plain
 
 
@@ -104,35 +108,51 @@ def test_the_engine_samples_under_stock_transformers_distribution(family):
     assert worst < 3e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_the_adapter_are_stock_autograds(family):
-    """Three rows that begin alike, padded on the right, in one batch, against one row after the other without padding."""
-    model = adapted(family)
-    head = ids_of(6, 0)
-    rows = [head + ids_of(n, n) for n in (9, 5, 2)]
-    ids = torch.tensor([row + [0] * (15 - len(row)) for row in rows])
-    mask = torch.tensor([[0] * 6 + [1] * (len(row) - 6) + [0] * (15 - len(row)) for row in rows])
-    weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0))
-    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
+HEAD = ids_of(6, 0)
+ROWS = [HEAD + ids_of(n, n) for n in (9, 5, 2)]  # three rows that begin alike
+WEIGHT = torch.randn(3, 15, generator=torch.Generator().manual_seed(0))
+
+
+def our_gradients(model):
+    """Of the weighted log-probabilities of the rows, in one batch that is padded on the right."""
+    ids = torch.tensor([row + [0] * (15 - len(row)) for row in ROWS])
+    mask = torch.tensor([[0] * 6 + [1] * (len(row) - 6) + [0] * (15 - len(row)) for row in ROWS])
     logprobs, _ = token_logprobs(model, ids, mask)
-    ours = torch.autograd.grad((logprobs * weight).sum(), parameters)
-    plain = stock(family, model)
+    grads = torch.autograd.grad((logprobs * WEIGHT).sum(), [p for p in model.parameters() if p.requires_grad])
+    return torch.cat([grad.double().flatten() for grad in grads])
+
+
+def stock_gradients(plain, model):
+    """The same by transformers and autograd alone, one row after the other without padding."""
     plain.requires_grad_(False)
-    linears = {name: plain.get_submodule(name) for name in adapters(model)}
-    for linear in linears.values():
-        linear.weight.requires_grad_()
+    weights = {name: plain.get_submodule(name).weight.requires_grad_() for name in adapters(model)}
     total = 0
-    for row, row_weight in zip(rows, weight):
+    for row, row_weight in zip(ROWS, WEIGHT):
         logp = plain(input_ids=torch.tensor([row]), use_cache=False).logits[0, 5:-1].log_softmax(-1)
         total = total + (logp.gather(1, torch.tensor(row[6:])[:, None])[:, 0] * row_weight[6:len(row)]).sum()
-    grads = torch.autograd.grad(total, [linear.weight for linear in linears.values()], allow_unused=True, materialize_grads=True)
-    theirs = []
-    for name, grad in zip(linears, grads):  # of W + scale B A
+    grads = torch.autograd.grad(total, list(weights.values()), allow_unused=True, materialize_grads=True)
+    pieces = []
+    for name, grad in zip(weights, grads):  # of W + scale B A
         lora = adapters(model)[name].lora
-        theirs += [lora.scale * lora.B.T @ grad, lora.scale * grad @ lora.A.T]
-    ours, theirs = (torch.cat([grad.detach().flatten() for grad in grads]) for grads in (ours, theirs))
-    limit = 3e-4 if family == "qwen3_next" else 3e-5  # float32: stock itself is 1e-4 from float64 in Qwen3-Next
-    assert (ours - theirs).norm() / theirs.norm() < limit
+        A, B = lora.A.data.double(), lora.B.data.double()
+        pieces += [lora.scale * B.T @ grad.double(), lora.scale * grad.double() @ A.T]
+    return torch.cat([piece.flatten() for piece in pieces])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_the_adapter_are_stock_autograds(family):
+    """In float64 to 1e-6 (the log-softmax is in float32), and in float32 to 1e-5, or where rounding alone is more, to twice that.
+
+    Of stock transformers' float32 it is 2e-5 in Gemma 4 and more in Qwen3-Next. All experts in one kernel have no float64.
+    """
+    model = adapted(family)
+    exact = stock(family, model, torch.float64)
+    exact.set_experts_implementation("eager")
+    expected = stock_gradients(exact, model)
+    rounding = (stock_gradients(stock(family, model), model) - expected).norm() / expected.norm()
+    assert (our_gradients(model) - expected).norm() / expected.norm() < max(1e-5, 2 * rounding)
+    model.to(torch.float64).set_experts_implementation("eager")
+    assert (our_gradients(model) - expected).norm() / expected.norm() < 1e-6
 
 
 def save_wrapped(family, text_family, wrapper, folder):
@@ -161,9 +181,10 @@ def save_wrapped(family, text_family, wrapper, folder):
 
 @pytest.mark.parametrize("family, text_family, wrapper", [
     ("qwen3_5", "qwen3_5", "Qwen3_5ForConditionalGeneration"), ("gemma4", "gemma4", "Gemma4ForConditionalGeneration"),
-    ("gemma3", "gemma3", "Gemma3ForConditionalGeneration"), ("mistral3", "ministral3", "Mistral3ForConditionalGeneration")])
+    ("gemma3", "gemma3", "Gemma3ForConditionalGeneration"), ("mistral3", "ministral3", "Mistral3ForConditionalGeneration"),
+    ("qwen3_5_moe", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"), ("lfm2_vl", "lfm2", "Lfm2VlForConditionalGeneration")])
 def test_a_model_published_with_a_vision_tower_loads_as_a_text_model(family, text_family, wrapper, tmp_path):
-    """Also one tensor at a time, where the names in the file are not the model's; and in 4 bits."""
+    """Also one tensor at a time, where the names in the file are not the model's; and in 4 bits. Gemma 3n's tower needs the package timm."""
     whole = save_wrapped(family, text_family, wrapper, tmp_path)
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
@@ -189,8 +210,18 @@ def save_text(family, folder, **options):
     tokenizer.save_pretrained(folder)
 
 
-# PEFT 0.21 reads the names of dense and shared MLPs as the experts of these: only adapters beside attention go there.
+# PEFT 0.21 takes the names of dense and shared MLPs for those of the experts, in these: only adapters beside attention go there.
 ATTENTION_IN_PEFT = {"deepseek_v3": "q_b_proj,kv_b_proj,o_proj", "qwen3_next": "q_proj,k_proj,in_proj_qkvz,out_proj", "hunyuan_v1_moe": "q_proj,v_proj,o_proj"}
+
+
+@pytest.mark.parametrize("family", ATTENTION_IN_PEFT)
+def test_peft_itself_gives_dense_mlps_of_these_no_adapter(family):
+    """So it is PEFT's limit (peft/utils/transformers_weight_conversion.py): no adapter_config.json could name them."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])
+    model = peft.get_peft_model(decoders.make(family), config)
+    adapted = {name.removesuffix(".base_layer").split(".")[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {"experts"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -241,22 +272,49 @@ def plain_model_of(model, folder):
     return plain
 
 
-@pytest.mark.parametrize("family, memory", [
-    # experts that the file holds one by one, joined convolutions, shared keys and values, weights read past their forward, tuples
-    *((family, "small") for family in "qwen3_moe deepseek_v3 hunyuan_v1_moe kimi_linear gemma3n gemma4 gpt_oss lfm2_moe mamba2 bamba".split()),
-    ("qwen3_5", "4bit"), ("gemma2", "4bit"), ("nemotron_h", "4bit"), ("gemma4", "checkpoint"), ("bamba", "checkpoint")])
-def test_memory_techniques_change_no_gradient(family, memory, tmp_path):
-    """Of the weights that they keep. Experts are read in their order, 10 after 9."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_techniques_change_no_gradient(family, tmp_path):
+    """Of the weights that they keep; `stream` computes what `small` does. Experts are read in their order, 10 after 9."""
     save_text(family, tmp_path, **({"num_experts": 12} if family == "qwen3_moe" else {}))
-    model, _ = load_model(str(tmp_path), lora_r=2, memory=memory, device="cpu")
-    assert not facts(model).refuses_engine  # the probe has compared training and decoding
-    logprobs, grads = gradients_of(model)
-    expected, expected_grads = gradients_of(plain_model_of(model, str(tmp_path)))
-    assert (logprobs - expected).abs().max() < 1e-3 and (grads - expected_grads).norm() < 1e-3 * expected_grads.norm()
+    results = {}
+    for memory in ("4bit", "small", "stream"):
+        model, _ = load_model(str(tmp_path), lora_r=2, memory=memory, device="cpu")
+        assert not facts(model).refuses_engine  # the probe has compared training and decoding
+        results[memory] = gradients_of(model)
+        if memory == "stream":
+            assert all(map(torch.equal, results["stream"], results["small"]))
+            continue
+        logprobs, grads = gradients_of(plain_model_of(model, str(tmp_path)))
+        assert (results[memory][0] - logprobs).abs().max() < 1e-5 and (results[memory][1] - grads).norm() < 1e-5 * grads.norm()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma4", "qwen3_moe"])
-def test_streaming_changes_no_bit(family, tmp_path):
+@pytest.mark.parametrize("family", ["gemma4", "bamba"])
+def test_layers_that_run_again_change_no_gradient(family, tmp_path):
+    """Shared keys and values, and layers that return tuples."""
     save_text(family, tmp_path)
-    small, stream = (gradients_of(load_model(str(tmp_path), lora_r=2, memory=memory, device="cpu")[0]) for memory in ("small", "stream"))
-    assert torch.equal(small[0], stream[0]) and torch.equal(small[1], stream[1])
+    results = [gradients_of(load_model(str(tmp_path), lora_r=2, memory=memory, device="cpu")[0]) for memory in ("checkpoint", "plain")]
+    assert (results[0][0] - results[1][0]).abs().max() < 1e-5 and (results[0][1] - results[1][1]).norm() < 1e-5 * results[1][1].norm()
+
+
+def small_config(family, **options):
+    """The config of a kind of model that is not in the table."""
+    from transformers import AutoConfig
+    sizes = dict(vocab_size=len(make_tiny()[1]), hidden_size=32, d_model=32, intermediate_size=48, num_hidden_layers=1, encoder_layers=1, decoder_layers=1,
+                 num_attention_heads=4, encoder_attention_heads=4, decoder_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return AutoConfig.for_model(family, **{**sizes, **options})
+
+
+@pytest.mark.parametrize("family, kind, says", [
+    ("bart", "BartForConditionalGeneration", "bart is an encoder-decoder; only decoders are trained here"),
+    ("whisper", "WhisperForConditionalGeneration", "whisper is an encoder-decoder; only decoders are trained here"),
+    ("t5", "T5ForConditionalGeneration", "t5 is an encoder-decoder; only decoders are trained here"),
+    ("bert", "BertForMaskedLM", "nats a token: it is an encoder, whose tokens see later ones"),
+    ("vit", "ViTForImageClassification", "cannot be loaded: Unrecognized configuration class"),
+    ("llama", "LlamaForSequenceClassification", "no weights for lm_head.weight: the model is incomplete, or of a kind that predicts no next token")])
+def test_what_predicts_no_next_token_is_refused_in_one_line(family, kind, says, tmp_path):
+    import transformers
+    getattr(transformers, kind)(small_config(family)).save_pretrained(tmp_path)
+    make_tiny()[1].save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_model(str(tmp_path), lora_r=2, device="cpu")
+    assert str(error.value).startswith(f"{tmp_path}: ") and says in str(error.value) and "\n" not in str(error.value)
