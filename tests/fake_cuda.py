@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import DefaultDeviceType
 
+from bench.budget import kind_of
+
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
 # They take indices from the host, too, for which they wait.
@@ -71,6 +73,7 @@ class Device(TorchDispatchMode):
     Attributes:
         events: kind of wait or copy -> how often.
         graphs: that were captured.
+        kernels: that ran by themselves, not in the replay of a graph: operations that are no views.
     """
 
     def __init__(self):
@@ -78,6 +81,7 @@ class Device(TorchDispatchMode):
         self.events = Counter()
         self.violations = []
         self.graphs = []
+        self.kernels = 0
         self.graph = None  # that is being captured
         self.stream = self.main = Stream()
         self.read, self.written = [], []  # the host's storages that copies under way read, write
@@ -120,6 +124,7 @@ class Device(TorchDispatchMode):
         by_mask = func in INDEXED and any(i.dtype in (torch.bool, torch.uint8) for i in plain(args[1]))
         if there and (func in WAITING or by_mask):
             self.happens(str(func))
+        self.kernels += bool(there) and kind_of(func) != "view"
         out = self.graph.record(func, args, kwargs) if self.graph else func(*args, **kwargs)
         if there or not tensors and self.makes:
             # What an operation changes stays where it is.
@@ -247,7 +252,8 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return moved(gradient, ctx.device), None, None
+        with torch._C.DisableTorchFunction():
+            return moved(gradient, ctx.device), None, None
 
 
 class Stream:

@@ -17,6 +17,7 @@ import reward_weighted
 import sft
 from llm.engine import Row
 from llm.loading import load_model
+from llm.logprobs import token_logprobs
 from llm.static_engine import StaticEngine
 from llm.tiny import make_tiny
 from window import chat
@@ -160,6 +161,27 @@ def test_a_run_with_a_tensor_on_the_host_is_seen(tmp_path, calling, monkeypatch)
     monkeypatch.setattr(grpo, "collate", lambda batch, device: collate(batch, "cpu"))
     with pytest.raises(Violation, match="mix"), cuda():
         grpo.train(options_of(grpo, tmp_path, "run"))
+
+
+def test_gradients_of_tiles_are_summed_on_the_device(tmp_path):
+    """Two updates, each of two tiles on a GPU (of six on a CPU), by an adapter in host memory."""
+    def gradients():
+        model = load_model(str(tmp_path), lora_r=4, memory="small")[0]
+        for linear in lora.adapters(model).values():
+            linear.lora.B.data.copy_(torch.linspace(-0.1, 0.1, linear.lora.B.numel()).view(linear.lora.B.shape))
+        for seed in (1, 2):
+            ids = torch.tensor([ids_of(700, seed), ids_of(700, seed + 2)]).to(model.device)
+            with lora.merged(model, update=True):
+                token_logprobs(model.train(), ids, torch.ones_like(ids), 1.0)[0].sum().backward()
+        return [p.grad for p in lora.adapter_tensors(model).values()]
+
+    for part in make_tiny():
+        part.save_pretrained(tmp_path)
+    here = gradients()
+    with cuda():
+        there = gradients()
+    for mine, theirs in zip(here, there, strict=True):
+        assert (mine - theirs).norm() <= 1e-4 * mine.norm() and mine.any()
 
 
 # ----------------------------------------------------------------------------------------- decode steps

@@ -1,7 +1,11 @@
 """How many kernels a GPU is asked for: operations that are no views, counted on a CPU. A launch costs more than a small kernel."""
+import random
+
+import bitsandbytes  # noqa: F401  it looks for a GPU when it is imported
 import pytest
 import torch
-from test_engine import ids_of
+from fake_cuda import cuda
+from test_engine import ids_of, play
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
@@ -72,14 +76,68 @@ def test_rows_are_exchanged_at_once(model):
     assert one == many <= 2 * len(cache.tensors) + 4
 
 
-@pytest.mark.parametrize("memory, most", [("plain", 1200), ("small", 1750)])  # 1,138 and 1,677 for 4 layers
-def test_an_update(tiny, memory, most):
-    model, _ = load_model(tiny, lora_r=4, dtype="float32", memory=memory)
-    ids = torch.tensor([ids_of(60, 1), ids_of(60, 2)])
+# ------------------------------------------------------------------------------- on a GPU that the CPU plays, 4 layers
+# Kernels that run outside a graph's replay, as counted: one decode step, updates of 2 x 60 and 2 x 700 tokens, a rollout.
+KERNELS = {"plain": [163, 1349, 1349, 4281], "4bit": [519, 2050, 2106, 13752], "small": [535, 2053, 3085, 16869]}
 
+
+@pytest.fixture(params=["plain", "4bit", "small"])
+def memory(request):
+    return request.param
+
+
+def on_a_gpu(tiny, memory):
+    return load_model(tiny, lora_r=4, dtype="float16", memory=memory)[0]
+
+
+def count(device, act):
+    """Return the kernels of act(). `device.events` has its waits and copies."""
+    device.events.clear()
+    before = device.kernels
+    act()
+    return device.kernels - before
+
+
+def test_a_decode_step_on_a_gpu(tiny, memory):
+    with cuda() as device:
+        model = on_a_gpu(tiny, memory).eval()
+        with torch.inference_mode(), lora.merged(model):
+            engine = started(model, StaticEngine, 8)
+            engine.fill()
+            kernels = count(device, lambda: engine.static_step(8, 128))
+    assert engine.fused and not device.events
+    assert kernels <= 1.05 * KERNELS[memory][0]
+
+
+def test_an_update_on_a_gpu(tiny, memory):
+    """An adapter in host memory goes over once in a pass over a layer, and its gradients once back, however many tiles an MLP has."""
     def update():
         with lora.merged(model, update=True):
             logprobs, _ = token_logprobs(model.train(), ids, torch.ones_like(ids), 1.0)
             logprobs.sum().backward()
-    counted = launches(update)
-    assert counted.count <= most and counted.waits <= 4
+
+    copies = []
+    with cuda() as device:
+        model = on_a_gpu(tiny, memory)
+        for i, tokens in enumerate((60, 700), 1):
+            ids = torch.tensor([ids_of(tokens, 1), ids_of(tokens, 2)]).to(model.device)
+            kernels = count(device, update)
+            assert kernels <= 1.05 * KERNELS[memory][i]
+            copies.append({event: n for event, n in device.events.items() if "copy" in event})
+    assert copies[0] == copies[1] and sum(copies[0].values()) <= (4 * 60 if memory == "small" else 4)
+
+
+def test_a_rollout_with_tool_results(tiny, memory):
+    """16 episodes of up to three turns. Results of at most 32 tokens need no pass of their own."""
+    rng, episodes = random.Random(0), []
+    for group in range(4):
+        prompt = ids_of(rng.randint(30, 60), group)
+        episodes += [(prompt, group, [ids_of(rng.randint(8, 20), n) for n in range(rng.randint(0, 2))]) for _ in range(4)]
+    stops, passes = set(range(0, 300, 25)), []
+    with cuda() as device, pytest.MonkeyPatch.context() as patch:
+        run = StaticEngine.run
+        patch.setattr(StaticEngine, "run", lambda engine, rows: passes.append(len(rows)) or run(engine, rows))
+        model = on_a_gpu(tiny, memory).eval()
+        with lora.merged(model):
+            kernels = count(device, lambda: play(model, episodes, slots=16, limit=40, stop_ids=stops, tokens=300))
+    assert passes == [4] and len(device.graphs) <= 8 and kernels <= 1.1 * KERNELS[memory][3]
