@@ -147,6 +147,8 @@ def load(config) -> "Rewards":
             raise UserError(f"--rewards {item}: another function has this name")
         with reading(f"--rewards {item}"):
             weights[name] = weight if weight == "veto" else float(weight or 1)
+            if weight != "veto" and not is_finite(weights[name]):
+                raise ValueError("a weight is a finite number, or veto")
         functions[name] = _function(target)
         if target == "length":
             functions[name] = partial(length, limits=envs.limits_of(config, config.env))

@@ -84,10 +84,13 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
         stdin.write(marshal.dumps(job))
         stdin.seek(0)
-        report, end = _run_child(stdin, printed, seconds)
+        try:
+            report, end = _run_child(stdin, printed, seconds)
+        except OSError as error:
+            raise UserError(f"the sandbox did not start: {error}") from None
         printed.seek(0)
         output = without_addresses(printed.read(OUTPUT).decode(errors="replace"))
-    records = _records(report)
+    records = _records(report[:OUTPUT])
     if not records and end != "timeout":
         why = output.strip().rpartition("\n")[2] or end
         raise UserError(

@@ -84,7 +84,10 @@ def confine(limits: dict, parent: int):
     if sys.platform != "linux" or machine not in MACHINES:
         raise OSError(f"neither Linux on x86_64 nor on aarch64, but {sys.platform} on {machine}")
     for name, value in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        kind = getattr(resource, f"RLIMIT_{name}")
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
     # PR_SET_PDEATHSIG: this process dies with the thread that started it.
     checked(libc.prctl(1, 9), "prctl")
     if os.getppid() != parent:

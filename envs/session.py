@@ -37,7 +37,7 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
-        self.is_open = False
+        self.is_open = self.is_closed = False  # /solve plays beside a watch that was never opened
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
@@ -51,7 +51,7 @@ class Watch:
 
     def __exit__(self, *_):
         with self.lock:
-            self.is_open = False
+            self.is_open, self.is_closed = False, True
             faulthandler.cancel_dump_traceback_later()
 
     def _keep_alive(self):
@@ -69,7 +69,7 @@ class Watch:
 
     def call_began(self, session):
         """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
-        if session.stuck:
+        if session.stuck or self.is_closed:
             # This thread was left behind. It must not change anything any more.
             raise SystemExit
         with self.lock:

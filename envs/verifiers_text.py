@@ -56,6 +56,7 @@ class Question(Numbered):
 def make(name: str) -> type:
     """Return the environment of a taskset."""
     with reading(f"verifiers:{name}"):
-        options = dict(vf.taskset_config_type(name)(id=name))
-    del options["id"]
+        fields = dict(vf.taskset_config_type(name)(id=name))
+    del fields["id"]
+    options = {key: value for key, value in fields.items() if isinstance(value, bool | int | float | str)}
     return type(name, (Question,), {"options": options})

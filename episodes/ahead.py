@@ -36,7 +36,7 @@ class Ahead:
         return episodes
 
     def wait(self) -> list:
-        """Return the episodes. What their thread would have logged is the trainer's now."""
+        """Return the episodes. Log what their thread has measured."""
         began = time.monotonic()
         while not self.coming.done():
             self.run.check()

@@ -21,5 +21,9 @@ def by(start, act, *arguments) -> Future:
                 future.set_result(act(*arguments))
             except BaseException as error:
                 future.set_exception(error)
+                # A signal has to end the main thread.
+                if threading.current_thread() is threading.main_thread() and not isinstance(
+                        error, Exception):
+                    raise
     start(work)
     return future

@@ -51,7 +51,11 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl"
             # NCCL's own watchdog would end the process before its last step is saved.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+            if local >= gpus:
+                raise UserError(f"process {local} of this machine has no GPU; start torchrun with "
+                                f"--nproc_per_node={gpus}")
+            torch.cuda.set_device(local)
         try:
             dist.init_process_group(backend, timeout=TIMEOUT)
             self.meeting = dist.new_group(backend="gloo", timeout=WAIT)

@@ -26,7 +26,7 @@ def algorithm_of(folder):
     if not path.is_file():
         return None
     with reading(path), open(path, "rb") as file:
-        match = re.match(rb"# (\w+) run;", file.readline(100))
+        match = re.match(rb"# (\w+) run(?: with --unsafe_code)?;", file.readline(100))
     return match and match[1].decode()
 
 
@@ -113,7 +113,11 @@ class OutputFolder:
         """Make the folder this run's own, with its config.yaml; rename a run to be overwritten."""
         if self.is_replaced:
             self.lock.close()
-            print(f"{self.path}: the run that was there is now {set_aside(self.path)}")
+            try:
+                print(f"{self.path}: the run that was there is now {set_aside(self.path)}")
+            except OSError as error:  # a mounted volume, for instance
+                raise UserError(f"{self.path}: cannot be renamed ({error.strerror}); "
+                                "give another --output_dir") from None
             self._lock(values["output_dir"])
         self.values = values
         self.write_config()

@@ -1,12 +1,13 @@
 """Resuming: what a run must have in common with the one it continues, and the way back to it."""
 import os
+from itertools import takewhile
 
 from experiment.checkpoint import checkpoints, fingerprints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert, options
 from experiment.data import read_json, read_yaml
 from experiment.errors import UserError
 from experiment.files import set_aside
-from experiment.output_folder import CONFIG, LOGS, algorithm_of
+from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_of
 
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
@@ -86,6 +87,10 @@ def go_back(folder, state):
     for name in LOGS:
         path, size = folder / name, sizes.get(name, 0)
         length = path.stat().st_size if path.exists() else 0
+        if length > size and step and name == EPISODES:
+            # The log may have been thinned since: the steps of its lines decide.
+            with open(path, "rb") as file:
+                size = sum(map(len, takewhile(lambda line: step_of(line) < step, file)))
         if length > size:
             os.truncate(path, size)
         elif 0 < length < size:

@@ -250,7 +250,8 @@ class Run:
         every = self.config.save_every
         seconds = time.monotonic() - self.saved_at
         due = self.step % every == 0 if every else seconds > SAVE_SECONDS
-        if self.writes and self.files.has_too_many_episodes():
+        # The episodes that dpo.py played are all of one step, which stays whole.
+        if self.writes and "episodes" in self.line and self.files.has_too_many_episodes():
             # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
             self.files.thin_episodes()
             due = True

@@ -296,9 +296,9 @@ class StockForward:
         self.model = model
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
-        # Before transformers 5.24 Mamba's models had a name of their own for it.
-        names = "cache", "cache_params", "past_key_values"
-        self.cache_name = next(name for name in names if name in arguments)
+        # Transformers 5.24 calls it "cache" everywhere. Before, Mamba's models had another name.
+        names = [name for name in ("cache", "cache_params") if name in arguments]
+        self.cache_name = names[0] if names else "past_key_values"
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):

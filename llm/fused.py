@@ -81,8 +81,9 @@ class FusedLayer:
         self.mlp_norm = layer.post_attention_layernorm
         self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = joined(attention.o_proj)
-        self.gate_up = joined(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self.down = joined(layer.mlp.down_proj)
+        # An MLP in tiles stays so: a long prompt's intermediate values would fill a small GPU.
+        is_tiled = getattr(vars(layer.mlp).get("forward"), "func", None) is tiled
+        self.mlp = layer.mlp if is_tiled else FusedMLP(layer.mlp)
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
         self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv
         self.window = getattr(attention, "sliding_window", None)
@@ -95,8 +96,7 @@ class FusedLayer:
     def __call__(self, x, cos, sin, cache):
         """x (R, C, D) and the rotation cos, sin (R, C, 1, d) give the layer's output (R, C, D)."""
         x = x + self.attend(normalize(self.norm, x), cos, sin, cache)
-        gate, up = self.gate_up(normalize(self.mlp_norm, x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.mlp(normalize(self.mlp_norm, x))
 
     def attend(self, x, cos, sin, cache):
         attention, H, d = self.attention, self.heads, cos.shape[-1]
@@ -110,6 +110,18 @@ class FusedLayer:
         y, _ = row_attention(attention, qk[:, :H], k, v, None, attention.scaling, self.window,
                              row_cache=cache)  # (R, C, H, d)
         return self.out(y.flatten(2))
+
+
+class FusedMLP:
+    """A SwiGLU MLP whose gate and up projections are one product."""
+
+    def __init__(self, mlp):
+        self.gate_up = joined(mlp.gate_proj, mlp.up_proj)
+        self.down = joined(mlp.down_proj)
+
+    def __call__(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
 
 
 def normalize(norm, x):

@@ -48,11 +48,12 @@ class StaticEngine(Engine):
         self.graphs = {}
         resists = any(map(resists_capture, model.base_model.modules()))
         self.graphable = not resists and not facts(model).refuses_graphs
+        # A result holds stop ids. After one a row's states are put back.
+        self.short = SHORT if self.graphable and not self.cache.keeps_states else 0
 
     def extend(self, row, ids, limit: int):
         super().extend(row, ids, limit)
-        # A result holds stop ids. After one a row's states are put back.
-        if len(ids) <= SHORT and not self.cache.keeps_states:
+        if len(ids) <= self.short:
             row.state = "decode"
 
     def decode(self):

@@ -14,8 +14,8 @@ The adapter of each step has a name of its own. vLLM keeps the keys and values o
 adapter's name, and under an old name would use stale ones. Before the first episode
 llm/vllm_proof.py compares the servers' log-probabilities with ours.
 
-Answers come in any order, so that a run is not repeated bit for bit, and no seeds are sent. vLLM
-draws each row that has one by itself, and vLLM 0.32 for CPUs ends when it splits such a prompt.
+Answers come in any order, so that a run is not repeated bit for bit, and no seeds are sent: with a
+seed vLLM samples each row by itself, and vLLM 0.32 for CPUs crashes when it splits such a prompt.
 
 The client is http.client: a turn has no use for more, and after a time-out it can go on waiting. A
 server started with VLLM_API_KEY gets the key from the variable of that name here.
@@ -24,8 +24,8 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import closing, nullcontext
 from copy import copy
@@ -131,7 +131,6 @@ class Servers:
         self.step = self.name = None
         self.names = []
         self.is_pinned = self.is_proved = False
-        self.room = threading.Semaphore(REQUESTS * len(self.urls))
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""
@@ -221,8 +220,7 @@ class Servers:
     def complete(self, body: dict, number: int):
         """Return the ids and logprobs of one turn, by the server of this number or by another."""
         try:
-            with self.room:
-                return persist(partial(self.complete_once, body, number), TRIES)
+            return persist(partial(self.complete_once, body, number), TRIES)
         except (Lost, Refused) as error:
             urls = ",".join(self.urls)
             raise UserError(f"--sampler {urls}: no usable answer ({error})") from None
@@ -286,6 +284,7 @@ class ServerEngine:
             "top_k": top_k or -1, "min_p": 0, "repetition_penalty": 1}
         self.numbers = {}  # group -> the number of its server
         self.asked = {}  # the Future of a turn -> its row
+        self.queue = deque()  # rows that are asked for when others have been answered
 
     @property
     def busy(self) -> bool:
@@ -305,21 +304,25 @@ class ServerEngine:
         for row in rows:
             # Ranks begin with different servers.
             self.numbers.setdefault(row.group, rank + len(self.numbers))
-            self.start(row)
+            self.queue.append(row)
+        self.ask_more()
 
     def extend(self, row, ids, limit):
         row.pending = row.pending + ids
         row.limit = limit
-        self.start(row)
+        self.queue.append(row)
+        self.ask_more()
 
     def release(self, row):
         pass
 
-    def start(self, row):
-        """Ask for the row's next turn."""
-        body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
-        turn = in_thread(self.servers.complete, body, self.numbers[row.group])
-        self.asked[turn] = row
+    def ask_more(self):
+        """Ask for the next turns, each in a thread, as many as the servers take."""
+        while self.queue and len(self.asked) < REQUESTS * len(self.servers.urls):
+            row = self.queue.popleft()
+            body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
+            turn = in_thread(self.servers.complete, body, self.numbers[row.group])
+            self.asked[turn] = row
 
     def step(self):
         """Return the rows whose turn has ended, perhaps none: signals are looked at in between."""
@@ -329,4 +332,5 @@ class ServerEngine:
             row.turn, row.logprobs = turn.result()
             row.pending = row.pending + row.turn
             rows.append(row)
+        self.ask_more()
         return rows

@@ -15,6 +15,7 @@ from episodes.tasks import draw_tasks, drop_seen, load_tasks
 import envs
 from envs.session import load_environments
 from experiment.errors import UserError
+from experiment.output_folder import algorithm_of
 from llm.tiny import make_tiny
 
 ROOT = Path(envs.__file__).parent.parent
@@ -319,6 +320,7 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
         text = (tmp_path / folder / "config.yaml").read_text()
         assert "env_options: limit=2,open=true,books=atlas" in text and "\nunsafe_code" not in text and "# " + folder + " run with --unsafe_code; " in text
         assert json.loads((tmp_path / folder / "result.json").read_text())["held_out_tasks"] == 2
+        assert algorithm_of(tmp_path / folder) == folder
     rows = [json.loads(line) for line in (tmp_path / folder / "trajectories.jsonl").read_text().splitlines()]
     assert {row["info"]["task"]["unsafe_code"] for row in rows} == {True}
     assert all("atlas" in row["messages"][0]["content"] for row in rows)

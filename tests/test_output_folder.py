@@ -18,8 +18,18 @@ from episodes.demonstrations import read_trajectories
 from experiment import checkpoint, output_folder
 from experiment.checkpoint import check_base, checkpoints, newest_checkpoint, prune, read_state
 from experiment.errors import Stop, UserError
+from experiment.resuming import go_back
 from experiment.run import Run
 from llm import load_model
+
+
+def test_a_checkpoint_from_before_a_log_was_thinned_cuts_it_between_two_lines(tmp_path):
+    """Its size of the log is that of one with more lines."""
+    log = tmp_path / "trajectories.jsonl"
+    lines = [json.dumps({"step": step, "token_ids": list(range(40 + step))}) + "\n" for step in (0, 2, 4, 5, 6, 7)]
+    log.write_text("".join(lines))
+    go_back(tmp_path, {"step": 6, "lines": {"trajectories.jsonl": len("".join(lines)) - 30}})
+    assert log.read_text() == "".join(lines[:4])
 
 
 # ----------------------------------------------------------------------------------------- removed while the run goes

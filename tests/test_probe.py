@@ -91,6 +91,7 @@ def test_a_kernel_that_reads_a_weight_only_while_training_is_found():
 
 def test_an_encoder_is_refused_because_training_would_be_causal():
     import transformers
+    torch.manual_seed(0)
     model = decoders.filled(transformers.BertLMHeadModel(transformers.BertConfig(
         vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)).eval())
     decoders.use_causal_attention(model)

@@ -148,7 +148,7 @@ def functions(tmp_path):
 
 @pytest.mark.parametrize("said_, told", [
     ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: environment, exact, format, tool_used, length, repetition, math_verify, or give path/to/file.py:function"),
-    ("exact=much", "--rewards exact=much: could not convert string to float: 'much'"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
+    ("exact=much", "--rewards exact=much: could not convert string to float: 'much'"), ("exact=nan", "--rewards exact=nan: a weight is a finite number"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
     ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name")])
 def test_a_wrong_name_or_weight_is_told_in_a_line(said_, told, functions):
     with pytest.raises(UserError, match=told):

@@ -459,7 +459,7 @@ def test_ahead_needs_a_sampler():
 def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     """Where each rank plays one task, all of them would else ask the first server."""
     asked = []
-    servers = SimpleNamespace(name="a", is_proved=True, complete=lambda body, number: asked.append((body["prompt"], number)),
+    servers = SimpleNamespace(name="a", urls=["u"], is_proved=True, complete=lambda body, number: asked.append((body["prompt"], number)),
                               run=SimpleNamespace(ranks=SimpleNamespace(rank=1)))
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
     engine.add([Row([ord(group)], group=group) for group in "aabc"])

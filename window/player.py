@@ -55,7 +55,8 @@ class Choice(Row):
 
     def append(self, token, logprob, stop_ids):
         super().append(token, logprob, self.stop_ids)
-        if self.stops and any(stop in self.chat.text(self.turn) for stop in self.stops):
+        text = self.chat.text(self.turn) if self.stops else ""
+        if any(stop in text for stop in self.stops):
             self.state = "ended"
 
     def show(self):
@@ -232,10 +233,11 @@ class Player:
                 self.engine.leave(row)
 
     def fail(self, reason: str):
-        """End all rows that the engine has."""
+        """End all rows that the engine has. Those that have ended keep what they sampled."""
         for row in self.engine.owner + self.engine.waiting:
             if row:
-                row.error = reason
+                if row.state != "ended":
+                    row.error = reason
                 self.tell(row)
 
     def tell(self, row):

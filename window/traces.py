@@ -79,6 +79,7 @@ class Traces:
         """Write all episodes in the order of their tasks, with those that are broken."""
         if self.path:
             replace_file(self.path, "".join(to_json(t.to_json()) for t in trajectories))
+            self.count = len(trajectories)
 
 
 def check_output(path: str):
