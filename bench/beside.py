@@ -1,6 +1,6 @@
 """What a busy neighbour costs: an update and the first command, alone and beside a busy process.
 
-    python bench/beside.py --model_path .real/smollm2      about 15 minutes on 2 cores that nothing else uses
+    python bench/beside.py --model_path .real/smollm2      about 25 minutes on 2 cores that nothing else uses
 
 Torch's OpenMP threads wait for each other by spinning, and a neighbour that takes the core of one lets the others
 spin. `experiment/__init__.py` sets GOMP_SPINCOUNT before torch is loaded. Measured is an update of 8 x 256 tokens

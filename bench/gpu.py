@@ -21,7 +21,7 @@ Every part is a process of its own with a time limit of its own. After each one 
 status is 1 at the end. Without bitsandbytes the steps run with --memory checkpoint. The last line is the JSON.
 
 What --sampler gives on two GPUs, one of which samples, needs vLLM in an environment of its own, and minutes for its
-start. With random weights it is the gap, the waiting and the rounding; what is learned needs a real model. Nobody has
+start. With random weights only the gap of log-probabilities, the waiting and the rounding can be measured. Nobody has
 run them yet:
 
     PATH=$PATH:VENV/bin python bench/gpu.py --shapes 0.5B --parts sampler --minutes 20

@@ -18,7 +18,7 @@ Answers come in any order, so that a run is not repeated bit for bit, and no see
 seed vLLM samples each row by itself, and vLLM 0.32 for CPUs crashes when it splits such a prompt.
 
 The client is http.client: a turn has no use for more, and after a time-out it can go on waiting. A
-server started with VLLM_API_KEY gets the key from the variable of that name here.
+server started with VLLM_API_KEY, or ours with --token, gets the key from the variable of that name.
 """
 import json
 import os
