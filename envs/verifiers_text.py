@@ -58,5 +58,6 @@ def make(name: str) -> type:
     with reading(f"verifiers:{name}"):
         fields = dict(vf.taskset_config_type(name)(id=name))
     del fields["id"]
-    options = {key: value for key, value in fields.items() if isinstance(value, bool | int | float | str)}
+    plain = bool | int | float | str
+    options = {key: value for key, value in fields.items() if isinstance(value, plain)}
     return type(name, (Question,), {"options": options})
