@@ -976,11 +976,11 @@ def test_traces_come_from_the_training_split(tmp_path, monkeypatch):
     assert {t["equation"] for t in traces["train"]} <= train - test and {t["equation"] for t in traces["test"]} <= test - train
 
 
-def test_an_old_output_file_is_renamed_when_the_episodes_exist(tmp_path, monkeypatch):
+def test_an_old_output_file_is_renamed_when_model_and_tasks_have_loaded(tmp_path, monkeypatch):
     out = tmp_path / "traces.jsonl"
     out.write_text("hours of work\n")
     monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
-    for wrong in ({"dataset": "nowhere.jsonl"}, {"max_tokens": 8}, {"env": "nowhere.py:Env"}):
+    for wrong in ({"dataset": "nowhere.jsonl"}, {"env": "nowhere.py:Env"}):
         with pytest.raises(UserError):
             talk.command(talk.Config(**{"env": "equations", "num_tasks": 1, "output": str(out), **wrong}))
         assert out.read_text() == "hours of work\n"
