@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTINGS = {"ours": {}, "torch's default": {"GOMP_SPINCOUNT": "300000"}, "3000": {"GOMP_SPINCOUNT": "3000"},
+SETTINGS = {"ours": {}, "torch's default": {"GOMP_SPINCOUNT": "300000"}, "5000": {"GOMP_SPINCOUNT": "5000"},
             "passive": {"OMP_WAIT_POLICY": "PASSIVE"}, "one thread": {"OMP_NUM_THREADS": "1"}}
 LIMIT = 150  # seconds of all updates of a process
-COMMAND = ["grpo.py", "--max_steps", "8", "--eval_tasks", "50"]
+COMMAND = ["grpo.py", "--max_steps", "4", "--eval_tasks", "20"]
 
 
 def updates(model_path, count, dtype):

@@ -1,9 +1,9 @@
-"""A reward that can be gamed: the reward rises while true success does not, and the fix.
+"""A reward that can be gamed: the reward rises while true success falls, and the fix.
 
     python bench/reward_hacking.py --seeds 0              all of it
     python grpo.py --env bench/reward_hacking.py:Gamed    the same in a run of your own
 
-The tiny model solves equations in at most four turns. `Gamed` pays 5 for the right answer and 5 for
+The tiny model solves equations in at most four turns. `Gamed` pays 5 for the right answer and 8 for
 every call that works, as people do who want a model to use its tools. envs/equations.py pays for a
 call only if the equation is then closer to its solution than ever before. bench/reward_hacking.md
 tells what happens.
@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
     Clock, arguments, read_rows, report, run_missing, series, taught_base, write_row)
-from envs.equations import ANSWER_REWARD, Equations  # noqa: E402
+from envs.equations import Equations  # noqa: E402
 
 STEPS = 16
+CALL_REWARD = 8  # the right answer has 5
 RUNS = {"gamed": f"{__file__}:Gamed", "best": "equations"}
 LABELS = {"gamed": "every call that works is paid", "best": "only new progress is paid"}
 
@@ -29,7 +30,7 @@ class Gamed(Equations):
     def _change(self, factor, left, right) -> str:
         paid = self.reward
         text = super()._change(factor, left, right)
-        self.reward = paid + ANSWER_REWARD * (not text.startswith("error"))
+        self.reward = paid + CALL_REWARD * (not text.startswith("error"))
         return text
 
 
