@@ -82,3 +82,18 @@ def test_the_package_lists_every_module_and_folder_and_no_requirement_of_its_own
     folders = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests"}
     assert set(setuptools["packages"]) == {name for name in folders if not name.startswith(".")}
     assert setuptools["dynamic"]["dependencies"] == {"file": "requirements.txt"} and "dependencies" not in PYPROJECT["project"]
+
+
+@pytest.mark.parametrize("given, expected", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")])
+def test_how_long_torchs_threads_spin_is_set_before_torch_unless_the_user_did(given, expected):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    code = """
+import os, sys
+class AtTorch:
+    def find_spec(name, *_):
+        if name == "torch":
+            sys.exit(os.environ.get("GOMP_SPINCOUNT", "None"))
+sys.meta_path.insert(0, AtTorch)
+import grpo"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**kept, **given}, capture_output=True, text=True)
+    assert done.stderr.strip() == expected
