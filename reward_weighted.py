@@ -316,8 +316,7 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
 def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
-    n = 0 if config.trajectories else config.max_samples
-    tasks, held_out = train_and_held_out(config, n)
+    tasks, held_out = train_and_held_out(config, 0 if config.trajectories else config.max_samples)
     run = Run(config, "reward_weighted", envs)  # output folder, resume
     if run.finished:
         return run.finished
