@@ -116,9 +116,9 @@ def auto_class(config):
     """Return the class of transformers that makes a model of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     # Some families are published only with a vision tower. On text they are plain decoders.
-    if (type(config) in AutoModelForImageTextToText._model_mapping
-            and type(config) not in AutoModelForCausalLM._model_mapping):
-        return AutoModelForImageTextToText
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 
