@@ -264,7 +264,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
         engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
-        on_end: a function that is called with each trajectory as its episode ends.
+        on_end: a function that is called with each trajectory as its episode ends, before
+            `rewards` pays it.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the

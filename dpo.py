@@ -55,7 +55,6 @@ from sft import teach_tiny
 # fit, which are faster.
 TINY = {"learning_rate": 2e-3, "batch_size": 8, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
-IN_RESULT = ("loss", "accuracy", "margin")  # of the held-out pairs, in result.json
 
 
 # ------------------------------------------------------------------------------------------ losses
@@ -442,7 +441,8 @@ def train(config: Config) -> dict:
             optimizer.zero_grad()
             tokens = sum(len(t.token_ids) for t in chain(*batch))
             run.log(**totals, grad_norm=grad_norm, tokens=tokens)
-    after = {f"held_out_{name}": run.after.get(f"pairs/{name}") for name in IN_RESULT}
+    after = {f"held_out_{name}": run.after.get(f"pairs/{name}")
+             for name in ("loss", "accuracy", "margin")}
     return run.finish(pairs=len(learned), **after)
 
 

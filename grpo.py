@@ -49,9 +49,9 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     arXiv 2402.03300 section 4.1.2, the std unbiased as in TRL. Equal rewards get exactly 0, and so
     does a group of one.
 
-    rewards: (N,). group_ids: N hashable ids, in any order. scale: divide by the std of the
-    "group", of all rewards given, "batch" (arXiv 2508.08221), or by "none" (Dr. GRPO, 2503.20783).
-    leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
+    rewards: (N,). group_ids: N hashable ids, in any order. scale: "group" divides by the group's
+    std, "batch" by that of all rewards given (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv
+    2503.20783). leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
     """
     advantages = torch.zeros_like(rewards)
     for group in members(group_ids):  # the indices of its rewards
@@ -139,11 +139,15 @@ def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
     return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
 
 
-def weight_shares(weights, mask, cap):
-    """Return what to log of the importance weights: their mean, and the share that is capped."""
-    weights = weights[mask.bool()]  # (n,)
-    return {"importance_weight": weights.mean().item(),
-            "importance_capped": (weights >= cap).float().mean().item()}
+def weighted(advantages, trainer_logprobs, sampled_logprobs, mask, cap):
+    """Return the advantages times `truncated_importance_weights` (B, T), and what to log of these.
+
+    It is their mean, and the share that is capped.
+    """
+    weights = truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap)
+    sampled = weights[mask.bool()]  # (n,)
+    return advantages * weights, {"importance_weight": sampled.mean().item(),
+                                  "importance_capped": (sampled >= cap).float().mean().item()}
 
 
 # A normalizer takes the tokens' losses (B, T), the mask (B, T) and the step's `Counts`, and returns
@@ -260,7 +264,8 @@ PAPER_SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
     "rloo": {"scale_rewards": "none"},
 }
-# Another engine samples: its rounding is not ours (the caps of TRL and verl). vespo has a weight.
+# With --sampler another engine samples, and rounds otherwise: the cap of TRL and verl. vespo has a
+# weight of its own.
 SAMPLER = {"importance_correction": 2.0}
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
 # make the policy drift; a KL penalty prevents that. The gradient norm is 0.02: 0.05 clips outliers.
@@ -386,11 +391,9 @@ def train(config: Config) -> dict:
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
             if cap := config.importance_correction:
                 old_logprobs = score_by(merged(model, update=True))  # trainer_logprobs, (B, T)
-                weights = truncated_importance_weights(old_logprobs, sampled_logprobs, mask, cap)
-                advantages = advantages * weights
-                run.log(**weight_shares(weights, mask, cap))
-            if config.kl_coef:
-                ref_logprobs = score_by(reference(model, start_policy))  # (B, T)
+                advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
+                run.log(**shares)
+            ref_logprobs = score_by(reference(model, start_policy)) if config.kl_coef else None
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
             # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.

@@ -36,7 +36,7 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from episodes.demonstrations import read_trajectories
-from episodes.tasks import (draw_tasks, drop_seen, recorded_env, tasks_of, train_and_held_out)
+from episodes.tasks import draw_tasks, drop_seen, recorded_env, tasks_of, train_and_held_out
 from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
                  per_token, shuffled_batches, token_logprobs, turn_index)
 from lora import merged
@@ -316,8 +316,7 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
 def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
-    n = 0 if config.trajectories else config.max_samples
-    tasks, held_out = train_and_held_out(config, n)
+    tasks, held_out = train_and_held_out(config, 0 if config.trajectories else config.max_samples)
     run = Run(config, "reward_weighted", envs)  # output folder, resume
     if run.finished:
         return run.finished

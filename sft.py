@@ -165,8 +165,8 @@ def train(config: Config) -> dict:
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
-    next_step = "grpo.py" if config.env else "agent.py"
-    return run.finish(next_step, held_out_loss=run.after.get("loss"))
+    return run.finish("grpo.py" if config.env else "agent.py",
+                      held_out_loss=run.after.get("loss"))
 
 
 def teach_tiny(config, run) -> str:

@@ -265,7 +265,8 @@ def main():
             key = f"{name}, {Path(args.model_path).name}, server in {args.dtype}"
             result[key] = {**figures, "command": "python " + " ".join(sys.argv),
                            "date": datetime.date.today().isoformat(),
-                           "machine": f"{os.cpu_count()} shared cores, {len(visible_gpus())} GPUs; without one, vLLM has one thread"}
+                           "machine": f"{os.cpu_count()} shared cores, {len(visible_gpus())} GPUs; without one, "
+                                      "vLLM has one thread"}
             path.write_text(json.dumps(result, indent=1))
     finally:
         if process:

@@ -2,7 +2,7 @@
 
 An option has a cost today, a cash flow for each year, and a chance that the flows come at all. It
 is worth its risk-adjusted net present value, an expected value (rNPV; Stewart, Allison and Johnson
-2001, doi:10.1038/96823):
+2001, doi:10.1038/nbt0901-813):
 
     value = chance x sum_t flow_t / (1 + rate)^t - cost
 
@@ -106,7 +106,7 @@ class Business:
 
     # ------------------------------------------------------------------------------- the tools
     def analyze_situation(self) -> str:
-        """Return the budget, the interest rate, and the least chance that an option must have."""
+        """Return the budget, the interest rate, and the lowest chance that an option may have."""
         self._looks.append("analyze_situation")
         return f"budget {self._case.budget}, rate {self._case.rate} %, chance {LEAST_CHANCE} %"
 
@@ -117,7 +117,7 @@ class Business:
                          for name, cost in self._case.costs.items())
 
     def evaluate_risks(self, option: str) -> str:
-        """Return the chance that the cash flows of an option come; else there are none.
+        """Return the chance that an option pays its cash flows. Otherwise it pays nothing.
 
         Args:
             option: its name

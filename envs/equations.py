@@ -98,7 +98,7 @@ class Equations:
 
     def identify_operation(
             self, operation: Literal["add", "subtract", "multiply", "divide", "answer"]) -> str:
-        """Name the operation that should come next; says whether that is so.
+        """Name the operation that you think comes next, and learn whether it does.
 
         Args:
             operation: the operation's name

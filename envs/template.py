@@ -64,7 +64,7 @@ class HigherLower:
         return {"found": self.reward}
 
     def _reply(self, text: str) -> str | None:
-        """The model answered without a tool: a user message to continue with, or None to end."""
+        """Return the user's reply to a turn without a tool call, or None to end the episode."""
         return "Use the tool." if self.guesses == 0 else None
 
     def _expert(self) -> list[dict]:

@@ -7,15 +7,15 @@ range (count / least, or most / count), so that one good sentence earns little:
     words       the share of the words to use that are used
     person      of the personal pronouns, the share in the person that is asked for
     tense       of the verbs that follow a subject pronoun, the share in the tense that is asked
-                for; fewer of them than one in two sentences count as if the others were wrong
+                for; where they are fewer than half the sentences, the missing ones count as wrong
     trigrams    the share of three words in a row that are no repetition
     acrostic    level 2: the share of its letters with which the sentences begin, in order
     rhyme       level 3: the share of sentences whose last word ends in the letters asked for, each
                 with another word
 
-A sentence has a capital, an end mark and 5 to 30 words, of which between a quarter and 7 tenths are
-function words. It repeats no word at once, has no determiner before a function word, and does not
-end in a determiner or preposition. Success means that all of this is met.
+A sentence begins with a capital, ends in . ! or ?, and has 5 to 30 words, of which a quarter to 7
+tenths are function words. It has no word twice in a row and no determiner before a function word,
+and its last word is no determiner or preposition. Success means that all of this is met.
 
 What this cannot see is meaning and most of grammar: nonsense in the form of sentences gets full
 marks, the tense of a verb after a noun is not read, and a rhyme is one by its letters. A judge of
@@ -94,7 +94,7 @@ class Writing:
     def reset(self, words: list, min_words: int, max_words: int, person: str, tense: str,
               acrostic: str = "", rhyme: str = "", noise: float = 0.0, noise_seed: int = 0,
               **_) -> str:
-        """Begin with the demands of a brief. `words` has at least one; acrostic and rhyme may lack.
+        """Begin with the demands of a brief: at least one word; "" demands no acrostic or rhyme.
 
         With probability `noise` a sentence of the scripted expert leaves out the word that it
         should use. `noise_seed` decides which.
@@ -119,7 +119,7 @@ class Writing:
         """Return words and phrases that begin or end in some letters.
 
         Args:
-            letters: such as b or ight
+            letters: the letters, such as b or ight
         """
         ideas = [idea for idea in NOUNS + OPENERS + sum(RHYMES.values(), [])
                  if idea.lower().startswith(letters.lower()) or idea.endswith(letters)]
@@ -129,7 +129,7 @@ class Writing:
         """Return which first letter and which word each sentence could have.
 
         Args:
-            sentences: how many there shall be
+            sentences: how many sentences the text will have
         """
         self._outlined = True
         return "\n".join(f"{i + 1}. {self._acrostic[i:i + 1]} {' '.join(self._words[i:i + 1])}"
@@ -148,8 +148,8 @@ class Writing:
         """Replace a passage of the text. Returns how the text meets the brief.
 
         Args:
-            old: words as they stand in the text
-            new: what shall stand there
+            old: the passage, exactly as it stands in the text
+            new: what to put in its place
         """
         if not old or old not in self._text:
             raise ValueError("the text has no such passage")

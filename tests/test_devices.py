@@ -18,7 +18,6 @@ import sft
 from llm.engine import Row
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
-from llm.static_engine import StaticEngine
 from llm.tiny import make_tiny
 from window import chat
 

@@ -534,7 +534,7 @@ def test_a_module_that_a_fork_adds_is_saved_and_resumed(place, tmp_path, monkeyp
     first, last = (load_file(path / "added.safetensors") for path in checkpoints(tmp_path / "run")[-2:])
     assert sorted(last) == ["value_head.bias", "value_head.weight"] and not torch.equal(first["value_head.weight"], last["value_head.weight"])
     load(str(tmp_path / "run"), train=False)  # the model itself is a plain one
-    files = [path for path in checkpoints(tmp_path / "run")[-1].glob("*model.safetensors")]
+    files = list(checkpoints(tmp_path / "run")[-1].glob("*model.safetensors"))
     assert len(files) == 1 and not any("value_head" in name for name in load_file(files[0]))
 
 
