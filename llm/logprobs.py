@@ -148,8 +148,7 @@ def head_logits(model, hidden):
 def scaled(config, logits):
     """Return what a head puts out, scaled as Cohere, Falcon-H1, Granite and Gemma 2 do."""
     config = config.get_text_config()
-    factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
-    if factor:
+    if factor := getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", None)):
         logits = logits * factor
     if getattr(config, "logits_scaling", None):
         logits = logits / config.logits_scaling

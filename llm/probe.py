@@ -143,10 +143,7 @@ def drop_adapters(model, ids, name: str):
 
 
 def engine_logprobs(model, ids):
-    """Return the log-probabilities (2, TOKENS - RESULT - 1) of the ids after RESULT by the engine.
-
-    A turn ends before it. It comes as a tool result, and a second turn follows.
-    """
+    """Return the engine's log-probabilities (2, TOKENS - RESULT - 1) of the ids after RESULT."""
     engine = Engine(model, slots=2, fused=False)
     rows = []
     for n, row in enumerate(ids.tolist(), PROMPT):
@@ -154,6 +151,7 @@ def engine_logprobs(model, ids):
     engine.add(rows)
     while engine.busy:
         for row in engine.step():
+            # After the first turn the id at RESULT comes as a tool result.
             if row.forced:
                 engine.extend(row, [row.forced.pop(0)], TOKENS - RESULT - 1)
     facts(model).token_bytes = sum(t[0, :, 0].nbytes for t in engine.cache.tensors.values())
