@@ -27,7 +27,7 @@ from envs.session import Session, Watch, load_environments
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Row, make_engine
-from llm.memory import techniques_of
+from llm.memory import facts, techniques_of
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
@@ -369,13 +369,18 @@ def next_turn(engine, row, episode, on_end=None):
         engine.extend(row, episode.next_ids, episode.turn_budget)
 
 
-def rollout_options(config, run=None) -> dict:
-    """Return the arguments of `rollout` that a Config names, and the run."""
+def rollout_options(config, run=None, model=None) -> dict:
+    """Return the arguments of `rollout` that a Config names, and the run.
+
+    Raises UserError for a model that would have to decode and cannot.
+    """
     options = {"limits": limits_of(config, config.env), "temperature": config.temperature,
                "seed": config.seed, "env_options": options_of(config),
                "rewards": rewards_of(config), "run": run}
     if getattr(config, "sampler", None):
         options["engine"] = import_module(SERVERS).servers_of(config.sampler, run)
+    elif model and facts(model).refuses_engine:
+        raise UserError(facts(model).refuses_engine)
     return options
 
 

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 from bench.gpu_parts import SHAPES, failure  # noqa: E402
 
 # part -> seconds that it may take
-LIMITS = {"machine": 60, "cap": 30, "correct": 120, "grpo": 150, "decode": 100, "trl": 200, "graphs": 60, "update": 60,
+LIMITS = {"machine": 120, "cap": 30, "correct": 120, "grpo": 150, "decode": 100, "trl": 200, "graphs": 60, "update": 60,
           "sampler": 900}
 PARTS = tuple(LIMITS)[2:]
 ENGINES = "engine", "generate", "generate_batch"

@@ -117,6 +117,7 @@ def machine(args) -> dict:
     if gpu:
         facts |= {"total_mib": torch.cuda.get_device_properties(0).total_memory / MIB, "cuda": torch.version.cuda,
                   "capability": ".".join(map(str, torch.cuda.get_device_capability()))}
+    args.keep(facts)
     size = 8192 if gpu else 512
     source = torch.ones(2**30 if gpu else 2**25, dtype=torch.uint8, device=device())
     a = torch.randn(size, size, device=device()).bfloat16()
@@ -244,7 +245,15 @@ def trainer_numbers(model, ids, mask):
 
 
 def has_bitsandbytes() -> bool:
-    return importlib.util.find_spec("bitsandbytes") is not None
+    """True if bitsandbytes can put weights into 4 bits here: its wheel may have no kernels for this CUDA or card."""
+    import torch
+    try:
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+        weight = torch.ones(64, 64, dtype=torch.float16, device=device())
+        return bool(dequantize_4bit(*quantize_4bit(weight, quant_type="nf4")).isfinite().all())
+    except Exception as error:
+        print(f"note: no 4-bit weights: {type(error).__name__}: {error}")
+        return False
 
 
 def memory_under_cap(memory: str) -> str:

@@ -146,9 +146,11 @@ def head_logits(model, hidden):
 
 
 def scaled(config, logits):
-    """Return what a head puts out, scaled as Cohere, Granite and Gemma 2 do."""
-    if getattr(config, "logit_scale", None):
-        logits = logits * config.logit_scale
+    """Return what a head puts out, scaled as Cohere, Falcon-H1, Granite and Gemma 2 do."""
+    if factor := getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", None)):
+        logits = logits * factor
+    # A wrapper (Gemma 4) has these in its text config. Cohere's leaves the factor out.
+    config = config.get_text_config()
     if getattr(config, "logits_scaling", None):
         logits = logits / config.logits_scaling
     if cap := getattr(config, "final_logit_softcapping", None):

@@ -66,7 +66,7 @@ def _read_folder(folder, dtype, device, chosen):
     """Read the model and tokenizer in a folder."""
     from transformers import AutoConfig
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
+    if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
         raise UserError(f"{folder}: is a quantized model; "
                         "give the original one, and --load_in_4bit for 4 bits")
     if config.is_encoder_decoder:
@@ -103,12 +103,13 @@ def _read_whole(folder, config, dtype):
     """Read the model as transformers does."""
     model, report = auto_class(config).from_pretrained(
         folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-        output_loading_info=True)
-    # Where weights are missing, transformers would continue with random ones.
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        ignore_mismatched_sizes=True, output_loading_info=True)
+    # Where weights are missing or misshapen, transformers would continue with random ones.
+    missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    if missing:
+        missing = ", ".join(sorted(missing)[:3])
         raise UserError(f"{folder}: no weights for {missing}: the model is incomplete, "
-                        "or of a kind that predicts no next token")
+                        "or of a kind that predicts no next token, or its config.json is another's")
     return model
 
 

@@ -2,7 +2,7 @@
 
     stock       transformers' own forward, with its own attention and masks
     training    `token_logprobs`, as an update runs it
-    engine      a prompt, then decode steps over the KV cache
+    engine      a prompt, a tool result and decode steps over the KV cache
 
 Where they differ, a model would be trained on other probabilities than it was sampled at. What
 transformers adds or changes goes through here as well; no list of architectures is needed.
@@ -23,9 +23,10 @@ from llm.logprobs import token_logprobs
 from llm.memory import facts, techniques_of
 from lora import adapters, remove_adapters, settings
 
-TOKENS = 8  # of each of the probe's two rows
+TOKENS = 10  # of each of the probe's two rows
 SHARED = 2  # tokens with which both rows begin
 PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
+RESULT = 7  # tokens before the one that the engine reads in place of sampling it
 WINDOW = 3  # tokens that a sliding window sees during the probe
 # What rounding may change, of the standard deviation of the log-probabilities.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -63,7 +64,7 @@ def probe(model, source: str):
             if compare(first, lambda: stock_logits(model, ids[:, :PROMPT], name)):
                 problem += ": it is an encoder, whose tokens see later ones"
             raise UserError(f"{name}: the training forward {problem}")
-        problem = compare(stock[:, PROMPT:], lambda: engine_logprobs(model, ids))
+        problem = compare(stock[:, RESULT:], lambda: engine_logprobs(model, ids))
         if problem:
             facts(model).refuses_engine = f"{name}: the engine cannot decode it: it {problem}"
     apart = train()[0][:, SHARED:] if narrowed else stock[:, SHARED - 1:]
@@ -124,7 +125,7 @@ def drop_adapters(model, ids, name: str):
     # Some kernels are for training alone.
     model.train()
     with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), reading:
-        model(input_ids=ids, use_cache=False)
+        stock_logits(model, ids, name)
     model.eval()
     # The last two parts of a name are enough for --lora_target_modules. An expert to which no
     # token went stays if others of that name are called.
@@ -142,17 +143,19 @@ def drop_adapters(model, ids, name: str):
 
 
 def engine_logprobs(model, ids):
-    """Return the log-probabilities (2, TOKENS - PROMPT - 1) of the last ids by the engine."""
+    """Return the engine's log-probabilities (2, TOKENS - RESULT - 1) of the ids after RESULT."""
     engine = Engine(model, slots=2, fused=False)
     rows = []
     for n, row in enumerate(ids.tolist(), PROMPT):
-        rows.append(Row(row[:n], limit=TOKENS - n, forced=row[n:]))
+        rows.append(Row(row[:n], limit=RESULT - n, forced=row[n:]))
     engine.add(rows)
     while engine.busy:
         for row in engine.step():
-            engine.release(row)
+            # After the first turn the id at RESULT comes as a tool result.
+            if row.forced:
+                engine.extend(row, [row.forced.pop(0)], TOKENS - RESULT - 1)
     facts(model).token_bytes = sum(t[0, :, 0].nbytes for t in engine.cache.tensors.values())
-    return torch.tensor([row.logprobs[PROMPT + 1 - TOKENS:] for row in rows], device=ids.device)
+    return torch.tensor([row.logprobs for row in rows], device=ids.device)
 
 
 @contextmanager

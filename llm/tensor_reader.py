@@ -42,6 +42,8 @@ def tensor_reader(folder: str, model):
         sources = sorted(sources_of[name], key=lambda source: dot_natural_key(source[0]))
         stored, pattern, file = sources[0]
         if not pattern:
+            if file.get_slice(stored).get_shape() != list(parameters[name].shape):
+                raise UserError(f"{folder}: {name} has another shape than its config.json says")
             return file.get_tensor(stored)
         converter = deepcopy(next(c for c in converters if pattern in c.source_patterns))
         for stored, pattern, file in sources:

@@ -39,7 +39,7 @@ _TAG_VALUE = re.compile(
     r"\n?(.*?)\n?(?:</parameter>|</atem:parameter>|</arg_value>)\s*",
     re.S,
 )
-_GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
+_GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 _QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 

@@ -34,10 +34,12 @@ EXTRA = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2}, "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]}, "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"] * 2},
-    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5,
+                  "key_multiplier": 0.3, "attention_in_multiplier": 0.7, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.8, 0.6],
+                  "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2}, "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), {
-        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 3.0}),
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 8, "linear_num_heads": 4},
     "bert": {"is_decoder": True}, "roberta": {"is_decoder": True}}
 # Not made: the decoder of a larger model, a config that cannot be small, or another kind of model.
@@ -49,18 +51,18 @@ TABLE = {}
 for _verdict, _families in (
     ("runs", """
         afmoe apertus apertus1p5_text arcee aria_text axk1 bailing_hybrid bamba beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
-        deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2
+        deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma gemma2
         gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text
         glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe
         granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-        iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama longcat_flash mamba mamba2 mellum mimo_v2_flash
+        iquestcoder jais2 jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama longcat_flash mamba2 mellum mimo_v2_flash
         minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi moss_transcribe_diarize
         nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 qwen2 qwen3 qwen3_5 qwen3_5_moe
-        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu zamba"""),
+        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"""),
     ("trains", """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper
-        axk2 bloom cpmant deepseek_v32 doge dory dots3_note dots3_note_text falcon glm_moe_dsa gpt_neo gpt_neox_japanese
-        hrm_text hy_v4 inkling2_loop_text inkling2_text mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm xlm xlnet"""),
+        axk2 bloom cpmant deepseek_v32 doge dory dots3_note dots3_note_text falcon falcon_mamba glm_moe_dsa gpt_neo gpt_neox_japanese
+        hrm_text hy_v4 inkling2_loop_text inkling2_text jamba mamba mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm xlm xlnet zamba"""),
     ("refused", """
         bert bert-generation big_bird camembert data2vec-text deepseek_v4
         electra ernie inkling_text llama4 llama4_text megatron-bert modernbert-decoder

@@ -90,6 +90,17 @@ def test_without_bitsandbytes_steps_are_taken_without_4_bits(monkeypatch):
     assert gpu_parts.memory_under_cap("small") == gpu_parts.memory_under_cap("stream") == "checkpoint"
 
 
+def test_a_bitsandbytes_without_kernels_for_this_device_counts_as_missing(monkeypatch, capsys):
+    """Its wheel can be imported there, and every step under the cap would fail."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    assert gpu_parts.has_bitsandbytes()
+
+    def no_kernel(*_, **__):
+        raise RuntimeError("CUDA Setup failed")
+    monkeypatch.setattr(functional, "quantize_4bit", no_kernel)
+    assert not gpu_parts.has_bitsandbytes() and "note: no 4-bit weights: RuntimeError: CUDA Setup failed" in capsys.readouterr().out
+
+
 def test_the_sampler_part_runs_the_bench_of_the_sampler(tmp_path, monkeypatch):
     """With the flags that it has. Where no vLLM is to be found the part says so."""
     assert gpu_parts.sampler(None, "MODEL") == {"skipped": "vllm is not on the PATH"} and "sampler" not in gpu.arguments([]).parts

@@ -193,6 +193,14 @@ def incomplete(tiny, folder):
     return folder / "m"
 
 
+def misshapen(tiny, folder):
+    shutil.copytree(tiny, folder / "m")
+    tensors = load_file(folder / "m" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, folder / "m" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "m"
+
+
 def not_finite(tiny, folder):
     shutil.copytree(tiny, folder / "m")
     tensors = load_file(folder / "m" / "model.safetensors")
@@ -268,7 +276,7 @@ def prompt_tuning(tiny, folder):
 @pytest.mark.parametrize("make, says", [
     (missing, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
     (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
-    (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),
+    (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (misshapen, "no weights for model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),
     (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"),
     (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
     (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "lora_A is (4, 128), the model needs (8, 128)"), (missing_tensor, "v_proj.lora_A is missing"),
@@ -282,6 +290,12 @@ def test_refusals_are_one_line_that_names_the_place(tiny, tmp_path, make, says):
     message = str(error.value)
     assert says.replace("1078", str(tokens)).replace("778", str(vocab)) in message and "\n" not in message
     assert str(tmp_path) in message or make is base_gone
+
+
+@pytest.mark.parametrize("memory", ["4bit", "stream"])
+def test_a_shape_that_the_config_does_not_have_is_named(tiny, tmp_path, memory):
+    with pytest.raises(UserError, match="m: model.layers.1.mlp.up_proj.weight has another shape than its config.json says$"):
+        load(misshapen(tiny, tmp_path), lora_r=4, memory=memory)
 
 
 def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch):
@@ -401,6 +415,15 @@ def test_a_quantized_model_is_refused(tiny, tmp_path):
     for options in ({}, {"lora_r": 4, "load_in_4bit": True}):
         with pytest.raises(UserError, match=f"{tmp_path}/q: is a quantized model; give the original one, and --load_in_4bit for 4 bits"):
             load(tmp_path / "q", **options)
+
+
+def test_a_wrapper_whose_text_model_is_quantized_is_refused(tiny, tmp_path):
+    from transformers import AutoConfig, Gemma3Config
+    shutil.copytree(tiny, tmp_path / "q")
+    Gemma3Config(text_config={"quantization_config": {"quant_method": "compressed-tensors"}}).save_pretrained(tmp_path / "q")
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "q"), "quantization_config")
+    with pytest.raises(UserError, match="q: is a quantized model"):
+        load(tmp_path / "q")
 
 
 @pytest.mark.parametrize("named", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn", "paged|sdpa", "eager", "nonsense"])

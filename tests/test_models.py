@@ -250,6 +250,14 @@ def test_two_steps_of_grpo_and_the_adapter_in_peft(family, tmp_path):
         assert (theirs(input_ids=ids).logits - expected).abs().max() > 1e-3
 
 
+def test_a_model_that_the_engine_refuses_ends_the_run_before_it_begins(tmp_path):
+    """Not in the first rollout, with a command that would end there as well."""
+    save_text("bloom", tmp_path / "base")
+    with pytest.raises(UserError, match="BloomForCausalLM: the engine cannot decode it: ") as error:
+        grpo.train(grpo.Config(model_path=str(tmp_path / "base"), env=bandit.ENV, output_dir=str(tmp_path / "run"), lora_r=2, dtype="float32"))
+    assert not hasattr(error.value, "__notes__") and not (tmp_path / "run" / "config.yaml").exists()
+
+
 def gradients_of(model):
     """Return log-probabilities, and the gradients of an adapter that changes something, one behind the other."""
     for linear in adapters(model).values():

@@ -38,7 +38,7 @@ def windowed(family, **sizes):
 
 @pytest.mark.parametrize("family, sizes", [("Qwen2Moe", {"use_sliding_window": True}), ("Phimoe", {}), ("Doge", {})])
 def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, sizes):
-    """Rows longer than the window would be 2.6 to 9 nats off. The probe's eight tokens find it because it narrows the window."""
+    """Rows longer than the window would be 2.6 to 9 nats off. The probe's ten tokens find it because it narrows the window."""
     model = windowed(family, **sizes)
     probe(model, "folder")
     with pytest.raises(UserError, match=f"^folder: {family}ForCausalLM: the engine cannot decode it: it differs from transformers' by [0-9.]+ nats a token$"):
@@ -64,7 +64,15 @@ def test_a_linear_whose_weight_is_read_past_its_forward_gets_no_adapter(capsys):
     assert says in capsys.readouterr().out
     assert {name.split(".")[-1] for name in adapters(model)} == {"in_proj"}
     assert settings(model).peft["target_modules"] == ["mixer.in_proj"]
-    Engine(model)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba"])
+def test_a_recurrence_that_begins_anew_with_a_tool_result_is_found(family):
+    """Transformers' scan takes no state, so that their own generate is wrong from the second turn on as well, by 0.1 to 2 nats a token."""
+    model = decoders.make(family)
+    probe(model, "folder")
+    with pytest.raises(UserError, match="the engine cannot decode it: it differs from transformers' by"):
+        Engine(model)
 
 
 def test_one_that_was_named_is_refused_with_what_to_give_instead():
@@ -96,6 +104,15 @@ def test_an_encoder_is_refused_because_training_would_be_causal():
         vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)).eval())
     decoders.use_causal_attention(model)
     with pytest.raises(UserError, match="folder: BertLMHeadModel: the training forward differs from transformers' by .*: it is an encoder"):
+        probe(model, "folder")
+
+
+def test_a_model_that_trains_only_on_some_lengths_is_refused():
+    import transformers
+    model = transformers.ReformerModelWithLMHead(transformers.ReformerConfig(
+        vocab_size=96, hidden_size=32, num_attention_heads=2, attention_head_size=16, feed_forward_size=48, attn_layers=["local", "lsh"],
+        local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_buckets=2, axial_pos_embds=False, is_decoder=True)).eval()
+    with pytest.raises(UserError, match="^folder: ReformerModelWithLMHead: cannot run on text alone: If training, .* multiple of least common multiple"):
         probe(model, "folder")
 
 

@@ -89,6 +89,11 @@ def test_forms(form):
     assert parse_tool_calls(FORMS[form])[1:] == ([CALL], [])
 
 
+def test_names_of_nested_arguments_are_any_text_in_gemmas_form():
+    text = '<|tool_call>call:f{d:{größe:1,content-type:<|"|>a, b: {c}<|"|>,2nd key:[{y:[]},true]}}<tool_call|>'
+    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"d": {"größe": 1, "content-type": "a, b: {c}", "2nd key": [{"y": []}, True]}}}], [])
+
+
 @pytest.mark.parametrize("text", ANSWERS)
 def test_answers(text):
     assert parse_tool_calls(text) == (text.strip(), [], [])
