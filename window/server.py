@@ -164,9 +164,7 @@ class Server:
     async def chat_completions(self, body: ChatCompletion, request: Request):
         tools = body.tools if body.tool_choice == "auto" else []
         with refused("tools"):
-            for tool in tools:
-                # A function without arguments may leave them out.
-                tool["function"] = {"parameters": {}, **tool["function"]}
+            tools = [tool.model_dump() for tool in tools]
             chat = self.chat_of(json.dumps(tools))
         prompt = conversation_ids(chat, body.messages)
         stop_ids = chat.stop_ids | chat.start_ids
