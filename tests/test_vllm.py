@@ -304,7 +304,7 @@ def test_a_redirect_is_named_by_its_reason(server):
 def test_what_fails_once_during_the_proof_is_asked_again(place, tmp_path, server, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
     faults = [FAULTS["500"], FAULTS["half"]]
-    server.fault = lambda body: faults.pop() if faults and len(server.requests) in (2, 7) else None
+    server.fault = lambda body: faults.pop() if faults and len(server.requests) in (2, 5) else None
     played(place, tmp_path / "r", [server], max_steps=1)
     assert not faults
 
