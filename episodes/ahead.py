@@ -53,5 +53,8 @@ class Ahead:
         # The trainer goes on writing into its run, and calls the collectives of its ranks.
         self.shadow = copy(self.run)
         self.shadow.line, self.shadow.ranks = {}, self.ranks
-        play = partial(self.play, engine=servers.pinned(), run=self.shadow)
+        # They stay with this step's adapter, because the step of their run stays the same.
+        servers = copy(servers)
+        servers.run = self.shadow
+        play = partial(self.play, engine=servers, run=self.shadow)
         self.coming = in_thread(partial(self.collect, play, step=step, run=self.shadow))

@@ -79,7 +79,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     _check_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
     if adapter["r"]:
-        _adapt(model, adapter, lora_dropout, seed, path if continues else None)
+        adapt(model, adapter, lora_dropout, seed, path if continues else None)
     if merge:
         if quantized:
             import_module(QUANTIZATION).round_weights(model, quantized)
@@ -122,7 +122,7 @@ def _prepared_device(name: str | None, train: bool):
     return device
 
 
-def _adapt(model, adapter: dict, dropout: float, seed: int, folder: str | None):
+def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
     """Add an adapter with these settings. With a folder, its training continues from there."""
     chosen = techniques_of(model)
     try:

@@ -28,10 +28,9 @@ import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import closing, nullcontext
-from copy import copy
 from functools import cache, partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from experiment.background import in_thread
 from experiment.bars import say
@@ -55,7 +54,7 @@ class Lost(Exception):
     """No answer, half of one, or one without sense: the next try may have more luck."""
 
 
-class NotFound(Lost):
+class NotFound(Refused):
     """The server does not know the adapter. It may have been started again."""
 
 
@@ -81,7 +80,8 @@ def ask(url: str, body=None) -> bytes:
     # The first two say that it has too much to do.
     elif response.status in (408, 429) or response.status >= 500:
         error = Lost
-    raise error(f"{response.status}: {first_line(text.decode('utf-8', 'replace'))}")
+    reason = text.decode("utf-8", "replace") or response.reason
+    raise error(f"{response.status}: {first_line(reason)}")
 
 
 def await_response(connection, url: str):
@@ -89,7 +89,7 @@ def await_response(connection, url: str):
 
     Raises Lost, TimeoutError or what http.client raises.
     """
-    health = urljoin(url, "/health")
+    health = url.partition("/v1/")[0] + "/health"
     for _ in range(WAITS):
         try:
             return connection.getresponse()
@@ -122,15 +122,15 @@ class Servers:
     def __init__(self, addresses: str, run):
         """Ask every server what it plays. Raises UserError if one does not answer."""
         self.run = run
-        urls = [url.strip().rstrip("/") for url in addresses.split(",")]
+        urls = [url.strip().rstrip("/").removesuffix("/v1") for url in addresses.split(",")]
         self.urls = self.living = list(dict.fromkeys(urls))
         self.folder = run.folder / "sampler"
-        self.context = min(run.ranks.first(lambda: list(map(context_of, self.urls))))
-        # A server may know the names of an earlier run.
-        self.prefix = run.ranks.first(lambda: secrets.token_hex(4))
+        # A server may know the names of an earlier run, and so they begin with a prefix.
+        self.context, self.prefix = run.ranks.first(
+            lambda: (min(map(context_of, self.urls)), secrets.token_hex(4)))
         self.step = self.name = None
         self.names = []
-        self.is_pinned = self.is_proved = False
+        self.is_proved = False
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""
@@ -150,17 +150,11 @@ class Servers:
             raise UserError("--sampler: servers are told a new adapter each step; all weights are "
                             "a thousand times as many bytes, so train an adapter: --lora_r 16")
         self.vocabulary = model.config.get_text_config().vocab_size
-        if not self.is_pinned and self.step != self.run.step:
+        if self.step != self.run.step:
             self.step = self.run.step
             self.name = f"{self.prefix}-step-{self.step:06d}"
             self.living = self.run.ranks.first(lambda: self.publish(model, self.name))
         return nullcontext()
-
-    def pinned(self):
-        """Return the same servers, which stay with the adapter that they play now."""
-        servers = copy(self)
-        servers.is_pinned = True
-        return servers
 
     def publish(self, model, name: str) -> list:
         """Write the model's adapter, let the servers load it, and unload old ones.
@@ -172,17 +166,17 @@ class Servers:
             shutil.rmtree(self.folder, ignore_errors=True)
         save_model(model, self.folder / name)
         self.names.append(name)
-        errors = self.everywhere(self.load_at_last, name)
-        living = [url for url, error in errors.items() if error is None]
+        errors = self.everywhere(self.load, name)
+        self.living = [url for url, error in errors.items() if error is None]
         for url, error in errors.items():
             message = f"--sampler {url}: {error}"
-            if isinstance(error, Refused) or not living:
+            if isinstance(error, Refused) or not self.living:
                 raise UserError(message)
             if error:
                 say(f"{message}; the other servers take its episodes")
         for old in self.names[:-KEPT]:
             self.retire(old)
-        return living
+        return self.living
 
     def retire(self, name: str):
         """Let the servers unload an adapter, and remove its folder."""
@@ -190,14 +184,11 @@ class Servers:
         shutil.rmtree(self.folder / name)
         self.names.remove(name)
 
-    def load_at_last(self, url: str, name: str):
-        persist(partial(self.load, url, name), TRIES if url in self.living else 1)
-
     def load(self, url: str, name: str):
         """Let a server load an adapter. Raises Lost, or Refused which says how to start it."""
         try:
             self.tell(url, "load", name)
-        except (Refused, NotFound) as error:
+        except Refused as error:
             if "already" not in str(error):
                 raise Refused(
                     f"does not load {self.folder / name} ({error}); start it where it sees this "
@@ -210,8 +201,14 @@ class Servers:
         ask(f"{url}/v1/{verb}_lora_adapter", body)
 
     def everywhere(self, act, *arguments) -> dict:
-        """Return {url: what act(url, *arguments) returns or raises}. Signals are looked at."""
-        futures = {url: in_thread(act, url, *arguments) for url in self.urls}
+        """Return {url: what act(url, *arguments) returns or at last raises}.
+
+        A server that was gone is asked once. Signals are looked at.
+        """
+        futures = {}
+        for url in self.urls:
+            tries = TRIES if url in self.living else 1
+            futures[url] = in_thread(persist, partial(act, url, *arguments), tries)
         while wait(futures.values(), 0.1).not_done:
             self.run.check()
         return {url: future.exception() or future.result() for url, future in futures.items()}
@@ -251,8 +248,9 @@ class Servers:
             is_sound = False
         if not is_sound:
             raise Lost("the answer holds no token ids with their log-probabilities")
-        if len(ids) < body["max_tokens"] and ids[-1] not in body["stop_token_ids"]:
-            raise Lost(f"the turn ends with token {ids[-1]}, which ends no turn here")
+        stops = [i for i in ids if i in body["stop_token_ids"]]
+        if stops != ids[-1:] and (stops or len(ids) < body["max_tokens"]):
+            raise Lost(f"the turn ends with token {ids[-1]}, and not with its first stop token")
         return ids, logprobs
 
 
@@ -264,7 +262,7 @@ def context_of(url: str) -> int:
     """Return how many tokens an episode may have at this server, or raise UserError."""
     try:
         models = json.loads(ask(f"{url}/v1/models"))["data"]
-        return next(model["max_model_len"] for model in models if not model.get("parent"))
+        return int(next(model["max_model_len"] for model in models if not model.get("parent")))
     except Exception as error:
         raise UserError(
             f"--sampler {url}: no vLLM server answers there ({first_line(error)})") from None

@@ -1,6 +1,7 @@
 """window/server.py, requests.py and player.py: asked by OpenAI's own client, by broken clients, and by a run of ours."""
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -75,7 +76,7 @@ class Served:
 
     def wait_until_free(self, seconds=5):
         end = time.monotonic() + seconds
-        while self.playing() or self.server.player.requests:
+        while self.playing() or self.server.requests:
             assert time.monotonic() < end, "rows are still playing"
             time.sleep(0.01)
 
@@ -178,6 +179,18 @@ def test_no_part_of_a_long_stop_text_is_streamed(client):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
 
 
+@pytest.mark.parametrize("text, stops", [("h\u00e9llo \U0001f600 \u65e5\u672c\u8a9e", []), ("yes \U0001f600 \u65e5\u672c", ["\U0001f600 \u65e5"]),
+                                         ("a \ufffd b", ["never"])])
+def test_characters_of_several_tokens_are_streamed_whole(served, client, text, stops):
+    turn = served.server.plain.turn(text, [])
+    assert len(turn) > len(text)
+    served.script[:] = [turn, turn]
+    options = {"model": "base", "messages": HELLO, "max_tokens": 100, "stop": stops}
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**options, stream=True)]
+    assert "".join(pieces) == whole == text.partition(stops[0] if stops else "<|im_end|>")[0]
+
+
 def test_control_tokens_in_text_stay_text(served, client):
     """Otherwise a user's text could open a message of the system."""
     chat = served.server.plain
@@ -213,6 +226,16 @@ def test_tools_a_call_its_result_and_the_answer(served, client):
     turn = chat.turn("", calls)
     expected = [*chat.prompt(HELLO), *turn, *chat.results(calls, ["5"], turn[-1])]
     assert answer.usage.prompt_tokens == len(expected)
+
+
+def test_a_function_without_parameters_and_one_that_is_none(served, client):
+    clock = {"type": "function", "function": {"name": "clock"}}
+    served.script[:] = [served.server.chat_of(json.dumps([ADD])).turn("", [{"name": "clock", "arguments": {}}])]
+    [call] = client.chat.completions.create(model="base", messages=HELLO, tools=[clock], max_tokens=200).choices[0].message.tool_calls
+    assert call.function.name == "clock" and call.function.arguments == "{}"
+    for tool in ({"type": "custom"}, {"type": "function", "function": "clock"}, {"type": "function", "function": {"name": "a b"}}, None):
+        with pytest.raises(openai.BadRequestError, match="tools.0"):
+            served.post("/chat/completions", {**CHAT, "tools": [tool]})
 
 
 def test_streamed_calls_come_whole_and_results_in_any_order(served, client):
@@ -293,7 +316,7 @@ CHAT = {"model": "base", "messages": HELLO, "max_tokens": 4}
     ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{"}}]}]}, "arguments"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "x"}, {"role": "tool", "tool_call_id": "1", "content": "5"}]}, "tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
-    ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
+    ({"temperature": -1}, "temperature.*greater than or equal to 0.001"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
     ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop"), ({"seed": "x"}, "seed"), ({"stream": "yes"}, "stream"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "not permitted"), ({"top_logprobs": 3}, "not permitted"), ({"bogus": 1}, "not permitted"),
@@ -320,11 +343,12 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="base", messages=HELLO, max_tokens=10**6)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="Not Found") as caught:
         client.embeddings.create(model="base", input="x")
+    assert caught.value.body["type"] == "invalid_request_error"
     with pytest.raises(openai.APIStatusError) as caught:
         served.client.get("/chat/completions", cast_to=object)
-    assert caught.value.status_code == 405
+    assert caught.value.status_code == 405 and caught.value.body["message"] == "Method Not Allowed"
     for content in (b"{", b"[]", b"3", b"[" * 100_000, b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}", b"\xff"):
         with pytest.raises(openai.BadRequestError):
             client.post("/chat/completions", content=content, cast_to=object, options={"headers": {"Content-Type": "application/json"}})
@@ -333,12 +357,17 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
         served.post("/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "x", "parameters": deep}}]})
     with pytest.raises(openai.APIStatusError) as caught:
         served.post("/completions", {"prompt": "x" * 100_000_000})
-    assert caught.value.status_code == 413
+    assert caught.value.status_code == 413 and caught.value.body["type"] == "invalid_request_error"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    connection, answer = raw(served, head + b"%x\r\n" % (2**22 + 1) + b"x" * (2**22 + 1) + b"\r\n0\r\n\r\n")
+    assert b" 413 " in answer.splitlines()[0] and b"invalid_request_error" in answer + connection.recv(4000)
+    connection.close()
     with pytest.raises(openai.BadRequestError, match="context"):
         served.post("/completions", {"prompt": [5] * 1_000_000})
-    for prompt in ([], [-1], [10**9], [True], ["x"], None, ""):
+    for prompt in ([], [-1], [10**9], [True], ["x"], None, "", "\ud800"):
         with pytest.raises(openai.BadRequestError, match="prompt"):
-            served.post("/completions", {"prompt": prompt})
+            client.post("/completions", content=json.dumps({"prompt": prompt}).encode(), cast_to=object,
+                        options={"headers": {"Content-Type": "application/json"}})
     monkeypatch.setattr(player, "SECONDS", 0.001)
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(**LONG)
@@ -346,6 +375,21 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
     monkeypatch.setattr(served_by, "REQUESTS", 0)
     with pytest.raises(openai.RateLimitError):
         client.models.list()
+    # A sampler that waits for its turn asks this.
+    assert client.get(f"{served.url}/health", cast_to=object)
+
+
+def test_the_request_beyond_the_limit_is_refused_and_a_body_that_does_not_come_is_none(served, client, monkeypatch):
+    monkeypatch.setattr(served_by, "REQUESTS", 4)
+    stalled = [raw(served, request_bytes(CHAT, length=5000), read=False)[0] for _ in range(8)]
+    streams = [client.chat.completions.create(**LONG, stream=True) for _ in range(4)]
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(**CHAT)
+    assert caught.value.code == "rate_limit_exceeded"
+    for stream in (*stalled, *streams):
+        stream.close()
+    served.wait_until_free()
+    assert client.chat.completions.create(**CHAT)
 
 
 def test_models_and_health(served, client):
@@ -446,7 +490,8 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
     served = Served(*load_model("tiny", train=False))
     client = served.client
     prompt = served.server.plain.prompt(HELLO)
-    models = {"base": load_model("tiny", train=False)[0], **{f"a{i}": write_adapter(tmp_path / f"a{i}", i) for i in (1, 2)}}
+    models = {"base": load_model("tiny", train=False)[0], "a1": write_adapter(tmp_path / "a1", 1),
+              "a2": write_adapter(tmp_path / "a2", 2, r=8, targets="q_proj,down_proj")}
     # Rows play while the first one is loaded.
     stream = client.chat.completions.create(**LONG, stream=True)
     next(stream)
@@ -473,11 +518,8 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
             assert answer.token_ids == row.turn
             assert answer.logprobs.token_logprobs == pytest.approx(row.logprobs, abs=1e-4)
     assert abs(logprobs["a1"][0] - logprobs["base"][0]) > 0.01
-    write_adapter(tmp_path / "rank", 0, r=8)
-    write_adapter(tmp_path / "targets", 0, targets="q_proj")
-    for folder, says in (("rank", "r is 8"), ("targets", "k_proj"), ("nowhere", "nowhere")):
-        with pytest.raises(openai.BadRequestError, match=says):
-            served.post("/load_lora_adapter", {"lora_name": "x", "lora_path": str(tmp_path / folder)})
+    with pytest.raises(openai.BadRequestError, match="nowhere"):
+        served.post("/load_lora_adapter", {"lora_name": "x", "lora_path": str(tmp_path / "nowhere")})
     with pytest.raises(openai.BadRequestError, match="already"):
         served.post("/load_lora_adapter", {"lora_name": "a1", "lora_path": str(tmp_path / "a1")})
     assert ask("a1").token_ids == answers[1].token_ids
@@ -487,6 +529,30 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
         with pytest.raises(openai.NotFoundError):
             refused()
     assert ask("base").token_ids == answers[0].token_ids
+    served.http.should_exit = True
+
+
+def test_an_adapter_that_does_not_fit_leaves_no_trace(tmp_path):
+    """Not even the first one, of whose ranks and targets the others may differ."""
+    served = Served(*load_model("tiny", train=False))
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    write_adapter(good, 1)
+    settings = json.loads((good / "adapter_config.json").read_text())
+
+    def load(folder):
+        return served.post("/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
+
+    def ask(name="base"):
+        return served.client.completions.create(model=name, prompt=[5, 6, 7], max_tokens=8, seed=4, extra_body={"ignore_eos": True}).choices[0].text
+    before = ask()
+    for change in ({"r": 8}, {"r": 4.5}, {"target_modules": []}, {"target_modules": None}, {"target_modules": ["embed_tokens"]}):
+        shutil.copytree(good, bad, dirs_exist_ok=True)
+        (bad / "adapter_config.json").write_text(json.dumps({**settings, **change}))
+        with pytest.raises(openai.BadRequestError):
+            load(bad)
+        assert ask() == before
+    load(good)
+    assert ask("good") != before == ask() and [model.id for model in served.client.models.list().data] == ["base", "good"]
     served.http.should_exit = True
 
 

@@ -282,6 +282,8 @@ FAULTS = {
     "NaN": (200, '{"choices": [{"token_ids": [4, 4, 4, 4, 4, 4], "logprobs": {"token_logprobs": [NaN, 0, 0, 0, 0, 0]}}]}'),
     "probability 2": (200, turn([4] * 6, [0.7] * 6)),
     "cut short": (200, turn([4, 4], SOUND)),
+    "a stop id inside": (200, turn([4, 2, 4, 4, 4, 4], [-1.0] * 6)),
+    "two stop ids": (200, turn([4, 2, 2], [-1.0] * 3)),
     "refused": (400, {"error": {"message": "top_k is not supported"}}),
     "busy": (429, "too many requests"),
 }
@@ -293,6 +295,27 @@ def test_an_answer_without_sense_is_no_turn(server, name):
     body = {"prompt": [1], "max_tokens": 6, "stop_token_ids": [2]}
     with pytest.raises(vllm.Refused if name == "refused" else vllm.Lost):
         vllm.Servers.turn(SimpleNamespace(vocabulary=1000), server.url, body)
+
+
+def test_a_redirect_is_named_by_its_reason(server):
+    server.fault = lambda body: (307, "")
+    with pytest.raises(vllm.Refused, match="307: Temporary Redirect"):
+        vllm.ask(f"{server.url}/v1/completions", {"prompt": [1]})
+
+
+def test_what_fails_once_during_the_proof_is_asked_again(place, tmp_path, server, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    faults = [FAULTS["500"], FAULTS["half"]]
+    server.fault = lambda body: faults.pop() if faults and len(server.requests) in (2, 5) else None
+    played(place, tmp_path / "r", [server], max_steps=1)
+    assert not faults
+
+
+@pytest.mark.parametrize("data", [[], [{"id": "base"}], [{"id": "base", "max_model_len": None}], [{"id": "a", "parent": "base", "max_model_len": 9}], None])
+def test_a_server_that_does_not_say_its_context_is_none(server, monkeypatch, data):
+    monkeypatch.setattr(vllm, "ask", lambda url: json.dumps({"data": data}))
+    with pytest.raises(UserError, match="no vLLM server answers there"):
+        vllm.context_of(server.url)
 
 
 @pytest.mark.parametrize("name", ["500", "half", "refused"])
@@ -355,7 +378,8 @@ def test_a_slow_server_is_waited_for_behind_tls_too(server, tmp_path, monkeypatc
 
 
 def test_a_server_that_is_named_twice_is_one(place, tmp_path, server):  # noqa: F811
-    played(place, tmp_path / "r", [server, server], max_steps=1)
+    twin = SimpleNamespace(url=f"{server.url}/v1/")  # as OpenAI's clients are told
+    played(place, tmp_path / "r", [server, server, twin], max_steps=1)
     assert len(server.loads) == len(set(server.loads))
 
 

@@ -12,11 +12,11 @@ import queue
 from functools import partial
 from os.path import commonprefix
 
-from experiment.errors import UserError
-from llm.adapter_files import load_weights, read_settings
+from llm.adapter_files import read_settings
 from llm.engine import Engine, Row
+from llm.loading import adapt
 from llm.sampling import sample
-from lora import adapter_tensors, add_lora, merged, settings
+from lora import adapted_forward, adapters, merged
 from window.requests import BASE, Refusal
 
 SECONDS = 600  # until a request must have been answered
@@ -76,7 +76,8 @@ class Choice(Row):
         else:
             # A stop text may have come by half, and the last character may lack some bytes.
             unsure = max(map(len, self.stops), default=1) - 1
-            text = text[:max(len(text) - unsure, 0)].rstrip("\ufffd")
+            text = text.rstrip("\ufffd")
+            text = text[:max(len(text) - unsure, 0)]
         self.text = text
 
 
@@ -137,20 +138,19 @@ class Player:
     present one start; when the last has ended, the other one is merged and its rows play.
 
     Attributes:
-        adapters: name -> its tensors. Those of BASE are of the adapter that was started, if any.
-        playing: the one of them that is merged.
+        adapters: name -> {Linear: its Adapter}. That of BASE is empty, unless the model that was
+            started has one which cannot be merged.
+        playing: the one of them that the model has.
         coming: rows that no engine has yet.
-        requests: how many requests are being played.
     """
 
     def __init__(self, model, slots: int):
         self.model = model
         self.slots = slots
         self.inbox = queue.SimpleQueue()
-        self.adapters = {BASE: self.copy_weights()}
-        self.playing = self.adapters[BASE]
+        self.playing = {linear: linear.lora for linear in adapters(model).values()}
+        self.adapters = {BASE: self.playing}
         self.coming = []
-        self.requests = 0
 
     # ----------------------------------------------------------------------- in the server's thread
     async def play(self, choices):
@@ -164,7 +164,6 @@ class Player:
         news = asyncio.Event()
         for choice in choices:
             choice.news = news
-        self.requests += 1
         self.inbox.put(partial(self.arrive, choices))
         waiting = list(choices)
         try:
@@ -182,7 +181,6 @@ class Player:
         except TimeoutError:
             raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
         finally:
-            self.requests -= 1
             self.inbox.put(partial(self.leave, choices))
 
     # --------------------------------------------------------------------------- in its own thread
@@ -199,7 +197,7 @@ class Player:
                     self.fail(str(error))
             if self.coming:
                 self.playing = self.coming[0].weights
-                self.set_weights(self.playing)
+                self.exchange(self.playing)
 
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""
@@ -248,27 +246,20 @@ class Player:
     def load(self, name: str, folder: str):
         """Read an adapter in PEFT's format. Raises UserError if it does not fit."""
         config = read_settings(folder)
-        if not settings(self.model):
-            add_lora(self.model, config["r"], config["lora_alpha"],
-                     targets=config["target_modules"], use_rslora=bool(config.get("use_rslora")))
-            # The model as it was started is now one whose B is zero.
-            self.adapters[BASE].update(self.copy_weights())
-        # The shapes are compared by load_weights.
-        ours = settings(self.model).peft
-        for key in ("r", "lora_alpha", "use_rslora"):
-            if (config.get(key) or 0) != ours[key]:
-                raise UserError(f"{folder}: {key} is {config.get(key)}; this server plays adapters "
-                                f"like the first one that it loaded, of {key} {ours[key]}")
+        # Rows may be playing.
+        self.exchange({})
         try:
-            load_weights(self.model, folder)
-            self.adapters[name] = self.copy_weights()
+            adapt(self.model, config, folder=folder)
         finally:
-            # Rows may be playing.
-            self.set_weights(self.playing)
+            loaded = self.exchange(self.playing)
+        self.adapters[name] = loaded
 
-    def copy_weights(self) -> dict:
-        return {name: p.detach().clone() for name, p in adapter_tensors(self.model).items()}
-
-    def set_weights(self, weights):
-        for name, p in adapter_tensors(self.model).items():
-            p.data.copy_(weights[name])
+    def exchange(self, adapter: dict) -> dict:
+        """Give the model an adapter, {Linear: Adapter}. Returns the one that it had."""
+        before = {linear: linear.lora for linear in adapters(self.model).values()}
+        for linear in before:
+            del linear.lora, linear.forward
+        for linear, lora in adapter.items():
+            linear.lora = lora
+            linear.forward = partial(adapted_forward, linear)
+        return before

@@ -111,6 +111,22 @@ class ToolCall(BaseModel):
     function: Function
 
 
+class ToolFunction(BaseModel):
+    """A function that the model may call. Its fields stand in the order of training's prompts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(pattern=r"^[\w-]+$")
+    description: str = ""
+    # A function without arguments may leave them out.
+    parameters: dict = {}
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class Part(BaseModel):
     type: Literal["text"]
     text: str
@@ -137,7 +153,7 @@ class ChatCompletion(Turns):
     """POST /v1/chat/completions"""
 
     messages: list[Message]
-    tools: list[dict] = []
+    tools: list[Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     stream: bool = False

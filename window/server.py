@@ -17,10 +17,11 @@ import time
 from functools import lru_cache
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 import envs
@@ -38,12 +39,14 @@ from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem,
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
-REQUESTS = 256  # that are played at the same time
+REQUESTS = 256  # that are answered at the same time
 HEALTH = "/healthz", "/health"  # need no token; the second is vLLM's name for it
 
 
 class Server:
-    """What answers requests."""
+    """What answers requests. `requests` says how many are being answered."""
+
+    requests = 0
 
     def __init__(self, config, model, tokenizer, limits):
         self.config, self.tokenizer, self.limits = config, tokenizer, limits
@@ -65,8 +68,9 @@ class Server:
 
     def application(self):
         """Return the ASGI application."""
-        errors = Refusal, UserError, RequestValidationError
-        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
+        errors = Refusal, UserError, RequestValidationError, HTTPException
+        app = FastAPI(openapi_url=None, dependencies=[Depends(self.place)],
+                      exception_handlers=dict.fromkeys(errors, refuse))
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
         app.post("/v1/chat/completions")(self.chat_completions)
         app.post("/v1/completions")(self.completions)
@@ -85,13 +89,24 @@ class Server:
         """Return the answer to a request that is refused before its body is read, or None."""
         if scope["path"] in HEALTH:
             return None
-        given, wanted = Headers(scope=scope).get("authorization", ""), self.config.token
+        headers, wanted = Headers(scope=scope), self.config.token
+        given = headers.get("authorization", "")
         if wanted and not hmac.compare_digest(given.encode(), f"Bearer {wanted}".encode()):
             return Refusal(401, "the token is missing or wrong", "invalid_api_key").response()
-        if self.player.requests >= REQUESTS:
-            return Refusal(429, f"{REQUESTS} requests are being answered; try again later",
-                           "rate_limit_exceeded").response()
+        if int(headers.get("content-length", 0)) > BODY:
+            return Refusal(413, f"the body has more than {BODY} bytes").response()
         return None
+
+    async def place(self, request: Request):
+        """Count a request, whose body has come, until it is answered."""
+        if self.requests >= REQUESTS and request.url.path not in HEALTH:
+            raise Refusal(429, f"{REQUESTS} requests are being answered; try again later",
+                          "rate_limit_exceeded")
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     # ----------------------------------------------------------------------------------- sampling
     def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
@@ -128,7 +143,10 @@ class Server:
 
     # -------------------------------------------------------------------------------- completions
     async def completions(self, body: Completion, request: Request):
-        prompt = self.plain.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            with refused("prompt"):
+                prompt = self.plain.encode(prompt)
         if not prompt or max(prompt) >= self.vocabulary:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
@@ -146,6 +164,7 @@ class Server:
     async def chat_completions(self, body: ChatCompletion, request: Request):
         tools = body.tools if body.tool_choice == "auto" else []
         with refused("tools"):
+            tools = [tool.model_dump() for tool in tools]
             chat = self.chat_of(json.dumps(tools))
         prompt = conversation_ids(chat, body.messages)
         stop_ids = chat.stop_ids | chat.start_ids
@@ -170,7 +189,7 @@ class Server:
         try:
             async for choice in self.player.play(choices):
                 characters, tokens = sent.get(choice, (0, 0))
-                if not choice.reason and (tools or len(choice.text) <= characters):
+                if not choice.reason and len(choice.text) <= characters:
                     continue
                 sent[choice] = len(choice.text), len(choice.logprobs)
                 delta, reason = message_of(choice, tools)
@@ -193,9 +212,9 @@ class Server:
             return None
         content = []
         for i, logprob in zip(choice.turn[tokens], choice.logprobs[tokens]):
-            token = self.tokenizer.decode([i])
-            content.append({"token": token, "logprob": logprob, "bytes": list(token.encode()),
-                            "top_logprobs": []})
+            # Of a token that is a part of a character the text does not have the bytes.
+            content.append({"token": self.tokenizer.decode([i]), "logprob": logprob,
+                            "bytes": None, "top_logprobs": []})
         return {"content": content}
 
     # --------------------------------------------------------------------------------------- solve
@@ -251,7 +270,8 @@ class Server:
             raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
         # The engine's thread loads it.
         load = by(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
-        await asyncio.wrap_future(load)
+        with refused("lora_path"):
+            await asyncio.wrap_future(load)
         return {"status": "ok"}
 
     async def unload(self, body: Adapter):
@@ -299,11 +319,14 @@ def event(content: dict) -> str:
 async def refuse(request, error):
     """Answer an exception as OpenAI's API does."""
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"][1:]))
-        error = UserError(f"{place}: {first['msg']}")
+        # Of a value that may be one of two kinds, the last says most.
+        last = error.errors()[-1]
+        place = ".".join(map(str, last["loc"]))
+        error = UserError(f"{place}: {last['msg']}")
     if isinstance(error, UserError):
         error = Refusal(400, str(error))
+    if isinstance(error, HTTPException):
+        error = Refusal(error.status_code, error.detail)
     return error.response()
 
 
