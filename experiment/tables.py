@@ -117,6 +117,12 @@ def list_rows(text):
             yield number, {"prompt": row if isinstance(row, (str, list)) else json.dumps(row)}
 
 
+def rows_as_json(node):
+    """Return the JSON of a YAML list of rows. A row that is no object and no list is its text."""
+    rows = [json.dumps(row.value) if row.id == "scalar" else as_json(row) for row in node.value]
+    return f"[{', '.join(rows)}]"
+
+
 def as_json(node):
     """Return the JSON of a YAML node. Only JSON's numbers and words are no text: `no` is text."""
     if node.id == "sequence":
