@@ -100,7 +100,7 @@ def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
     (tmp_path / "cats.txt").write_text("Cats sleep. " * 200)
     (tmp_path / "deep" / "dogs.md").write_text("Dogs bark at night.")
     (tmp_path / "picture.png").write_bytes(b"\xff")
-    (tmp_path / "rows.jsonl").write_text('{"title": "Olm", "text": "The olm lives in caves."}\n{"text": "No title."}\n')
+    (tmp_path / "rows.jsonl").write_text('{"title": "Olm", "text": "The olm lives in caves."}\n{"text": "No title."}\n{"title": "Olm", "text": "It is blind."}\n{"title": "Empty", "text": null}\n')
     question = {"question": "What barks?", "answer": "dogs"}
     env = envs.with_options(Search, {"corpus": str(tmp_path)})()
     env.reset(**question)
@@ -112,7 +112,8 @@ def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
         env.open_document("birds")
     env = envs.with_options(Search, {"corpus": str(tmp_path / "rows.jsonl")})()
     env.reset(**question)
-    assert env.search("olm") == "[Olm] The olm lives in caves." and env.search("title") == "[2] No title."
+    assert env.open_document("Olm") == "The olm lives in caves.\nIt is blind."  # passages of one title, as in Wikipedia's corpora
+    assert env.search("olm") == "[Olm] The olm lives in caves. It is blind." and env.search("title") == "[2] No title."
 
 
 def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tmp_path):
