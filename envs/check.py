@@ -155,7 +155,7 @@ class Conformance:
             ("valid tool schemas", "reset", self.check_schemas),
             ("the same task is the same episode", "reset", self.check_replay, self.play),
             ("episodes share no state", "reset", self.check_replay, self.among_others),
-            ("random calls solve 30 % or less", "reset",
+            ("random calls solve 30 % or less", "get_reward",
              self.check_success, self.random_calls, 0, 0.3),
             ("the same seed gives the same tasks", "_tasks", self.check_seed),
             ("train and test tasks are disjoint", "_tasks", self.check_split),
