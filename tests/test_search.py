@@ -25,8 +25,9 @@ def answered(text, right="12 March 1987"):
 # ------------------------------------------------------------------------------------------------------------- scores
 @pytest.mark.parametrize("text, words", [
     ("The  Eiffel Tower.", ["eiffel", "tower"]), ("a an the", []), ("An apple, the 'theatre'", ["apple", "theatre"]),
-    ("U.S.A.", ["usa"]), ("12 March 1987", ["12", "march", "1987"]), ("", []), ("half-way", ["halfway"])])
-def test_normalisation_is_that_of_squad(text, words):
+    ("U.S.A.", ["usa"]), ("12 March 1987", ["12", "march", "1987"]), ("", []), ("half-way", ["halfway"]),
+    ("-7", ["-7"]), ("(-$1,000.50)", ["-1000.50"]), ("3/4, or .75.", ["3/4", "or", ".75"]), ("5-7", ["57"]), ("$15!", ["15"])])
+def test_normalisation_is_that_of_squad_but_for_numbers(text, words):
     assert normalized(text) == words
 
 
