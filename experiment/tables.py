@@ -118,9 +118,10 @@ def list_rows(text):
 
 
 def rows_as_json(node):
-    """Return the JSON of a YAML list of rows. A row that is no object and no list is its text."""
-    rows = [json.dumps(row.value) if row.id == "scalar" else as_json(row) for row in node.value]
-    return f"[{', '.join(rows)}]"
+    """Return the JSON of a YAML list of rows. A row that is one word or number is text."""
+    for row in node.value:
+        row.style = "quoted"
+    return as_json(node)
 
 
 def as_json(node):
