@@ -1,6 +1,7 @@
 """envs/code.py and its tasks: what a function earns, what gaming earns, rows of HumanEval's and MBPP's form."""
 import json
 import random
+import re
 import threading
 import time
 
@@ -62,7 +63,7 @@ def test_families_levels_and_splits():
 
 def test_no_name_of_the_settings_comes_twice():
     """Whether a dropped number leaves an earlier one of the same name is not said."""
-    for row in generate(["2"], "train", 300, 0):
+    for row in code_tasks.generate(["2"], "train", 300, 0):
         if row["entry_point"] == "read_settings":
             for [text], _ in read_tests(row["test"], "read_settings"):
                 names = re.findall(r"(\w+)=", text)
