@@ -124,7 +124,7 @@ class Scene:
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.udp.bind(("127.0.0.1", 0))
         self.abstract = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.abstract.bind(f"\0sandbox-test-{os.getpid()}-{user}")
+        self.abstract.bind(f"\0sandbox-test-{self.folder}")
         for listener in (self.tcp, self.udp, self.abstract):
             listener.setblocking(False)
         self.places = {"SECRET": repr(self.secret), "FOLDER": repr(self.folder), "BYSTANDER": str(self.bystander.pid), "TCP": str(self.tcp.getsockname()[1]),
