@@ -17,9 +17,10 @@ The contract is what TRL's `environment_factory` takes: no constructor arguments
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool; `get_reward() -> float` is
 the total of the episode, and may be missing where --rewards names functions. A task's "prompt",
-text or messages, comes before what `reset` returns, unless `reset` takes an argument "prompt". All
-calls of an episode, the constructor's too, come from one thread. They may be async: those run in
-one loop that all episodes share. All else is optional and invisible to TRL:
+text or messages, comes before what `reset` returns, or is left to a `reset` that takes an argument
+"prompt" and returns text. All calls of an episode, the constructor's too, come from one thread.
+They may be async: those run in one loop that all episodes share. All else is optional and invisible
+to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends

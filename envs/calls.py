@@ -117,7 +117,7 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
         if method is None:
             raise WrongCall(f"no tool {name!r}; tools: {', '.join(tools(env))}")
         # The calls of a turn run one after another; none counts after the one that ended it.
-        if getattr(env, "done", False):
+        if is_done(env):
             raise WrongCall("the episode is over")
         result = awaited(method(**_fit_arguments(name, method, arguments)))
         return whole(str(result)), None
@@ -126,6 +126,12 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
     # A tool that runs the model's code may meet its exit().
     except (Exception, SystemExit) as error:
         return f"error: {message_of(error)}", error
+
+
+def is_done(env) -> bool:
+    """True once the environment has ended the episode. A tool may also be called `done`."""
+    done = getattr(env, "done", False)
+    return bool(done) and not callable(done)
 
 
 def message_of(error: BaseException) -> str:

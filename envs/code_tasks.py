@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import cache
 
 from envs.sandbox import parse
+from envs.sandbox_child import encode
 
 TESTS = 10  # calls of a generated task
 
@@ -45,8 +46,8 @@ def brackets(rng) -> str:
 
 
 def settings(rng) -> str:
-    items = [f"{word(rng)}={rng.randint(-9, 99)}" for _ in range(rng.randint(0, 5))]
-    return ";".join(items)
+    names = dict.fromkeys(word(rng) for _ in range(rng.randint(0, 5)))
+    return ";".join(f"{name}={rng.randint(-9, 99)}" for name in names)
 
 
 def positive(rng) -> int:
@@ -250,8 +251,8 @@ def read_row(row: dict) -> dict | None:
 def read_tests(test: str, name: str) -> list[tuple[list, object]]:
     """Return (arguments, wanted value) of every assert that calls the function with literals.
 
-    The forms are f(x) == y, f(x), not f(x), and abs(f(x) - y) < tolerance. The text is never run,
-    and asserts of other forms are left out.
+    The forms are f(x) == y, f(x), not f(x), and abs(f(x) - y) < 1e-6 or less. The text is never
+    run, and asserts of other forms are left out, as are those of values that no result can be.
     """
     tests = []
     for node in ast.walk(parse(test)):
@@ -265,7 +266,7 @@ def read_tests(test: str, name: str) -> list[tuple[list, object]]:
 def _read_assert(node: ast.expr, names: set[str]) -> tuple[list, object]:
     match node:
         case ast.Compare(ast.Call(ast.Name("abs"), [ast.BinOp(call, ast.Sub(), right)]),
-                         [ast.Lt()]):
+                         [ast.Lt()], [ast.Constant(float(tolerance))]) if tolerance <= 1e-6:
             wanted = float(ast.literal_eval(right))
         case ast.Compare(call, [ast.Eq() | ast.Is()], [right]):
             wanted = ast.literal_eval(right)
@@ -275,5 +276,6 @@ def _read_assert(node: ast.expr, names: set[str]) -> tuple[list, object]:
             wanted = True
     match call:
         case ast.Call(ast.Name(name), arguments, []) if name in names:
+            encode(wanted)
             return [ast.literal_eval(argument) for argument in arguments], wanted
     raise ValueError("no call of the function")

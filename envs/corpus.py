@@ -52,7 +52,11 @@ def read_corpus(path: str) -> Corpus:
         files = sorted(f for f in Path(path).rglob("*") if f.suffix in (".txt", ".md"))
         texts = {str(f.relative_to(path)): read_text(f) for f in files}
     else:
-        texts = {str(row.get("title", line)): row.get("text", "") for line, row in read_rows(path)}
+        texts = {}
+        for line, row in read_rows(path):
+            title = str(row.get("title", line))
+            # The passages of a title are one document.
+            texts[title] = f"{texts.get(title, '')}\n{row.get('text') or ''}".strip()
     documents = {}
     for title, text in texts.items():
         for start in range(0, len(text), MAX_DOCUMENT):

@@ -28,7 +28,10 @@ from experiment.episodes import is_finite
 from experiment.errors import UserError
 
 NGRAM = 3  # words of what counts as repeated
+# How it was done: it does not say that a task was solved.
+MANNERS = ("format", "tool_used", "length", "repetition")
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
+PUNCTUATION = re.compile(rf"(?!(?<!\w)-[$.]?\d|[./]\d)[{re.escape(string.punctuation)}]")
 ANSWERS = re.compile(r"<answer>(.*?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
 
 
@@ -60,8 +63,11 @@ def reference_of(t) -> str | None:
 
 
 def normalized(text: str) -> list[str]:
-    """Return the words of a text as SQuAD compares them: no case, punctuation or articles."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    """Return the words of a text as SQuAD compares them: no case, punctuation or articles.
+
+    But a number keeps its sign, its point and its fraction bar: -7 is not 7, nor 1.5 15.
+    """
+    text = PUNCTUATION.sub("", text.lower())
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
@@ -79,7 +85,8 @@ def well_formed(t) -> float:
 def tool_used(t) -> float:
     """1 if a tool was called without an error and the task was solved.
 
-    DeepEyes' conditional bonus, arXiv 2505.14362: without the condition, idle calls are learned.
+    DeepEyes' conditional bonus, arXiv 2505.14362: without the condition, idle calls are learned. It
+    needs get_reward() or _check(): without both, the rewards say afterwards what was solved.
     """
     tried = t.info["tool_calls"] + t.info["unreadable_calls"]
     return float(t.info["success"] and tried > t.info["tool_errors"])
@@ -215,6 +222,7 @@ class Rewards:
         session = episode.session
         t.rewards = [0.0] * len(t.rewards)
         vetoed = False
+        earned = []
         for name, value in values.items():
             if value is None or name == "environment" and not session.pays:
                 continue
@@ -227,11 +235,13 @@ class Rewards:
                 vetoed = vetoed or not any(turns)
             else:
                 t.rewards = [a + weight * b for a, b in zip(t.rewards, turns)]
+                if name not in MANNERS:
+                    earned.append(weight * math.fsum(turns))
         if vetoed:
             t.rewards = [min(reward, 0.0) for reward in t.rewards]
         t.reward = math.fsum(t.rewards)
         if not session.pays and not hasattr(session.env, "_check"):
-            t.info["success"] = t.reward > 0
+            t.info["success"] = (math.fsum(earned) if earned else t.reward) > 0 and not vetoed
 
 
 def per_turn(name: str, value, count: int) -> list[float]:

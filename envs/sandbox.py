@@ -99,8 +99,7 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
             "code, tools=calculator+python); or give --unsafe_code, which runs it with NO "
             "protection and is recorded")
     # The first line was written before the code began, the others perhaps by the code.
-    loading = records[1] if len(records) > 1 else {}
-    outcomes = records[2:2 + len(job["calls"])]
+    loading, *outcomes = records[1:2 + len(job["calls"])] or [{}]
     if "error" in loading:
         return Result("error", without_addresses(str(loading["error"])), output)
     if loading and len(outcomes) == len(job["calls"]):

@@ -32,7 +32,7 @@ SYSCALLS = """
 memory       brk 12 214  mmap 9 222  munmap 11 215  mremap 25 216  mprotect 10 226  madvise 28 233
 open files   read 0 63  readv 19 65  pread64 17 67  write 1 64  writev 20 66  lseek 8 62
              close 3 57  fstat 5 80  dup 32 23  dup2 33 -  dup3 292 24  getdents64 217 61
-by name      openat 257 56  open 2 -  newfstatat 262 79  stat 4 -  lstat 6 -  statx 332 291
+by name      openat 257 56  newfstatat 262 79  stat 4 -  lstat 6 -  statx 332 291
              access 21 -  faccessat 269 48  faccessat2 439 439  readlink 89 -  readlinkat 267 78
              getcwd 79 17
 waiting      clock_nanosleep 230 115  nanosleep 35 101  futex 202 98  select 23 -  pselect6 270 72
@@ -48,6 +48,10 @@ the end      exit 60 93  exit_group 231 94
 # fcntl is allowed with these commands only. Others send signals (F_SETOWN) or lock files.
 FCNTL = (72, 25)
 COMMANDS = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
+# openat is allowed without O_TRUNC, which also empties a file that is only opened to be read.
+# The first two Landlocks do not forbid that.
+OPENAT = (257, 56)
+O_TRUNC = 0o1000
 # To these a kernel that is too old for them would answer ENOSYS, and then the C library takes
 # another call: clone3, and all that are newer than this list.
 CLONE3, NEWEST = 435, 462
@@ -56,8 +60,8 @@ X32 = 0x40000000  # x86_64 numbers from here on are another table, of 32-bit poi
 
 KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x50000  # what a filter returns
 EPERM, ENOSYS = 1, 38
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # instructions of BPF
-NUMBER, ARCH, SECOND = 0, 4, 24  # offsets in seccomp_data
+LOAD, EQUAL, AT_LEAST, ANY, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
+NUMBER, ARCH, SECOND, THIRD = 0, 4, 24, 32  # offsets in seccomp_data
 
 READ = 0b1100  # Landlock: read a file, list a folder
 ALL = (1 << 13) - 1  # all that the first Landlock (Linux 5.13) knows; seccomp refuses the rest
@@ -127,6 +131,8 @@ def seccomp_filter(column: int, arch: int) -> bytes:
 
     program = instruction(LOAD, ARCH) + instruction(EQUAL, arch, 1, 0) + instruction(RETURN, KILL)
     program += instruction(LOAD, NUMBER) + answer(AT_LEAST, X32, KILL)
+    program += instruction(EQUAL, OPENAT[column], 0, 4) + instruction(LOAD, THIRD)
+    program += answer(ANY, O_TRUNC, ERRNO | EPERM) + instruction(LOAD, NUMBER)
     for number in numbers(column):
         program += answer(EQUAL, number, ALLOW)
     program += answer(EQUAL, CLONE3, ERRNO | ENOSYS) + answer(AT_LEAST, NEWEST, ERRNO | ENOSYS)

@@ -10,10 +10,11 @@ import time
 import weakref
 from collections import Counter
 from concurrent import futures
+from copy import deepcopy
 from importlib import import_module
 
 import envs
-from envs.calls import BY_ARGUMENTS, awaited, call_tool, message_of
+from envs.calls import BY_ARGUMENTS, awaited, call_tool, is_done, message_of
 from experiment.errors import EnvironmentFault, UserError
 from llm.chat import Chat
 from llm.tool_calls import check_call
@@ -220,7 +221,8 @@ class Session:
         self._enter("__init__()")
         self.env = self.cls()
         self.pays = hasattr(type(self.env), "get_reward")
-        observation = text_or_none(awaited(self._get("reset()")(**self.task)))
+        # Its own copy: the other episodes of the task begin with what this one may change.
+        observation = text_or_none(awaited(self._get("reset()")(**deepcopy(self.task))))
         system_prompt = text_or_none(self._get("system_prompt"))
         messages = [{"role": "user", "content": observation or ""}]
         if "prompt" in self.task:
@@ -265,7 +267,8 @@ class Session:
         return "", [check_call(call) for call in turn]
 
     def _read_done(self):
-        self.done = bool(self._get("done", False))
+        self._enter("done")
+        self.done = is_done(self.env)
 
     def _gain(self) -> float:
         """Return what the running total gained since the last call."""

@@ -1,7 +1,7 @@
 """An environment as Gymnasium reads it: step(env, name, arguments), or only call."""
 from dataclasses import dataclass
 
-from envs.calls import call_tool, tools
+from envs.calls import call_tool, is_done, tools
 
 
 @dataclass
@@ -27,15 +27,15 @@ def step(env, name: str, arguments: dict) -> StepResult:
     info = {"error": error}
     if hasattr(env, "_check"):
         info["success"] = bool(env._check())
-    return StepResult(observation, _paid(env) - before, bool(getattr(env, "done", False)), info)
+    return StepResult(observation, _paid(env) - before, is_done(env), info)
 
 
 def _paid(env) -> float:
     """Return the running total, which after the end is all that the episode is paid."""
-    is_over = getattr(env, "done", False) and hasattr(env, "get_reward")
+    is_over = is_done(env) and hasattr(env, "get_reward")
     return env.get_reward() if is_over else getattr(env, "reward", 0.0)
 
 
 def valid_actions(env) -> list[str]:
     """Return the names of the tools that may be called now: none once the episode is done."""
-    return [] if getattr(env, "done", False) else list(tools(env))
+    return [] if is_done(env) else list(tools(env))

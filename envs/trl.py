@@ -6,11 +6,11 @@ from types import SimpleNamespace
 def opening(reset, task: dict, observation: str) -> list[dict]:
     """Return the messages of a task's column "prompt", the last of which ends with the observation.
 
-    If the method `reset` takes an argument of this name, the observation is all. Raises ValueError
-    if the prompt is neither text nor messages.
+    If the method `reset` takes an argument of this name and returns text, that is all. Raises
+    ValueError if the prompt is neither text nor messages.
     """
     prompt = task["prompt"]
-    if prompt is None or "prompt" in inspect.signature(reset).parameters:
+    if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
         prompt = ""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

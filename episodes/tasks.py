@@ -102,7 +102,7 @@ def _as_task(cls, row: dict) -> dict:
     if task is not None:
         need(task, *required, otherwise=hint)
         if "prompt" in task:
-            import_module(envs.TRL).opening(cls.reset, task, "")
+            import_module(envs.TRL).opening(cls.reset, task, "any question")
     return task
 
 

@@ -181,7 +181,7 @@ def read_yaml(path):
         with reading(path, node.start_mark.line + 1):
             name = _scalar(key) or "null"
             is_list = node.id == "sequence" and name.replace("-", "_") in LISTS
-            value = importlib.import_module(TABLES).as_json(node) if is_list else _scalar(node)
+            value = importlib.import_module(TABLES).rows_as_json(node) if is_list else _scalar(node)
         yield key.start_mark.line + 1, name, value
 
 

@@ -117,6 +117,13 @@ def list_rows(text):
             yield number, {"prompt": row if isinstance(row, (str, list)) else json.dumps(row)}
 
 
+def rows_as_json(node):
+    """Return the JSON of a YAML list of rows. A row that is one word or number is text."""
+    for row in node.value:
+        row.style = "quoted"
+    return as_json(node)
+
+
 def as_json(node):
     """Return the JSON of a YAML node. Only JSON's numbers and words are no text: `no` is text."""
     if node.id == "sequence":

@@ -1,6 +1,7 @@
 """envs/code.py and its tasks: what a function earns, what gaming earns, rows of HumanEval's and MBPP's form."""
 import json
 import random
+import re
 import threading
 import time
 
@@ -58,6 +59,15 @@ def test_families_levels_and_splits():
     easy = envs.with_options(Code, {"levels": "1"})
     assert {row["entry_point"] for row in easy._tasks("train", 50, 0)} == {family.__name__ for family in LEVELS["1"]}
     assert len(Code._tasks("train", None, 0)) == 1000
+
+
+def test_no_name_of_the_settings_comes_twice():
+    """Whether a dropped number leaves an earlier one of the same name is not said."""
+    for row in code_tasks.generate(["2"], "train", 300, 0):
+        if row["entry_point"] == "read_settings":
+            for [text], _ in read_tests(row["test"], "read_settings"):
+                names = re.findall(r"(\w+)=", text)
+                assert len(set(names)) == len(names), text
 
 
 def test_no_constant_passes_the_hidden_tests():
@@ -272,6 +282,8 @@ def test_rows_of_humaneval_and_mbpp():
     env, _ = expert(row)
     assert env._check() and len(env._examples) == 1 and env.get_reward() == pytest.approx(1.0)
     assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["question"] == row["question"]
+    for test in ("assert abs(add(1, 2) - 3.14) < 0.01", "assert add(1, 2) == b'x'", "assert add(1, 2) == 1j", "assert add(1, 2) == [...]"):
+        assert read_tests(test, "add") == []  # another tolerance than ours, and values that no result can be
     assert read_row({**MBPP, "test_list": ["assert add(x, 1)"]}) is None and read_row({**HUMANEVAL, "test": "def check(candidate):\n    pass"}) is None
 
 

@@ -250,7 +250,7 @@ def test_what_is_broken_fails(cls, failed):
 def test_output_that_is_copied_whole_may_not_be_paid():
     told, reasons = verdicts(f"{__name__}:Parrot")
     honest, copied = (float(x) for x in (reasons[COPY].split("expert's ")[1].split(";")[0], reasons[COPY].split()[2].strip(",")))
-    assert honest == 1 and copied > 0.3 and told[RANDOM] == "pass", reasons  # half of its first calls look
+    assert honest == copied == 1 and those(told, "FAIL") == {COPY} and told[RANDOM] == "pass", reasons
 
 
 def test_faults_and_bad_schemas_are_told_in_a_line():

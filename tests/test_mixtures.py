@@ -180,12 +180,16 @@ tasks:
   - |
     two
     lines
+  - 1.50
+  - NaN
+  - null
 eval-dataset: [one]
 """)
     config = parse(grpo.Config, ["--config", "c.yaml"])
     assert rows_of(config.dataset) == [
         {"prompt": "42"}, {"prompt": "What is 2 + 3?"}, {"prompt": "x: y", "answer": 72, "b": "no", "c": "010", "d": None, "e": [1, 2.5], "f": "7"},
-        {"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "two\nlines\n"}]
+        {"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "two\nlines\n"},
+        {"prompt": "1.50"}, {"prompt": "NaN"}, {"prompt": "null"}]  # a prompt is what was typed
     assert rows_of(config.eval_dataset, "question=prompt") == [{"question": "one"}]
     for line, says in (("env: [a, b]", "c.yaml:1: give lines `name: value`, nothing nested"), ("dataset: {a: 1}", "c.yaml:1: give lines"), ("trajectories: [a]", "c.yaml:1: give lines"),
                        ("dataset: &x [*x]", "c.yaml:1: cannot be read .RecursionError")):

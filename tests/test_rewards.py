@@ -51,7 +51,7 @@ def test_the_final_answer(text, answer):
 
 @pytest.mark.parametrize("text, task, value", [
     ("The  Eiffel Tower!", {"answer": "eiffel tower"}, 1.0), ("Eiffel", {"answer": "eiffel tower"}, 0.0), ("#### 72", {"answer": "48 + 24 = 72\n#### 72"}, 1.0),
-    ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0)])
+    ("-7", {"answer": 7}, 0.0), ("1.5", {"answer": 15}, 0.0), ("1/2", {"answer": "12"}, 0.0), ("-1.5.", {"answer": -1.5}, 1.0), ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0)])
 def test_exact_match(text, task, value):
     assert rewards.exact(said(text, task=task)) == value
 
@@ -194,6 +194,10 @@ def test_a_veto_takes_what_is_positive(functions, text, total, reward):
 def test_success_is_a_reward_where_nothing_else_says_it(functions):
     assert paid(f"{functions}:half", said("a"), pays=False).info["success"] is True
     assert not paid(f"{functions}:half", said("a")).info["success"]
+    assert paid("exact=veto,format", said("a", task={"answer": "a"}), pays=False).info["success"]
+    solved, polite = (paid("exact,format=0.1,length", said(text, mask=[0] + [1] * 13, task={"answer": "a"}), pays=False) for text in "ab")
+    assert (solved.reward, solved.info["success"]) == (pytest.approx(0.1), True) and paid("exact=veto,format", said("b", task={"answer": "a"}), pays=False).info["success"] is False
+    assert polite.reward_parts == {"exact": 0.0, "format": 1.0, "length": -1.0} and not polite.info["success"]  # manners are no success, and their lack no failure
     assert "environment" not in paid(f"{functions}:half", said("a"), pays=False).reward_parts
 
 

@@ -124,7 +124,7 @@ class Scene:
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.udp.bind(("127.0.0.1", 0))
         self.abstract = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.abstract.bind(f"\0sandbox-test-{os.getpid()}-{user}")
+        self.abstract.bind(f"\0sandbox-test-{self.folder}")
         for listener in (self.tcp, self.udp, self.abstract):
             listener.setblocking(False)
         self.places = {"SECRET": repr(self.secret), "FOLDER": repr(self.folder), "BYSTANDER": str(self.bystander.pid), "TCP": str(self.tcp.getsockname()[1]),
@@ -383,6 +383,24 @@ def test_attack(scene, name):
 
 
 LOAD = 2.0  # what other work on the machine may add
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_what_may_be_read_is_not_emptied(user, monkeypatch):
+    """Opened to be read and truncated: a user's own library, as a conda or pyenv has it, lost its contents by that."""
+    scene = Scene(user)
+    child = os.path.join(scene.folder, "sandbox_child.py")
+    text = CHILD.read_text()
+    assert "return [*folders" in text
+    Path(child).write_text(text.replace("return [*folders", f"return [{scene.folder!r}, *folders"))
+    if user != "nobody":
+        monkeypatch.setattr(sandbox, "COMMAND", [*sandbox.COMMAND[:-1], child])
+    for way in ("os.open(SECRET, os.O_RDONLY | os.O_TRUNC)", "syscall((257, 56), -100, SECRET.encode(), os.O_TRUNC | os.O_CLOEXEC)",
+                "syscall(2, SECRET.encode(), os.O_TRUNC)" if COLUMN == 0 else "syscall(56, -100, SECRET.encode(), os.O_TRUNC, 0)"):
+        result = scene.attack(f"def attack():\n    return len(open(SECRET).read()), {way}\n")
+        assert re.search(DENIED, str(result.outcomes)) and scene.untouched(), (way, result)
+    assert scene.attack("def attack(): return len(open(SECRET).read())\n").outcomes[0]["value"] == 9
+    scene.close()
 
 
 # On x86_64 return addresses of the kernel's probes, which kill whoever calls them.

@@ -25,8 +25,9 @@ def answered(text, right="12 March 1987"):
 # ------------------------------------------------------------------------------------------------------------- scores
 @pytest.mark.parametrize("text, words", [
     ("The  Eiffel Tower.", ["eiffel", "tower"]), ("a an the", []), ("An apple, the 'theatre'", ["apple", "theatre"]),
-    ("U.S.A.", ["usa"]), ("12 March 1987", ["12", "march", "1987"]), ("", []), ("half-way", ["halfway"])])
-def test_normalisation_is_that_of_squad(text, words):
+    ("U.S.A.", ["usa"]), ("12 March 1987", ["12", "march", "1987"]), ("", []), ("half-way", ["halfway"]),
+    ("-7", ["-7"]), ("(-$1,000.50)", ["-1000.50"]), ("3/4, or .75.", ["3/4", "or", ".75"]), ("5-7", ["57"]), ("$15!", ["15"])])
+def test_normalisation_is_that_of_squad_but_for_numbers(text, words):
     assert normalized(text) == words
 
 
@@ -100,7 +101,7 @@ def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
     (tmp_path / "cats.txt").write_text("Cats sleep. " * 200)
     (tmp_path / "deep" / "dogs.md").write_text("Dogs bark at night.")
     (tmp_path / "picture.png").write_bytes(b"\xff")
-    (tmp_path / "rows.jsonl").write_text('{"title": "Olm", "text": "The olm lives in caves."}\n{"text": "No title."}\n')
+    (tmp_path / "rows.jsonl").write_text('{"title": "Olm", "text": "The olm lives in caves."}\n{"text": "No title."}\n{"title": "Olm", "text": "It is blind."}\n{"title": "Empty", "text": null}\n')
     question = {"question": "What barks?", "answer": "dogs"}
     env = envs.with_options(Search, {"corpus": str(tmp_path)})()
     env.reset(**question)
@@ -112,7 +113,8 @@ def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
         env.open_document("birds")
     env = envs.with_options(Search, {"corpus": str(tmp_path / "rows.jsonl")})()
     env.reset(**question)
-    assert env.search("olm") == "[Olm] The olm lives in caves." and env.search("title") == "[2] No title."
+    assert env.open_document("Olm") == "The olm lives in caves.\nIt is blind."  # passages of one title, as in Wikipedia's corpora
+    assert env.search("olm") == "[Olm] The olm lives in caves. It is blind." and env.search("title") == "[2] No title."
 
 
 def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tmp_path):

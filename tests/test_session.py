@@ -59,6 +59,35 @@ class Shop:
         return [{"name": "sell", "arguments": {"name": "hat"}}] if sold < 2 else "Sold."
 
 
+class Eats:
+    """It changes what its row holds, as a Sudoku that writes into the board of its data set does."""
+
+    def reset(self, board, **_):
+        self.board = board
+        return f"Eat {board}."
+
+    def eat(self) -> int:
+        """Eat one."""
+        return self.board.pop()
+
+    def done(self) -> str:
+        """Say that all is eaten: a tool of this name ends no episode."""
+        return f"{len(self.board)} left"
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_an_environment_may_change_its_row_and_have_a_tool_done():
+    task = {"board": [1, 2]}
+    for _ in range(2):
+        session = Session(Watch(10.0), "eats", Eats, task)
+        assert session.start()[0] == [{"role": "user", "content": "Eat [1, 2]."}]
+        session.submit([{"name": name, "arguments": {}} for name in ("eat", "done", "eat")])
+        assert [text for text, _, _ in session.results()] == ["2", "1 left", "1"] and not session.done
+    assert task == session.task == {"board": [1, 2]}
+
+
 def shop(watch=None):
     return Session(watch or Watch(10.0), "shop", Shop, {})
 

@@ -128,6 +128,7 @@ def test_an_environment_without_get_reward_needs_rewards():
 def test_a_prompt_that_reset_names_is_the_environments(tmp_path):
     (tmp_path / "mine.py").write_text("class Mine:\n    def reset(self, prompt: str, **_):\n        return prompt.upper()\n    def get_reward(self):\n        return 0.0\n")
     cls = envs.load(f"{tmp_path / 'mine.py'}:Mine")
+    assert opening(cls.reset, {"prompt": "a"}, "")[0]["content"] == "a"  # it returned nothing: TRL shows the prompt
     assert opening(cls.reset, {"prompt": "a"}, "A")[0]["content"] == "A" and opening(envs.load(f"{FILE}:WordleEnv").reset, {"prompt": "a"}, "A")[0]["content"] == "aA"
 
 
