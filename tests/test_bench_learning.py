@@ -147,23 +147,28 @@ def test_dense_gsm8k_pays_the_steps_of_the_solution_and_counts_only_the_answer()
 
 
 # ------------------------------------------------------------------------------------------------- reward_hacking.py
-def test_a_price_of_operations_makes_a_guess_worth_more_than_the_solution():
+def test_a_reward_for_every_call_is_paid_for_going_in_circles():
+    circle = [("subtract_terms", "7"), ("add_terms", "7")] * 2
     paid = {}
     for cls in (reward_hacking.Gamed, reward_hacking.Equations):
-        for name, calls in {"guess": [("state_answer", "1")],
-                            "solution": [("subtract_terms", "7"), ("divide_terms", "3"), ("state_answer", "3")]}.items():
-            env = cls()
-            env.reset("3x + 7 = 16")
-            for tool, argument in calls:
-                getattr(env, tool)(argument)
-            assert env._check() == (name == "solution") and sum(env._reward_parts.values()) == env.get_reward()
-            paid[cls.__name__, name] = env.get_reward()
-    assert paid == {("Gamed", "guess"): 0, ("Gamed", "solution"): -1, ("Equations", "guess"): 0, ("Equations", "solution"): 9}
+        env = cls()
+        env.reset("3x + 7 = 16")
+        for name, terms in circle:
+            getattr(env, name)(terms)
+        assert env.multiply_terms("0").startswith("error")
+        paid[cls.__name__] = [env.get_reward()]
+        for name, terms in (("subtract_terms", "7"), ("divide_terms", "3"), ("state_answer", "3")):
+            getattr(env, name)(terms)
+        assert env._check()
+        paid[cls.__name__].append(env.get_reward())
+        assert sum(env._reward_parts.values()) == env.get_reward()
+    # Four calls that lead nowhere; then two that help, and the right answer.
+    assert paid == {"Gamed": [20, 35], "Equations": [2, 9]}
 
 
 @pytest.mark.slow
 def test_reward_hacking(out, monkeypatch, capsys):
     printed, result = call_here(reward_hacking, out, "gamed", monkeypatch, capsys)
     row = result["rows"]["gamed"]["0"]
-    assert "| every operation costs | 0 | " in printed and len(row["reward"]) == 1 and row["success_before"] == row["success_after"] == 0
+    assert "| every call that works is paid | 0 | " in printed and len(row["reward"]) == 1 and row["success_before"] == row["success_after"] == 0
     assert row["last_episode"][0]["role"] == "system" and (out / "results" / "reward_hacking.png").exists()
