@@ -18,7 +18,7 @@ from bench.learning import (  # noqa: E402
     Clock, arguments, read_rows, report, run_missing, series, taught_base, write_row)
 from envs.equations import ANSWER_REWARD, Equations  # noqa: E402
 
-STEPS = 16
+STEPS = 40
 MAX_TURNS = 8
 RUNS = {"gamed": f"{__file__}:Gamed", "best": "equations"}
 LABELS = {"gamed": "every call that works is paid", "best": "only new progress is paid"}
