@@ -89,14 +89,13 @@ def await_response(connection, url: str):
 
     Raises Lost, TimeoutError or what http.client raises.
     """
-    health = url.partition("/v1/")[0] + "/health"
     for _ in range(WAITS):
         try:
             return connection.getresponse()
         except TimeoutError:
-            if url == health:
+            if url.endswith("/health"):
                 raise
-            ask(health)
+            ask(url.partition("/v1/")[0] + "/health")
     raise Lost(f"no answer in {WAITS * PATIENCE} s")
 
 
