@@ -25,7 +25,6 @@ from bench.learning import spread, wilson  # noqa: E402
 from bench.learning_rates import short_template  # noqa: E402
 
 SFT = "--max_steps 60 --learning_rate 3e-4 --lora_r 16 --gradient_accumulation_steps 1"
-GRPO = "--max_steps 20 --tasks_per_step 4"
 WRITING = ["--env writing --expert_noise 0.5 --max_samples 3000 --max_steps 300 --batch_size 16",
            "--env writing --expert_noise 0.4 --max_samples 5000 --max_steps 600 --batch_size 16 --learning_rate 2e-3 "
            "--seed 1"]
@@ -44,7 +43,7 @@ RUNS = {
     "search": ("smollm2", [0], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
                "--env search --max_steps 60 --tasks_per_step 4"),
     "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.7 --max_samples 400 {SFT}"],
-             f"--env code --env_options levels=1 {GRPO}"),
+             "--env code --env_options levels=1 --max_turns 6 --learning_rate 2e-4 --max_steps 20 --tasks_per_step 4"),
     "business": ("tiny", [0], 100,
                  ["--env business --expert_noise 0.5 --max_samples 8000 --max_steps 900 --batch_size 16"],
                  "--env business --learning_rate 2e-3 --max_steps 24"),
