@@ -44,6 +44,12 @@ def test_there_are_four_forks():
     assert {p.stem for p in PATCHES} == {"advantage", "clip_cov", "teaching", "value_head"}
 
 
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
+def test_every_patch_applies(patch, tmp_path):
+    """The runs of three forks are slow tests: a page that moved under one of them is seen here."""
+    fork(patch, tmp_path)
+
+
 @pytest.mark.parametrize("patch", [
     pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem != "value_head" else []) for p in PATCHES])
 def test_a_fork_applies_runs_and_is_resumed(patch, base, tmp_path):
