@@ -1,6 +1,6 @@
 """A reward that can be gamed: the reward rises while true success falls, and the fix.
 
-    python bench/reward_hacking.py --seeds 0                              all of it
+    python bench/reward_hacking.py --tasks 100                          all of it, half an hour
     python grpo.py --env bench/reward_hacking.py:Gamed --max_turns 8    in a run of your own
 
 The tiny model solves equations in at most eight turns. `Gamed` pays 5 for the right answer and 5 for
