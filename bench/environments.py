@@ -4,7 +4,7 @@
     python bench/environments.py                                about two hours on two cores
     python bench/environments.py --only search --seeds 0
 
-A model is taught by `sft.py` (in up to three stages, each from the one before) on demonstrations in which a share of
+A model is taught by `sft.py` (in up to four stages, each from the one before) on demonstrations in which a share of
 the expert's actions is wrong. GRPO starts from it with each seed: other tasks, other episodes, another exam.
 For `search` and `code`, whose words the tiny model does not learn, it is SmolLM2-135M with the tiny model's chat
 template, which is short. `mixed` is one model that is taught and trained on two environments at once.
@@ -38,7 +38,9 @@ RUNS = {
                f"{MIXED} --expert_noise 0.5 --max_samples 6000 --max_steps 900 --batch_size 16 --learning_rate 2e-3 "
                "--seed 1",
                f"{MIXED} --expert_noise 0.4 --max_samples 8000 --max_steps 600 --batch_size 16 --learning_rate 2e-3 "
-               "--seed 2"],
+               "--seed 2",
+               f"{MIXED} --expert_noise 0.4 --max_samples 10000 --max_steps 900 --batch_size 16 --learning_rate 2e-3 "
+               "--seed 3"],
               f"{MIXED} --max_steps 80"),
     "search": ("smollm2", [0], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
                "--env search --max_steps 60 --tasks_per_step 4"),
