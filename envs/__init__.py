@@ -187,9 +187,9 @@ def sources(config) -> list[str]:
         # A class of a notebook has no file.
         if path:
             finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
-            # In a package, or `from . import name` could not be followed.
-            finder.add_module("package").__path__ = finder.path
-            finder.import_hook(f"package.{inspect.getmodulename(path)}")
+            # Where it follows `from . import name` to.
+            finder.add_module("__main__").__path__ = finder.path
+            finder.run_script(path)
             paths += [module.__file__ for module in finder.modules.values() if module.__file__]
     return paths
 
