@@ -53,6 +53,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from modulefinder import ModuleFinder
+from types import ModuleType
 
 from envs.calls import schemas, tools
 from experiment.config import nearest
@@ -176,18 +177,18 @@ def rewards_of(config):
 
 
 def sources(config) -> list[str]:
-    """Return the files of environments and rewards, and what they import from their folders.
-
-    A class of a notebook has no file.
-    """
+    """Return the files of environments and rewards, and what they import from their folders."""
     paths = []
     modules = [load(name).__module__ for name in names_of(config.env)]
     if rewards := rewards_of(config):
         modules += rewards.modules
     for module_name in modules:
         path = getattr(sys.modules[module_name], "__file__", None)
+        # A class of a notebook has no file.
         if path:
             finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
+            # Where it follows `from . import name` to.
+            finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)
             paths += [module.__file__ for module in finder.modules.values() if module.__file__]
     return paths
@@ -198,9 +199,11 @@ def _import_file(path: str):
     """Import a file once per process. It may import its neighbours."""
     spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there.
+    # Dataclasses look their module up there, and `from . import name` its package.
     sys.modules[path] = module
     folder = os.path.dirname(path)
+    sys.modules[spec.parent] = ModuleType(spec.parent)
+    sys.modules[spec.parent].__path__ = [folder]
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)

@@ -56,10 +56,12 @@ def make(name: str) -> type:
             raise ValueError(f"its actions are {game.action_space}, not numbered")
     kind = type(game.unwrapped)
     parameters = inspect.signature(kind).parameters.values()
+    # FrozenLake8x8-v1 is FrozenLake with another map.
+    options = {p.name: game.spec.kwargs.get(p.name, p.default) for p in parameters}
     steps = game.spec.max_episode_steps or 100
     return type(name, (Game,), {
         "_mode": "ansi" if "ansi" in kind.metadata["render_modes"] else None,
-        "options": {p.name: p.default for p in parameters if p.default is not None},
+        "options": {name: value for name, value in options.items() if value is not None},
         "system_prompt": inspect.getdoc(kind).partition("## Starting State")[0],
         "max_turns": steps,
         "limits": {"max_tokens": 4096, "max_tool_calls": steps, "max_tool_tokens": 4096}})

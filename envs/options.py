@@ -22,7 +22,8 @@ def parse(text: str, env_names: str | None) -> dict:
         types.update({name: type(value) for name, value in getattr(cls, "options", {}).items()})
         types.update(getattr(cls, "option_types", {}))
     # By convention **_ is thrown away, and **kwargs is read.
-    arguments.pop("_", None)
+    for name in ("self", "_"):
+        arguments.pop(name, None)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
     known = ["--unsafe_code", *arguments, *types]
     options = {}

@@ -41,9 +41,7 @@ class Setup:
         self.watch = Watch(self.limits.tool_timeout)
 
     def tasks(self, split: str, n: int) -> list[dict]:
-        """Return at most n tasks. Where `reset` needs no argument they may all be the same."""
-        if not (hasattr(self.cls, "_tasks") or self.config.tasks or envs.needed(self.cls)):
-            return [self.options] * n
+        """Return at most n tasks."""
         return load_tasks(self.config.env, split, n, self.config.seed, self.config.tasks,
                           env_options=self.options)
 

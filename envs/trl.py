@@ -21,11 +21,15 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
 
 
 def env_of(row: dict, names: list[str]) -> str:
-    """Return which of the named environments a row's "env" is, by name or class, or ValueError."""
+    """Return which of the named environments a row's "env" is, by name or class, or ValueError.
+
+    TRL calls the column "environment".
+    """
+    wanted = row.get("env", row.get("environment"))
     for name in names:
-        if row.get("env") in (name, name.rpartition(":")[2]):
+        if wanted in (name, name.rpartition(":")[2]):
             return name
-    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {row.get("env")!r:.60}')
+    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
 
 
 def turns_of(t) -> list[int]:

@@ -145,6 +145,13 @@ def test_frozen_lake_is_played_to_the_goal(games):
     assert env.get_reward() == 1.0 and this.cls.limits["max_tool_calls"] == this.cls.max_turns == 100
 
 
+def test_a_registered_name_keeps_what_it_sets(games):
+    """FrozenLake8x8-v1 is the constructor of FrozenLake-v1 with another map, and Blackjack-v1 plays by other rules than its constructor's defaults."""
+    assert envs.load("gymnasium:FrozenLake8x8-v1")().reset(number=0).count("\n") == 9
+    assert envs.load("gymnasium:Blackjack-v1").options == {"natural": False, "sab": True}
+    assert setup("gymnasium:FrozenLake8x8-v1", "map_name=4x4").cls().reset(number=0).count("\n") == 5
+
+
 def test_seeds_are_disjoint_and_decide_all(games):
     cls = envs.load("gymnasium:Blackjack-v1")
     train, test = cls._tasks("train", None, 0), cls._tasks("test", None, 0)

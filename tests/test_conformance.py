@@ -260,6 +260,17 @@ def test_faults_and_bad_schemas_are_told_in_a_line():
     assert told["valid tool schemas"] == "FAIL"
 
 
+class Typo(Sums):
+    def look(self) -> str:
+        """See the other number."""
+        return self.bee
+
+
+def test_a_tool_that_never_works_is_told():
+    told, reasons = verdicts(f"{__name__}:Typo")
+    assert RANDOM in those(told, "FAIL") and "Typo: look on task" in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: 'Typo' object has no attribute 'bee'")
+
+
 STRANGER = """
 class Counter:
     def reset(self, **kwargs):

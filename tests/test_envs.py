@@ -195,6 +195,15 @@ def test_a_file_may_import_its_neighbours(tmp_path):
     assert envs.load(f"{tmp_path / 'my.py'}:Environment").answer == 42 and sys.path == before
 
 
+@pytest.mark.parametrize("line, name", [("from .near import ANSWER", "ANSWER"), ("from . import near", "near.ANSWER")])
+def test_a_file_of_a_package_may_import_relatively_and_a_run_notes_what(tmp_path, line, name):
+    (tmp_path / "near.py").write_text("ANSWER = 42\n")
+    (tmp_path / "my.py").write_text(f"{line}\nclass Environment:\n    answer = {name}\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
+    config = SimpleNamespace(env=f"{tmp_path / 'my.py'}:Environment", rewards=None)
+    assert envs.load(config.env).answer == 42
+    assert sorted(envs.sources(config)) == [str(tmp_path / "my.py"), str(tmp_path / "near.py")]
+
+
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):
     assert envs.limits("gsm8k") == {**envs.LIMITS, "max_new_tokens": 512, "max_tokens": 2048}
     assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.lengths("equations")["max_new_tokens"] == 64

@@ -1,6 +1,7 @@
 """envs/rewards.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
 import math
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from agent import Limits, Trajectory, rollout
 from envs import rewards
 from episodes.tasks import load_tasks
 from experiment import summarise
+from experiment.background import in_thread
 from experiment.command_line import parse
 from experiment.errors import UserError
 from llm.tiny import make_tiny
@@ -92,6 +94,18 @@ def test_repetition(texts, value):
 def test_math_verify(text, answer, value):
     pytest.importorskip("math_verify")
     assert rewards.math_verify(said(text, task={"answer": answer})) == value
+
+
+@pytest.mark.parametrize("text, value, seconds", [(r"\boxed{\frac{2}{4}}", 1.0, 5.0), (r"\boxed{9^{9^{9}}}", 0.0, 0.3)])
+def test_math_verify_in_any_thread_ends_in_time(monkeypatch, caplog, text, value, seconds):
+    """--rollout_ahead pays in a thread, which no signal reaches. The comparison with 9^(9^9) takes hours."""
+    pytest.importorskip("math_verify")
+    t = said(text, task={"answer": "1/2"})
+    assert rewards.math_verify(said("0.5", task={"answer": "1/2"})) == 1.0
+    monkeypatch.setattr(rewards, "MATH_SECONDS", seconds)
+    began = time.monotonic()
+    assert rewards.math_verify(t) == in_thread(rewards.math_verify, t).result(20) == value
+    assert time.monotonic() - began < 10 and not caplog.records
 
 
 def test_math_verify_says_how_to_install_it(monkeypatch):
@@ -288,6 +302,13 @@ def test_an_episode_of_a_rollout_is_paid_and_logged(functions):
         assert t.reward == pytest.approx(t.reward_parts["environment"] + 2 * mean + 0.5 - 1.0) and sum(t.rewards) == pytest.approx(t.reward)
     assert {"reward/of_logprobs", "reward/half", "reward/environment"} <= set(summarise(found))
     assert functions in envs.sources(config)  # a run is not resumed on other functions
+
+
+def test_a_partial_is_noted_with_the_file_of_its_function(functions):
+    """A partial is of functools, whose 300 modules of the standard library are no source of a run."""
+    with open(functions, "a") as file:
+        file.write("from functools import partial\nquarter = partial(lambda episode, k: k, k=0.25)\n")
+    assert loaded(f"length,{functions}:quarter").modules == ["envs.rewards", "envs.rewards", functions]
 
 
 def test_a_config_file_does_not_name_functions(tmp_path):

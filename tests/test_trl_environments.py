@@ -76,6 +76,14 @@ def test_an_example_of_trl_plays_and_is_paid_as_it_is(monkeypatch, name, rewards
     assert isinstance(row["prompt"], str) or [m["role"] for m in t.messages][:len(row["prompt"])] == [m["role"] for m in row["prompt"]]
 
 
+def test_an_environment_that_draws_its_own_tasks_needs_no_data(tmp_path, capsys):
+    """The first example of TRL's page on GRPO: there is no data set, and nothing is held out."""
+    MODEL.save_pretrained(tmp_path / "tiny"), TOKENIZER.save_pretrained(tmp_path / "tiny")
+    result = grpo.train(grpo.Config(model_path=str(tmp_path / "tiny"), env=f"{FILE}:IncrementEnv", max_steps=1, tasks_per_step=2, group_size=2, max_new_tokens=16,
+                                    eval_tasks=4, output_dir=str(tmp_path / "out"), dtype="float32"))
+    assert result["steps"] == 1 and "4 of 4 held-out rows are also in the training data: dropped" in capsys.readouterr().out
+
+
 def test_the_environment_that_owns_question_and_reward(monkeypatch):
     monkeypatch.setattr(random, "randint", lambda a, b: 3)
     t = played(monkeypatch, "IncrementEnv", None, {}, call("increment", step=1), call("increment", step=2), "done")
@@ -102,9 +110,10 @@ def test_an_example_of_trl_trains_a_step(tmp_path, name, rewards, columns):
 
 
 # ------------------------------------------------------------------------------------------- columns of the data
-def test_a_row_chooses_among_the_environments_that_were_named(tmp_path):
+@pytest.mark.parametrize("column", ["env", "environment"])  # TRL's is "environment"
+def test_a_row_chooses_among_the_environments_that_were_named(tmp_path, column):
     names = f"{FILE}:WordleEnv,{FILE}:CatchEnv"
-    data = rows(tmp_path, *({"prompt": str(i), "env": ["WordleEnv", f"{FILE}:CatchEnv"][i % 4 == 0]} for i in range(40)))
+    data = rows(tmp_path, *({"prompt": str(i), column: ["WordleEnv", f"{FILE}:CatchEnv"][i % 4 == 0]} for i in range(40)))
     tasks = load_tasks(names, "train", None, 0, data)
     assert {task["env"] for task in tasks} == set(names.split(",")) and 25 < len(tasks) <= 40
     assert all((task["env"] == f"{FILE}:CatchEnv") == (int(task["prompt"]) % 4 == 0) for task in tasks)
