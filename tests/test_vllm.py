@@ -413,7 +413,7 @@ def test_pauses_before_the_last_try_are_half_a_minute(monkeypatch):
     def lost():
         raise vllm.Lost
     with pytest.raises(vllm.Lost):
-        vllm.persist(lost, vllm.TRIES)
+        vllm.persist(vllm.TRIES, lost)
     assert len(pauses) == vllm.TRIES - 1 and 30 < sum(pauses) < 35
 
 
