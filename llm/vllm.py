@@ -40,16 +40,15 @@ WAITS = 120  # so many times at most
 KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
 
 
-class Refused(Exception):
-    """An answer that the same request would get again."""
-
-
-class Lost(Exception):
+class Lost(UserError):
     """No answer, half of one, or one without sense: the next try may have more luck."""
 
 
 def ask(url: str, body=None) -> bytes:
-    """Return the answer to a POST of `body`, or to a GET without one. Raises Refused or Lost."""
+    """Return the answer to a POST of `body`, or to a GET without one.
+
+    Raises UserError for an answer that the same request would get again, and else Lost.
+    """
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     key = os.environ.get("VLLM_API_KEY", "none")
@@ -64,12 +63,13 @@ def ask(url: str, body=None) -> bytes:
                 response = connection.getresponse()
             text = response.read()
     except (OSError, HTTPException) as error:
-        raise Lost(f"{type(error).__name__}: {first_line(error)}") from None
+        raise Lost(f"--sampler {url}: {type(error).__name__}: {first_line(error)}") from None
     if response.status == 200:
         return text
     # The first two say that it has too much to do.
-    error = Lost if response.status in (408, 429) or response.status >= 500 else Refused
-    raise error(f"{response.status}: {first_line(text.decode(errors='replace') or response.reason)}")
+    error = Lost if response.status in (408, 429) or response.status >= 500 else UserError
+    reason = first_line(text.decode(errors="replace") or response.reason)
+    raise error(f"--sampler {url}: {response.status}: {reason}")
 
 
 def await_response(connection, url: str):
@@ -78,7 +78,7 @@ def await_response(connection, url: str):
         with suppress(TimeoutError):
             return connection.getresponse()
         ask(url.partition("/v1/")[0] + "/health")
-    raise Lost(f"no answer in {WAITS * PATIENCE} s")
+    raise Lost(f"--sampler {url}: no answer in {WAITS * PATIENCE} s")
 
 
 def persist(tries: int, act, *arguments):
@@ -124,9 +124,9 @@ class Servers:
 
     # --------------------------------------------------------------------------------- the adapter
     def policy(self, model):
-        """Let all servers load the model's adapter. Returns the context in which it is played.
+        """Let all servers load the model's adapter, once a step, by rank 0.
 
-        All ranks call it, and rank 0 tells the servers, once a step.
+        Returns the context in which it is played.
         """
         if not settings(model):
             raise UserError("--sampler: servers are told a new adapter each step; all weights are "
@@ -141,22 +141,23 @@ class Servers:
     def publish(self, model, name: str) -> list:
         """Write the model's adapter, let the servers load it, and unload old ones.
 
-        Returns the servers that live. Raises UserError if there are none, or one refuses.
+        Returns the servers that live. It is an error if there are none, or one refuses.
         """
         if not self.names:
             # What a run left here that was killed.
             shutil.rmtree(self.folder, ignore_errors=True)
         save_model(model, self.folder / name)
         self.names.append(name)
-        errors = self.everywhere(self.tell, "load", name)
-        living = [url for url, error in errors.items() if error is None]
-        for url, error in errors.items():
-            if isinstance(error, Refused) or not living:
+        futures = self.everywhere(self.tell, "load", name)
+        living = [url for url in futures if not futures[url].exception()]
+        for future in futures.values():
+            error = future.exception()
+            if error and not (living and isinstance(error, Lost)):
                 raise UserError(
-                    f"--sampler {url}: {error}; start it where it sees {self.folder / name}, with "
+                    f"{error}; start it where it sees {self.folder / name}, with "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank")
             if error:
-                say(f"--sampler {url}: {error}; the other servers take its episodes")
+                say(f"{error}; the other servers take its episodes")
         for old in self.names[:-KEPT]:
             self.retire(old)
         return living
@@ -172,12 +173,12 @@ class Servers:
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         try:
             ask(f"{url}/v1/{verb}_lora_adapter", body)
-        except Refused as error:
+        except UserError as error:
             if "already" not in str(error):
                 raise
 
     def everywhere(self, act, *arguments) -> dict:
-        """Return {url: what act(url, *arguments) returns or at last raises}.
+        """Call act(url, *arguments) for all servers. Returns {url: its Future, which is done}.
 
         A server that was gone is asked once. Signals are looked at.
         """
@@ -187,7 +188,7 @@ class Servers:
             futures[url] = in_thread(persist, tries, act, url, *arguments)
         while wait(futures.values(), 0.1).not_done:
             self.run.check()
-        return {url: future.exception() or future.result() for url, future in futures.items()}
+        return futures
 
     # ------------------------------------------------------------------------------------ requests
     def complete(self, body: dict, number: int):
@@ -195,34 +196,33 @@ class Servers:
         living = self.living
         url = living[number % len(living)]
         try:
-            try:
-                return self.turn(url, body)
-            except Refused:
-                # It may have been started again, and then lacks the adapter.
-                self.tell(url, "load", body["model"])
-                return self.turn(url, body)
+            return self.turn(url, body)
         except Lost:
             # The others take its rows until the next adapter. If there are none, all are asked.
             self.living = [other for other in living if other != url] or self.urls
             raise
+        except UserError:
+            # It may have been started again, and then lacks the adapter.
+            self.tell(url, "load", body["model"])
+            return self.turn(url, body)
 
     def turn(self, url: str, body: dict):
-        """Ask a server for one turn. Returns its ids and logprobs. Raises Refused or Lost."""
+        """Ask a server for one turn. Returns its ids and logprobs."""
         text = ask(f"{url}/v1/completions", body)
         limit, stop_ids = body["max_tokens"], set(body["stop_token_ids"])
         try:
             choice = json.loads(text)["choices"][0]
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             is_turn = (len(ids) == len(logprobs) <= limit
-                       and all(i in range(self.vocabulary) for i in ids)
+                       and 0 <= min(ids) and max(ids) < self.vocabulary
                        and all(-9999 < logprob < 1e-3 for logprob in logprobs)
                        and stop_ids.isdisjoint(ids[:-1])
                        and (ids[-1] in stop_ids or len(ids) == limit))
         except (LookupError, TypeError, ValueError, RecursionError):
             is_turn = False
         if not is_turn:
-            raise Lost("the answer is no turn, which has token ids and their log-probabilities, "
-                       "and ends with its first stop id or with max_tokens")
+            raise Lost(f"--sampler {url}: the answer is no turn, which has token ids with their "
+                       "log-probabilities, and ends with its first stop id or with max_tokens")
         return ids, logprobs
 
 
@@ -300,11 +300,7 @@ class ServerEngine:
         rows = []
         for turn in wait(self.asked, 0.1, FIRST_COMPLETED).done:
             row = self.asked.pop(turn)
-            try:
-                row.turn, row.logprobs = turn.result()
-            except (Lost, Refused) as error:
-                urls = ",".join(self.servers.urls)
-                raise UserError(f"--sampler {urls}: no usable answer ({error})") from None
+            row.turn, row.logprobs = turn.result()
             row.pending = row.pending + row.turn
             rows.append(row)
         self.ask_more()

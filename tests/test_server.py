@@ -238,6 +238,13 @@ def test_a_function_without_parameters_and_one_that_is_none(served, client):
             served.post("/chat/completions", {**CHAT, "tools": [tool]})
 
 
+def test_what_openais_package_adds_to_a_function_is_not_in_the_prompt(client):
+    def prompt_tokens(**more):
+        tool = {"type": "function", "function": {**ADD["function"], **more}}
+        return client.chat.completions.create(model="base", messages=HELLO, tools=[tool], max_tokens=1).usage.prompt_tokens
+    assert prompt_tokens() == prompt_tokens(strict=True) == prompt_tokens(strict=None)
+
+
 def test_streamed_calls_come_whole_and_results_in_any_order(served, client):
     turn = call_turn(served, {"a": 1, "b": 1}, {"a": 2, "b": 2}, text="both:")
     served.script[:] = [turn, turn]
@@ -332,7 +339,8 @@ def test_what_cannot_be_answered_is_refused(served, change, says):
 
 @pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0}, {"seed": None},
                                     {"stop": None, "logit_bias": None, "min_p": 0, "repetition_penalty": 1.0}, {"max_completion_tokens": 4, "max_tokens": None},
-                                    {"response_format": {"type": "text"}, "parallel_tool_calls": True, "top_logprobs": 0, "logit_bias": {}, "store": False}])
+                                    {"response_format": {"type": "text"}, "parallel_tool_calls": True, "top_logprobs": 0, "logit_bias": {}, "store": False},
+                                    {"user": "me", "metadata": {"run": "1"}, "service_tier": "auto", "modalities": ["text"]}])
 def test_parameters_that_ask_for_nothing_are_taken(served, change):
     assert served.post("/chat/completions", {**CHAT, **change})["usage"]["completion_tokens"] <= 4
 

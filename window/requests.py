@@ -20,7 +20,10 @@ ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
 # Values that ask for nothing. Clients send them, also where nobody knows the parameter.
 NOTHING = {"stream": False, "echo": False, "best_of": 1, "top_k": -1, "top_logprobs": 0, "min_p": 0,
            "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
-           "response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False}
+           "response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False,
+           "service_tier": "auto", "modalities": ["text"]}
+# What a client calls itself or its request.
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 Id = Annotated[int, Field(ge=0)]
 
@@ -44,7 +47,7 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items()
-                if value is not None and value != NOTHING.get(name)}
+                if value is not None and value != NOTHING.get(name) and name not in LABELS}
 
 
 class Sampled(Body):
@@ -91,7 +94,7 @@ class ToolCall(BaseModel):
     function: Function
 
 
-class ToolFunction(BaseModel):
+class ToolFunction(Body):
     """A function that the model may call. Its fields stand in the order of training's prompts."""
 
     model_config = ConfigDict(extra="allow")
@@ -100,6 +103,8 @@ class ToolFunction(BaseModel):
     description: str = ""
     # A function without arguments may leave them out.
     parameters: dict = {}
+    # OpenAI's package sends it, and training's prompts do not have it.
+    strict: bool = Field(False, exclude=True)
 
 
 class Tool(BaseModel):

@@ -101,10 +101,10 @@ class Server:
     def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
         """Return the rows of n turns after one prompt. `default` stands for max_tokens."""
         room = self.context - len(prompt)
-        limit = body.max_tokens or min(default, room)
-        if not 0 < limit <= room:
-            raise Refusal(400, f"the prompt has {len(prompt)} tokens and max_tokens is {limit}: "
-                               f"this server's context has {self.context} (--max_tokens)",
+        limit = body.max_tokens or max(min(default, room), 1)
+        if limit > room:
+            raise Refusal(400, f"{len(prompt)} tokens of prompt and {limit} more do not fit: this "
+                               f"server's context has {self.context} (--max_tokens)",
                           "context_length_exceeded")
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
                          stops=body.stop, streams=streams) for i in range(body.n)]
