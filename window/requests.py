@@ -37,7 +37,7 @@ class Refusal(HTTPException):
 
 
 class Body(BaseModel):
-    """The body of a request. A null counts as not given, and so does what asks for nothing."""
+    """The body of a request, or an object in it. What is null or asks for nothing is not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
