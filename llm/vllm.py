@@ -66,10 +66,12 @@ def ask(url: str, body=None) -> bytes:
         raise Lost(f"--sampler {url}: {type(error).__name__}: {first_line(error)}") from None
     if response.status == 200:
         return text
-    # The first two say that it has too much to do.
-    error = Lost if response.status in (408, 429) or response.status >= 500 else UserError
     reason = first_line(text.decode(errors="replace") or response.reason)
-    raise error(f"--sampler {url}: {response.status}: {reason}")
+    message = f"--sampler {url}: {response.status}: {reason}"
+    # The first two say that it has too much to do.
+    if response.status in (408, 429) or response.status >= 500:
+        raise Lost(message)
+    raise UserError(message)
 
 
 def await_response(connection, url: str):
