@@ -5,25 +5,22 @@ from concurrent.futures import Future
 
 def in_thread(act, *arguments) -> Future:
     """Let a thread call act(*arguments). It does not keep the process from ending."""
-    def start(work):
-        threading.Thread(target=work, daemon=True).start()
-    return by(start, act, *arguments)
+    future, work = promised(act, *arguments)
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
-def by(start, act, *arguments) -> Future:
-    """Let `start`, a function that gets a function, have act(*arguments) called."""
+def promised(act, *arguments):
+    """Return a Future, and the function that calls act(*arguments) for it."""
     future = Future()
 
     def work():
-        # False where nobody waits any more.
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(act(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-                # A signal has to end the main thread.
-                if threading.current_thread() is threading.main_thread() and not isinstance(
-                        error, Exception):
-                    raise
-    start(work)
-    return future
+        try:
+            future.set_result(act(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+            # A signal has to end the main thread.
+            if threading.current_thread() is threading.main_thread() and not isinstance(
+                    error, Exception):
+                raise
+    return future, work

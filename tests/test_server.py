@@ -238,6 +238,13 @@ def test_a_function_without_parameters_and_one_that_is_none(served, client):
             served.post("/chat/completions", {**CHAT, "tools": [tool]})
 
 
+def test_what_openais_package_adds_to_a_function_is_not_in_the_prompt(client):
+    def prompt_tokens(**more):
+        tool = {"type": "function", "function": {**ADD["function"], **more}}
+        return client.chat.completions.create(model="base", messages=HELLO, tools=[tool], max_tokens=1).usage.prompt_tokens
+    assert prompt_tokens() == prompt_tokens(strict=True) == prompt_tokens(strict=None)
+
+
 def test_streamed_calls_come_whole_and_results_in_any_order(served, client):
     turn = call_turn(served, {"a": 1, "b": 1}, {"a": 2, "b": 2}, text="both:")
     served.script[:] = [turn, turn]
@@ -317,7 +324,7 @@ CHAT = {"model": "base", "messages": HELLO, "max_tokens": 4}
     ({"messages": [*HELLO, {"role": "assistant", "content": "x"}, {"role": "tool", "tool_call_id": "1", "content": "5"}]}, "tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
     ({"temperature": -1}, "temperature.*greater than or equal to 0.001"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
-    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),
+    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1e-50}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop"), ({"seed": "x"}, "seed"), ({"stream": "yes"}, "stream"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "not permitted"), ({"top_logprobs": 3}, "not permitted"), ({"bogus": 1}, "not permitted"),
     ({"response_format": {"type": "json_object"}}, "not permitted"), ({"tool_choice": "required"}, "tool_choice"),
@@ -330,8 +337,10 @@ def test_what_cannot_be_answered_is_refused(served, change, says):
     assert caught.value.body["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0}, {"seed": None},
-                                    {"stop": None, "logit_bias": None, "min_p": 0, "repetition_penalty": 1.0}, {"max_completion_tokens": 4, "max_tokens": None}])
+@pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 1e-6}, {"temperature": 1e-3, "top_k": 10**30}, {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0}, {"seed": None},
+                                    {"stop": None, "logit_bias": None, "min_p": 0, "repetition_penalty": 1.0}, {"max_completion_tokens": 4, "max_tokens": None},
+                                    {"response_format": {"type": "text"}, "parallel_tool_calls": True, "top_logprobs": 0, "logit_bias": {}, "store": False},
+                                    {"user": "me", "metadata": {"run": "1"}, "service_tier": "auto", "modalities": ["text"]}])
 def test_parameters_that_ask_for_nothing_are_taken(served, change):
     assert served.post("/chat/completions", {**CHAT, **change})["usage"]["completion_tokens"] <= 4
 
@@ -357,7 +366,7 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
         served.post("/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "x", "parameters": deep}}]})
     with pytest.raises(openai.APIStatusError) as caught:
         served.post("/completions", {"prompt": "x" * 100_000_000})
-    assert caught.value.status_code == 413 and caught.value.body["type"] == "invalid_request_error"
+    assert caught.value.status_code == 413
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     connection, answer = raw(served, head + b"%x\r\n" % (2**22 + 1) + b"x" * (2**22 + 1) + b"\r\n0\r\n\r\n")
     assert b" 413 " in answer.splitlines()[0] and b"invalid_request_error" in answer + connection.recv(4000)
@@ -404,9 +413,17 @@ def test_a_token_is_asked_of_everybody_but_health(tiny_model):
     served = Served(*tiny_model, token="secret")
     assert served.client.models.list().data
     for key in ("secre", "secret2", "geheim"):
-        for path in ("/v1/models", "/v1/nothing", "/solve", "/openapi.json", "/docs"):
+        stranger = openai.OpenAI(base_url=served.url, api_key=key, max_retries=0)
+        with pytest.raises(openai.AuthenticationError) as caught:
+            stranger.get("/v1/models", cast_to=object)
+        assert caught.value.code == "invalid_api_key"
+        for path in ("chat/completions", "completions", "load_lora_adapter", "unload_lora_adapter", "../solve"):
+            # Without the token not even what is wrong with the body is said.
             with pytest.raises(openai.AuthenticationError):
-                openai.OpenAI(base_url=served.url, api_key=key, max_retries=0).get(path, cast_to=object)
+                stranger.post(f"/v1/{path}", body={"n": 0}, cast_to=object)
+        for path in ("/v1/nothing", "/openapi.json", "/docs"):
+            with pytest.raises(openai.NotFoundError):
+                stranger.get(path, cast_to=object)
     assert openai.OpenAI(base_url=served.url, api_key="none").get("/healthz", cast_to=object) == {"status": "ok"}
     served.http.should_exit = True
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from fastapi.responses import JSONResponse
 from pydantic import (AliasChoices, BaseModel, ConfigDict, Field, Json, field_validator,
                       model_validator)
+from starlette.exceptions import HTTPException
 
 from experiment.errors import first_line
 from llm.chat import Chat
@@ -17,36 +17,37 @@ BASE = "base"  # the name of the model that was started
 # The order of messages in an episode.
 ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
 
+# Values that ask for nothing. Clients send them, also where nobody knows the parameter.
+NOTHING = {"stream": False, "echo": False, "best_of": 1, "top_k": -1, "top_logprobs": 0, "min_p": 0,
+           "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
+           "response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False,
+           "service_tier": "auto", "modalities": ["text"]}
+# What a client calls itself or its request.
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+
 Id = Annotated[int, Field(ge=0)]
 
 
-class Refusal(Exception):
+class Refusal(HTTPException):
     """An answer that is an error, with the status and the code that OpenAI's API uses."""
 
     def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message)
         self.code = code
-
-    def body(self) -> dict:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status)
 
 
 class Body(BaseModel):
-    """The body of a request. A null counts as not given."""
+    """The body of a request, or an object in it. What is null or asks for nothing is not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def without_nulls(cls, given):
+    def without_nothing(cls, given):
         if not isinstance(given, dict):
             return given
-        return {name: given[name] for name in given if given[name] is not None}
+        return {name: value for name, value in given.items()
+                if value is not None and value != NOTHING.get(name) and name not in LABELS}
 
 
 class Sampled(Body):
@@ -55,17 +56,9 @@ class Sampled(Body):
     model: str = BASE
     seed: int = Field(default_factory=lambda: secrets.randbits(63))
     temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
-    top_k: int = Field(0, ge=-1)
-    top_p: float = Field(1.0, gt=0, le=1)
-    # These four are not here. Clients send the values that ask for nothing.
-    min_p: Literal[0] = 0
-    repetition_penalty: Literal[1] = 1
-    frequency_penalty: Literal[0] = 0
-    presence_penalty: Literal[0] = 0
-
-    @property
-    def sampling(self) -> tuple:
-        return self.temperature, max(self.top_k, 0), self.top_p
+    top_k: int = Field(0, ge=0)
+    # A float32 rounds much less to 0, which would leave no token at all.
+    top_p: float = Field(1.0, ge=1e-6, le=1)
 
 
 class Turns(Sampled):
@@ -81,15 +74,6 @@ class Turns(Sampled):
     @classmethod
     def as_list(cls, stop):
         return [stop] if isinstance(stop, str) else stop
-
-    def limit(self, prompt: list[int], context: int, default: int) -> int:
-        """Return how many tokens may be sampled after a prompt, or raise Refusal."""
-        room = context - len(prompt)
-        if room < (self.max_tokens or 1):
-            raise Refusal(400, f"the prompt has {len(prompt)} tokens and max_tokens is "
-                               f"{self.max_tokens or 1}: this server's context has {context} "
-                               "(--max_tokens)", "context_length_exceeded")
-        return self.max_tokens or min(default, room)
 
 
 class Completion(Turns):
@@ -111,7 +95,7 @@ class ToolCall(BaseModel):
     function: Function
 
 
-class ToolFunction(BaseModel):
+class ToolFunction(Body):
     """A function that the model may call. Its fields stand in the order of training's prompts."""
 
     model_config = ConfigDict(extra="allow")
@@ -120,6 +104,8 @@ class ToolFunction(BaseModel):
     description: str = ""
     # A function without arguments may leave them out.
     parameters: dict = {}
+    # OpenAI's package sends it, and training's prompts do not have it.
+    strict: bool = Field(False, exclude=True)
 
 
 class Tool(BaseModel):
@@ -145,10 +131,6 @@ class Message(BaseModel):
         return self.content or ""
 
 
-class StreamOptions(Body):
-    include_usage: bool = False
-
-
 class ChatCompletion(Turns):
     """POST /v1/chat/completions"""
 
@@ -157,7 +139,7 @@ class ChatCompletion(Turns):
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[Literal["include_usage"], bool] = {}
 
 
 class Problem(Sampled):

@@ -17,17 +17,16 @@ import time
 from functools import lru_cache
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
-from starlette.datastructures import Headers
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 import envs
 from agent import Episode
 from envs.session import Session, Watch, load_environments
-from experiment.background import by, in_thread
+from experiment.background import in_thread, promised
 from experiment.errors import UserError, printable
 from experiment.seeds import mix
 from llm.chat import Chat
@@ -40,7 +39,6 @@ from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem,
 LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
 REQUESTS = 256  # that are answered at the same time
-HEALTH = "/healthz", "/health"  # need no token; the second is vLLM's name for it
 
 
 class Server:
@@ -66,40 +64,31 @@ class Server:
             self.environment = name, cls, chats[name]
         self.player = Player(model, techniques_of(model).decode_rows)
 
-    def application(self):
+    def application(self) -> FastAPI:
         """Return the ASGI application."""
-        errors = Refusal, UserError, RequestValidationError, HTTPException
-        app = FastAPI(openapi_url=None, dependencies=[Depends(self.place)],
-                      exception_handlers=dict.fromkeys(errors, refuse))
+        asked = APIRouter(dependencies=[Depends(self.place)])
+        asked.post("/v1/chat/completions")(self.chat_completions)
+        asked.post("/v1/completions")(self.completions)
+        asked.post("/v1/load_lora_adapter")(self.load)
+        asked.post("/v1/unload_lora_adapter")(self.unload)
+        asked.post("/solve")(self.solve)
+        asked.get("/v1/models")(self.models)
+        errors = HTTPException, RequestValidationError
+        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
-        app.post("/v1/chat/completions")(self.chat_completions)
-        app.post("/v1/completions")(self.completions)
-        app.post("/v1/load_lora_adapter")(self.load)
-        app.post("/v1/unload_lora_adapter")(self.unload)
-        app.post("/solve")(self.solve)
-        app.get("/v1/models")(self.models)
-        for path in HEALTH:
-            app.get(path)(self.health)
-
-        async def gate(scope, receive, send):
-            await (self.refusal(scope) or app)(scope, receive, send)
-        return gate
-
-    def refusal(self, scope):
-        """Return the answer to a request that is refused before its body is read, or None."""
-        if scope["path"] in HEALTH:
-            return None
-        headers, wanted = Headers(scope=scope), self.config.token
-        given = headers.get("authorization", "")
-        if wanted and not hmac.compare_digest(given.encode(), f"Bearer {wanted}".encode()):
-            return Refusal(401, "the token is missing or wrong", "invalid_api_key").response()
-        if int(headers.get("content-length", 0)) > BODY:
-            return Refusal(413, f"the body has more than {BODY} bytes").response()
-        return None
+        app.include_router(asked)
+        # Anybody may ask these. The second is vLLM's name for it.
+        app.get("/healthz")(self.health)
+        app.get("/health")(self.health)
+        return app
 
     async def place(self, request: Request):
-        """Count a request, whose body has come, until it is answered."""
-        if self.requests >= REQUESTS and request.url.path not in HEALTH:
+        """Let a client with the token in, and count its request until it is answered."""
+        key = request.headers.get("authorization", "")
+        wanted = f"Bearer {self.config.token}"
+        if self.config.token and not hmac.compare_digest(key.encode(), wanted.encode()):
+            raise Refusal(401, "the token is missing or wrong", "invalid_api_key")
+        if self.requests >= REQUESTS:
             raise Refusal(429, f"{REQUESTS} requests are being answered; try again later",
                           "rate_limit_exceeded")
         self.requests += 1
@@ -110,8 +99,13 @@ class Server:
 
     # ----------------------------------------------------------------------------------- sampling
     def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
-        """Return the rows of n turns after one prompt."""
-        limit = body.limit(prompt, self.context, default)
+        """Return the rows of n turns after one prompt. `default` stands for max_tokens."""
+        room = self.context - len(prompt)
+        limit = body.max_tokens or max(min(default, room), 1)
+        if limit > room:
+            raise Refusal(400, f"{len(prompt)} tokens of prompt and {limit} more do not fit: this "
+                               f"server's context has {self.context} (--max_tokens)",
+                          "context_length_exceeded")
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
                          stops=body.stop, streams=streams) for i in range(body.n)]
 
@@ -122,8 +116,8 @@ class Server:
         if weights is None:
             raise Refusal(404, f"the model {name!r} does not exist here; GET /v1/models",
                           "model_not_found")
-        return Choice(prompt, chat=self.plain, weights=weights, sampling=body.sampling,
-                      seed=mix(body.seed, number), **options)
+        return Choice(prompt, chat=self.plain, weights=weights, seed=mix(body.seed, number),
+                      sampling=(body.temperature, body.top_k, body.top_p), **options)
 
     async def finish(self, choices, request: Request):
         """Wait for the ends of choices. They leave the engine when their client leaves."""
@@ -164,13 +158,12 @@ class Server:
     async def chat_completions(self, body: ChatCompletion, request: Request):
         tools = body.tools if body.tool_choice == "auto" else []
         with refused("tools"):
-            tools = [tool.model_dump() for tool in tools]
-            chat = self.chat_of(json.dumps(tools))
+            chat = self.chat_of(json.dumps([tool.model_dump() for tool in tools]))
         prompt = conversation_ids(chat, body.messages)
-        stop_ids = chat.stop_ids | chat.start_ids
         # A call is shown when it is whole.
         streams = body.stream and not tools
-        choices = self.turns(body, prompt, stop_ids, self.limits.max_new_tokens, streams)
+        choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
+                             self.limits.max_new_tokens, streams)
         if body.stream:
             events = self.events(body, choices, tools)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -178,8 +171,8 @@ class Server:
         shown = []
         for i, choice in enumerate(choices):
             message, reason = message_of(choice, tools)
-            shown.append({"index": i, "message": {"role": "assistant", **message},
-                          "finish_reason": reason, "logprobs": self.logprobs(body, choice)})
+            shown.append({"index": i, "message": message, "finish_reason": reason,
+                          "logprobs": self.logprobs(body, choice)})
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
 
     async def events(self, body, choices, tools):
@@ -194,17 +187,17 @@ class Server:
                 sent[choice] = len(choice.text), len(choice.logprobs)
                 delta, reason = message_of(choice, tools)
                 delta["content"] = (delta["content"] or "")[characters:]
-                if not tokens:
-                    delta["role"] = "assistant"
+                if tokens:
+                    del delta["role"]
                 logprobs = self.logprobs(body, choice, slice(tokens, sent[choice][1]))
                 shown = {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
                          "logprobs": logprobs}
                 yield event({**chunk, "choices": [shown]})
-            if body.stream_options.include_usage:
+            if body.stream_options.get("include_usage"):
                 yield event({**chunk, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
         except Refusal as refusal:
-            yield event(refusal.body())
+            yield event(error_of(refusal))
 
     def logprobs(self, body, choice, tokens=slice(None)):
         """Return the log-probabilities of some of a choice's tokens, if the client wants them."""
@@ -268,10 +261,11 @@ class Server:
     async def load(self, body: Adapter):
         if body.lora_name in self.player.adapters:
             raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
-        # The engine's thread loads it.
-        load = by(self.player.inbox.put, self.player.load, body.lora_name, body.lora_path)
+        future, load = promised(self.player.load, body.lora_name, body.lora_path)
+        # The engine's thread calls it.
+        self.player.inbox.put(load)
         with refused("lora_path"):
-            await asyncio.wrap_future(load)
+            await asyncio.wrap_future(future)
         return {"status": "ok"}
 
     async def unload(self, body: Adapter):
@@ -296,13 +290,14 @@ def message_of(choice, tools) -> tuple[dict, str]:
     """Return the message in a choice that has ended, and the reason of its end."""
     content, calls, _ = parse_tool_calls(choice.text) if tools else ("", [], [])
     if not calls:
-        return {"content": choice.text}, choice.reason
+        return {"role": "assistant", "content": choice.text}, choice.reason
     tool_calls = []
     for i, call in enumerate(calls):
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
                            "function": function})
-    return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
+    message = {"role": "assistant", "content": content or None, "tool_calls": tool_calls}
+    return message, "tool_calls"
 
 
 def take_turn(episode, row):
@@ -321,13 +316,14 @@ async def refuse(request, error):
     if isinstance(error, RequestValidationError):
         # Of a value that may be one of two kinds, the last says most.
         last = error.errors()[-1]
-        place = ".".join(map(str, last["loc"]))
-        error = UserError(f"{place}: {last['msg']}")
-    if isinstance(error, UserError):
-        error = Refusal(400, str(error))
-    if isinstance(error, HTTPException):
-        error = Refusal(error.status_code, error.detail)
-    return error.response()
+        error = Refusal(400, f"{'.'.join(map(str, last['loc']))}: {last['msg']}")
+    return JSONResponse(error_of(error), error.status_code)
+
+
+def error_of(error: HTTPException) -> dict:
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return {"error": {"message": error.detail, "type": kind, "param": None,
+                      "code": getattr(error, "code", None)}}
 
 
 def serve(config, model, tokenizer, limits):
