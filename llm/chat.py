@@ -71,7 +71,7 @@ class Chat:
         generation_config: the model's; its eos_token_id ends a turn too.
 
     Attributes:
-        tool_names: the names of the tools.
+        tools, tool_names: the schemas of the tools' parameters by their names, and these names.
         native_tools: True if the template shows tools, calls and results. Otherwise tools go into
             the first user message, and calls and results are written as Hermes text.
         stop_ids: the tokens that end a turn.
@@ -86,7 +86,10 @@ class Chat:
         self.tokenizer = tokenizer
         self._template = Template(tokenizer)
         tools = self._template.clean(tools)
-        self.tool_names = [tool["function"]["name"] for tool in tools]
+        functions = [tool["function"] for tool in tools]
+        self.tools = {f["name"]: (f.get("parameters") or {}).get("properties", {})
+                      for f in functions}
+        self.tool_names = list(self.tools)
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
         eos = eos if isinstance(eos, (list, tuple)) else [eos]
