@@ -19,25 +19,24 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _SPACE = re.compile(r"\s*")
 _SEMICOLON = re.compile(r"\s*;?\s*")
 _OPENER = re.compile(
-    r'(?:<tool_call>\s*)?<function=|<tool_call>|<atem:invoke name="|<\|python_tag\|>|'
-    r"<\|tool_call_start\|>|<\|tool_call>call:|"
+    r'(?:<tool_call>\s*)?<function=|<tool_calls?>|<(?:atem:)?invoke name="|<\|python_tag\|>|'
+    r"<\|tool_call_start\|>|<\|tool_call>call:|<\|tool_call\|>|\[TOOL_CALLS\]|"
     r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>"
 )
 _NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
-    r"</tool_call>|</function>|</atem:invoke>|<\|tool_call_end\|>|<tool_call\|>"
+    r"</tool_calls?>|</function>|</(?:atem:)?invoke>|<\|tool_call_end\|>|<(?:\|/)?tool_call\|>"
 )
 _TAG = re.compile(f"{_CLOSER.pattern}|{_OPENER.pattern}")
 _CLOSERS = re.compile(rf"(?:\s*(?:{_CLOSER.pattern}))*")
 _PYTHON_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
-_LIKE_A_CALL = re.compile(
-    r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"', re.S
-)
-_TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>)?\s*')
+_LIKE_A_CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"',
+                          re.S)
+_TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>|\[ARGS\])?\s*')
 _TAG_VALUE = re.compile(
-    r'(?:<parameter=|<atem:parameter name="|<arg_key>)([^<>"\n]{1,64})'
-    r'(?:">|>\n?|</arg_key>\s*<arg_value>)'
-    r"(.*?)(?:\n?</parameter>|</atem:parameter>|</arg_value>)\s*",
+    r'(?:(<parameter=)|<(?:atem:)?parameter name="|<arg_key>)([^<>"\n]{1,64})'
+    r'(?:">|>|</arg_key>\s*<arg_value>)'
+    r"(?(1)\n?)(.*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*",
     re.S,
 )
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
@@ -50,10 +49,11 @@ def parse_tool_calls(text: str, tools={}) -> tuple[str, list[dict], list[str]]:
     """Split what a model wrote into an answer and tool calls.
 
     These forms are read: `<tool_call>` around JSON, around Qwen's `<function=...>` or around GLM's
-    `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama and ATEM; a text that is itself a JSON
-    call, a list of them, or `[f(x=1)]`. Prose and other JSON are an answer. A closed thought at the
-    start is part of the answer, whatever it mentions. A tagged value such as `<parameter=n>42` that
-    is JSON but no string is read as JSON, unless the parameter's schema (`Chat.tools`) is of text.
+    `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama, ATEM, Mistral, MiniMax, Phi, Hunyuan; a
+    text that is itself a JSON call, a list of them, or `[f(x=1)]`. Prose and other JSON are an
+    answer. A closed thought at the start is part of it, whatever it mentions. A tagged value such
+    as `<parameter=n>42` that is JSON but no string is read as JSON, unless the schema of the
+    parameter in `tools` (name -> parameter -> schema) is of text.
 
     Returns:
         The text outside the calls, the calls as {"name": str, "arguments": dict}, and one error
@@ -223,7 +223,8 @@ def _read_gemma(text, start):
     pieces = body.split('<|"|>')
     # Pieces with an odd index stood between quotes.
     for i, piece in enumerate(pieces):
-        pieces[i] = json.dumps(piece) if i % 2 else _GEMMA_KEY.sub(r'\1"\2":', piece)
+        bare = re.sub(r"\bNone\b", "null", piece)
+        pieces[i] = json.dumps(piece) if i % 2 else _GEMMA_KEY.sub(r'\1"\2":', bare)
     name, brace, rest = "".join(pieces).partition("{")
     arguments, _ = _json(brace + rest, 0)
     return [{"name": name, "arguments": arguments}], start + len(body)
@@ -242,7 +243,7 @@ def _read_tagged(text, start, tools):
         return [{"name": name[1], "arguments": arguments}], position
     pairs = []
     while tag := _TAG_VALUE.match(text, position):
-        key, value = tag.groups()
+        _, key, value = tag.groups()
         schema = tools.get(name[1], {}).get(key, {})
         pairs.append((key, _tagged_value(value, schema)))
         position = tag.end()

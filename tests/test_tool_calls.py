@@ -94,6 +94,12 @@ def test_names_of_nested_arguments_are_any_text_in_gemmas_form():
     assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"d": {"größe": 1, "content-type": "a, b: {c}", "2nd key": [{"y": []}, True]}}}], [])
 
 
+def test_none_in_gemmas_form_is_null():
+    """Its templates write None, and no None in a text."""
+    text = '<|tool_call>call:f{a:None,b:{c:[None,1]},d:<|"|>None<|"|>}<tool_call|>'
+    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": None, "b": {"c": [None, 1]}, "d": "None"}}], [])
+
+
 @pytest.mark.parametrize("text", ANSWERS)
 def test_answers(text):
     assert parse_tool_calls(text) == (text.strip(), [], [])
