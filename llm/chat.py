@@ -64,7 +64,7 @@ class Chat:
         generation_config: the model's; its eos_token_id ends a turn too.
 
     Attributes:
-        tools, tool_names: the schemas of the tools' parameters by their names, and these names.
+        tools, tool_names: the schemas of the functions by their names, and these names.
         native_tools: True if the template shows tools, results, and calls that we can read.
             Otherwise tools go into the first user message, calls and results are Hermes text.
         stop_ids: the tokens that end a turn.
@@ -79,9 +79,7 @@ class Chat:
         self.tokenizer = tokenizer
         self._template = Template(tokenizer)
         tools = self._template.clean(tools)
-        functions = [tool["function"] for tool in tools]
-        self.tools = {f["name"]: (f.get("parameters") or {}).get("properties", {})
-                      for f in functions}
+        self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self.tool_names = list(self.tools)
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
@@ -171,11 +169,9 @@ class Chat:
             turn_ids: what stands there instead, up to the end of the rendering.
         """
         missing = self._template.decode(prompt_ids)
-        if not missing:
-            return turn_ids
         # The prompt may end with "<think>", "\n" where the turn has "<think>", "\n\n": one token
         # across the seam.
-        for end in range(1, len(missing.encode()) + 2):
+        for end in range(len(missing.encode()) + 2):
             text = self._template.decode(turn_ids[:end])
             if text.startswith(missing):
                 return self._template.encode(text[len(missing) :]) + turn_ids[end:]
@@ -241,10 +237,9 @@ class Chat:
 
     def _is_read(self, dummy):
         """True if the parser reads the call of dummy[1] as the template writes it."""
-        prompt = self._template.render(dummy[:1])
         whole = self._template.render(dummy[:2], generate=False)
-        turn = whole[len(os.path.commonprefix([prompt, whole])) :]
-        return len(parse_tool_calls(turn)[1]) == 1
+        prompt = os.path.commonprefix([self._template.render(dummy[:1]), whole])
+        return len(parse_tool_calls(whole[len(prompt) :])[1]) == 1
 
     def _end_of_turn(self, dummy) -> TurnEnd:
         """Find how the assistant turn dummy[1] of a conversation ends."""

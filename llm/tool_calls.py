@@ -21,12 +21,10 @@ _SEMICOLON = re.compile(r"\s*;?\s*")
 _OPENER = re.compile(
     r'(?:<tool_call>\s*)?<function=|<tool_calls?>|<(?:atem:)?invoke name="|<\|python_tag\|>|'
     r"<\|tool_call_start\|>|<\|tool_call>call:|<\|tool_call\|>|\[TOOL_CALLS\]|"
-    r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>"
-)
+    r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>")
 _NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
-    r"</tool_calls?>|</function>|</(?:atem:)?invoke>|<\|tool_call_end\|>|<(?:\|/)?tool_call\|>"
-)
+    r"</tool_calls?>|</function>|</(?:atem:)?invoke>|<\|tool_call_end\|>|<(?:\|/)?tool_call\|>")
 _TAG = re.compile(f"{_CLOSER.pattern}|{_OPENER.pattern}")
 _CLOSERS = re.compile(rf"(?:\s*(?:{_CLOSER.pattern}))*")
 _PYTHON_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
@@ -36,9 +34,7 @@ _TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>|\[ARGS\])?\s*')
 _TAG_VALUE = re.compile(
     r'(?:(<parameter=)|<(?:atem:)?parameter name="|<arg_key>)([^<>"\n]{1,64})'
     r'(?:">|>|</arg_key>\s*<arg_value>)'
-    r"(?(1)\n?)(.*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*",
-    re.S,
-)
+    r"(?(1)\n?)(.*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 _QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -51,9 +47,8 @@ def parse_tool_calls(text: str, tools={}) -> tuple[str, list[dict], list[str]]:
     These forms are read: `<tool_call>` around JSON, around Qwen's `<function=...>` or around GLM's
     `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama, ATEM, Mistral, MiniMax, Phi, Hunyuan; a
     text that is itself a JSON call, a list of them, or `[f(x=1)]`. Prose and other JSON are an
-    answer. A closed thought at the start is part of it, whatever it mentions. A tagged value such
-    as `<parameter=n>42` that is JSON but no string is read as JSON, unless the schema of the
-    parameter in `tools` (name -> parameter -> schema) is of text.
+    answer. A closed thought at the start is part of it, whatever it mentions. A tagged value, as in
+    `<parameter=n>42`, is read as JSON if it can be, but text where the schema in `tools` says so.
 
     Returns:
         The text outside the calls, the calls as {"name": str, "arguments": dict}, and one error
@@ -244,23 +239,26 @@ def _read_tagged(text, start, tools):
     pairs = []
     while tag := _TAG_VALUE.match(text, position):
         _, key, value = tag.groups()
-        schema = tools.get(name[1], {}).get(key, {})
-        pairs.append((key, _tagged_value(value, schema)))
+        pairs.append((key, _tagged_value(value, tools.get(name[1]), key)))
         position = tag.end()
     _check_end(text, position, "in")
     return [{"name": name[1], "arguments": _unique(pairs)}], position
 
 
-def _tagged_value(raw, schema):
+def _tagged_value(raw, function, key):
     """Return a tagged value as JSON if all of it is JSON and no string, else as it stands.
 
-    By its schema it may be text, whatever it looks like. null is none where None may be.
+    Where the function's schema asks for text it is text, or None if that may be and it is null.
     """
     json_text = _PYTHON_WORDS.get(raw.strip(), raw.strip())
-    is_text = schema.get("type") == "string" and (json_text != "null" or not schema.get("nullable"))
+    # The schemas of a data file may have any form.
+    with suppress(LookupError, TypeError):
+        schema = function["parameters"]["properties"][key]
+        if schema["type"] == "string" and not (json_text == "null" and schema.get("nullable")):
+            return raw
     with suppress(ValueError):
         value, end = _json(json_text, 0)
-        if not is_text and not isinstance(value, str) and end == len(json_text):
+        if not isinstance(value, str) and end == len(json_text):
             return value
     return raw
 

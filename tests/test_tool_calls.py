@@ -261,7 +261,13 @@ def test_tagged_values_are_json_or_text():
         assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": value}}], []), raw
 
 
-TEXT = {"f": {"a": {"type": "string"}}}
+
+
+def schema(**properties):
+    return {"f": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+
+
+TEXT = schema(a={"type": "string"})
 TAGGED = {"qwen": "<tool_call><function=f><parameter=a>\n%s\n</parameter></function></tool_call>",
           "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
           "atem": '<atem:invoke name="f">\n<atem:parameter name="a">%s</atem:parameter>\n</atem:invoke>'}
@@ -273,9 +279,10 @@ def test_a_tagged_value_is_the_text_itself_where_the_schema_says_text(form, raw)
     """Neither read as JSON nor spelled anew; of newlines only those go that Qwen's templates put around a value."""
     text = TAGGED[form] % raw
     assert parse_tool_calls(text, TEXT)[1:] == ([{"name": "f", "arguments": {"a": raw}}], [])
-    maybe = {"f": {"a": {"type": "string", "nullable": True}}}
+    maybe = schema(a={"type": "string", "nullable": True})
     assert parse_tool_calls(text, maybe)[1] == [{"name": "f", "arguments": {"a": None if raw in ("None", "null") else raw}}]
-    for tools in ({"g": TEXT["f"]}, {"f": {"b": TEXT["f"]["a"]}}, {}):  # another tool's schema, another parameter's, none
+    # another tool's schema, another parameter's, none, and what data files hold
+    for tools in ({"g": TEXT["f"]}, schema(b={"type": "string"}), {}, schema(a="string"), {"f": {"name": "f"}}, {"f": {"parameters": "{}"}}, {"f": {"parameters": None}}):
         number = parse_tool_calls(TAGGED[form] % "\n1\n", tools)
         assert number[1:] == ([{"name": "f", "arguments": {"a": 1}}], [])
 
