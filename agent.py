@@ -155,7 +155,8 @@ class Episode:
             is_full = len(t.token_ids) >= self.limits.max_tokens
             return self.finish("max_tokens" if is_full else "max_new_tokens")
         self.stop_id = ids[-1]
-        t.messages[-1]["content"], self.calls, self.errors = parse_tool_calls(text)
+        content, self.calls, self.errors = parse_tool_calls(text, self.chat.tools)
+        t.messages[-1]["content"] = content
         if self.calls:
             t.messages[-1]["tool_calls"] = self.calls
         t.info["parsed_turns"] += not self.errors
@@ -264,8 +265,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
         engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
-        on_end: a function that is called with each trajectory as its episode ends, before
-            `rewards` pays it.
+        on_end: a function that is called with each trajectory as its episode ends. `rewards` then
+            pays each by itself, before.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the
@@ -316,20 +317,25 @@ def decoded_here(model):
 
 def play_all(engine, episodes, run, on_end=None, rewards=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar, and pay them."""
+    def end(episode):
+        if rewards:
+            rewards.pay([episode])
+        on_end(episode.trajectory)
+
     if run and not (run.watch or run.checkpoint):
         limits = next(iter(episodes.values())).limits
         print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
               f"{limits.max_new_tokens} a turn")
     with EpisodeBar(episodes) as bar:
         try:
-            for _ in play_turns(engine, episodes, run, on_end):
+            for _ in play_turns(engine, episodes, run, on_end and end):
                 bar.update(0)
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():
                 if not episode.trajectory.stop_reason:
                     episode.spoil(why)
-    if rewards:
+    if rewards and not on_end:
         rewards.pay(list(episodes.values()))
 
 
@@ -364,7 +370,7 @@ def next_turn(engine, row, episode, on_end=None):
     if episode.trajectory.stop_reason:
         engine.release(row)
         if on_end:
-            on_end(episode.trajectory)
+            on_end(episode)
     else:
         engine.extend(row, episode.next_ids, episode.turn_budget)
 

@@ -134,11 +134,11 @@ class Run:
 
         Between two updates of a step the weights are those of no step: the last checkpoint stands.
         """
-        if error is None or self.signals.looping is not self:
-            return
-        if self.saved != self.step and not self.updated:
+        looping = self.signals.looping is self
+        if error and looping and self.saved != self.step and not self.updated:
             self._save()
-        if not isinstance(error, Stop):
+        # A fault in the last evaluation comes after the loop.
+        if error and not isinstance(error, Stop) and (looping or self.saved is not None):
             saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
             lost = "half a step is lost, " if self.updated else ""
             error.add_note(f"{lost}{saved}; continue with: {self.command}")

@@ -11,23 +11,16 @@ import re
 from typing import NamedTuple
 
 from llm.template import Template
+from llm.tool_calls import parse_tool_calls
 
 # Words that no template contains. Where they come out tells what a template does with a text.
 SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq"
 USER, REPLY, ANSWER, ARG, RESULT, ABOUT, THOUGHT = SENTINELS.split()
 TURN_TEXT = re.compile(f"{ANSWER}|{ARG}")  # of an assistant turn
-PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": ABOUT,
-        "description": "x",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "x"}},
-            "required": ["x"],
-        },
-    },
-}
+PROBE_TOOL = {"type": "function", "function": {
+    "name": ABOUT, "description": "x", "parameters": {
+        "type": "object", "required": ["x"],
+        "properties": {"x": {"type": "string", "description": "x"}}}}}
 TOOLS_AS_TEXT = """You can call these functions. Each line is the JSON schema of one:
 {schemas}
 To call a function, write its name and arguments as JSON between tags, one pair of tags per call:
@@ -71,9 +64,9 @@ class Chat:
         generation_config: the model's; its eos_token_id ends a turn too.
 
     Attributes:
-        tool_names: the names of the tools.
-        native_tools: True if the template shows tools, calls and results. Otherwise tools go into
-            the first user message, and calls and results are written as Hermes text.
+        tools, tool_names: the schemas of the functions by their names, and these names.
+        native_tools: True if the template shows tools, results, and calls that we can read.
+            Otherwise tools go into the first user message, calls and results are Hermes text.
         stop_ids: the tokens that end a turn.
         start_ids: the tokens that open a message. None occurs inside a turn, so a turn in which the
             model sampled one is malformed.
@@ -86,7 +79,8 @@ class Chat:
         self.tokenizer = tokenizer
         self._template = Template(tokenizer)
         tools = self._template.clean(tools)
-        self.tool_names = [tool["function"]["name"] for tool in tools]
+        self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
+        self.tool_names = list(self.tools)
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
         eos = eos if isinstance(eos, (list, tuple)) else [eos]
@@ -175,11 +169,9 @@ class Chat:
             turn_ids: what stands there instead, up to the end of the rendering.
         """
         missing = self._template.decode(prompt_ids)
-        if not missing:
-            return turn_ids
         # The prompt may end with "<think>", "\n" where the turn has "<think>", "\n\n": one token
         # across the seam.
-        for end in range(1, len(missing.encode()) + 2):
+        for end in range(len(missing.encode()) + 2):
             text = self._template.decode(turn_ids[:end])
             if text.startswith(missing):
                 return self._template.encode(text[len(missing) :]) + turn_ids[end:]
@@ -187,10 +179,8 @@ class Chat:
         if missing.strip() == "<think>":
             return self._template.encode("</think>\n\n") + turn_ids
         if missing.strip():
-            raise ValueError(
-                "the chat template's assistant turns do not begin with its generation prompt: "
-                f"{missing!r}"
-            )
+            raise ValueError("the chat template's assistant turns do not begin with its "
+                             f"generation prompt: {missing!r}")
         return turn_ids
 
     # -------------------------------------------------------------- what the template does to text
@@ -198,19 +188,14 @@ class Chat:
     def _message(self, role, content, calls=(), **fields):
         message = {"role": role, "content": content, **fields}
         if calls:
-            message["tool_calls"] = [
-                {"id": _call_id(i), "type": "function", "function": call}
-                for i, call in enumerate(calls)
-            ]
+            message["tool_calls"] = [{"id": _call_id(i), "type": "function", "function": call}
+                                     for i, call in enumerate(calls)]
         return self._template.clean(message)
 
     def _answered(self, reply, **fields):
         """Return a dummy conversation: user, assistant, user."""
-        return [
-            self._message("user", USER),
-            self._message("assistant", ANSWER, **fields),
-            self._message("user", reply),
-        ]
+        turn = self._message("assistant", ANSWER, **fields)
+        return [self._message("user", USER), turn, self._message("user", reply)]
 
     def _called(self, names, results):
         """Return a dummy conversation: user, assistant with calls of these names, results."""
@@ -227,7 +212,8 @@ class Chat:
         template.tools = [PROBE_TOOL]
         self._many_calls = True
         one_call = self._called(["probe"], [RESULT])
-        self.native_tools = template.shows([ABOUT, ARG, RESULT], one_call)
+        shown = template.shows([ABOUT, ARG, RESULT], one_call)
+        self.native_tools = shown and self._is_read(one_call)
         two_calls = ["probe", "probe"], [RESULT, RESULT]
         self._many_calls = template.shows([ARG, ARG, RESULT], self._called(*two_calls))
         template.tools = None
@@ -241,15 +227,19 @@ class Chat:
         self._folds_system = not template.shows([ABOUT, USER], system)
         answered = self._answered(REPLY)
         if not template.shows([USER, ANSWER, REPLY], answered):
-            raise ValueError(
-                f"the chat template of {template.name} does not show user and assistant messages "
-                "given as text"
-            )
+            raise ValueError(f"the chat template of {template.name} does not show user and "
+                             "assistant messages given as text")
         self._answer_end = self._call_end = self._end_of_turn(answered)
         if self.native_tools:
             self._call_end = self._end_of_turn(self._called(*two_calls))
         self.answer_stop_id = self._answer_end.stop_id
         self.call_stop_id = self._call_end.stop_id
+
+    def _is_read(self, dummy):
+        """True if the parser reads the call of dummy[1] as the template writes it."""
+        whole = self._template.render(dummy[:2], generate=False)
+        prompt = os.path.commonprefix([self._template.render(dummy[:1]), whole])
+        return len(parse_tool_calls(whole[len(prompt) :])[1]) == 1
 
     def _end_of_turn(self, dummy) -> TurnEnd:
         """Find how the assistant turn dummy[1] of a conversation ends."""
@@ -261,10 +251,8 @@ class Chat:
         followed = [control for control in template.controls(after) if control not in syntax]
         alone = [control for control in template.controls(after_alone) if control not in syntax]
         if not followed:
-            raise ValueError(
-                f"no added token ends a turn of the chat template of {template.name}: "
-                "add its end-of-turn token"
-            )
+            raise ValueError("no added token ends a turn of the chat template of "
+                             f"{template.name}: add its end-of-turn token")
         # The turn ends with the last token that it has both alone and in history. Otherwise it ends
         # in another way alone (gpt-oss), or has no stop token (GLM): there the token that opens the
         # next message is what stops the model.

@@ -278,8 +278,14 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
     """Return the engine for the model's device: the static one on a GPU, else the plain one.
 
     `static` overrides the choice. With room from the first step on for the `tokens` that a row has
-    in the end, no graph has to be captured again. The options are those of `Engine`.
+    in the end, no graph has to be captured again. The options are those of `Engine`. Raises
+    UserError if the model would change the positions of a row before.
     """
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and tokens > limit:
+        raise UserError(f"--max_tokens {tokens}: this model (longrope) encodes all positions of a "
+                        f"text anew once it has more than {limit} tokens; give at most as many")
     if static is None:
         static = model.device.type == "cuda"
     if static:

@@ -18,7 +18,7 @@ from llm.checkpointing import layers_of
 from llm.memory import QUANTIZATION, Techniques
 from llm.tiny import make_tiny
 
-READER = "llm.tensor_reader"  # which only weights in another form import
+READER = "llm.tensor_reader"  # what reads the weights' file itself
 # What is read of a model on the hub, beside its weights.
 TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -69,6 +69,7 @@ def _read_folder(folder, dtype, device, chosen):
     if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
         raise UserError(f"{folder}: is a quantized model; "
                         "give the original one, and --load_in_4bit for 4 bits")
+    import_module(READER).check_stored(folder)
     if config.is_encoder_decoder:
         raise UserError(f"{folder}: {config.model_type} is an encoder-decoder; "
                         "only decoders are trained here")

@@ -31,7 +31,7 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     for i, message in enumerate(messages):
         try:
             _check_role(message.get("role"), since, calls, bool(ids))
-            text, new_calls = _read_message(message)
+            text, new_calls = _read_message(message, chat.tools)
             loss = _loss(message)
             if message["role"] == "tool":
                 _check_result_id(message.get("tool_call_id"), call_ids[len(since)])
@@ -96,7 +96,7 @@ def _loss(message):
     return loss
 
 
-def _read_message(message):
+def _read_message(message, tools):
     """Return the text and the calls of a message, calls written in the text included."""
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
@@ -109,7 +109,7 @@ def _read_message(message):
         raise ValueError("tool_calls must be a list, in an assistant message")
     if calls or not is_assistant:
         return text, [check_call(call) for call in calls]
-    content, calls, errors = parse_tool_calls(text)
+    content, calls, errors = parse_tool_calls(text, tools)
     if errors:
         problem = errors[0].removeprefix("error: ")
         raise ValueError(f"{problem}; a text that opens a tool call must hold a whole one")

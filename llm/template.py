@@ -73,8 +73,7 @@ class Template:
         """Return the template's text for messages, or raise ValueError in one line."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=self.tools, add_generation_prompt=generate, tokenize=False
-            )
+                messages, tools=self.tools, add_generation_prompt=generate, tokenize=False)
         # It may be one of Jinja's, or whatever Python raises inside a template.
         except Exception as error:
             problem = f"the chat template of {self.name} failed: {first_line(error)}"

@@ -9,6 +9,7 @@ import ast
 import json
 import re
 import warnings
+from contextlib import suppress
 from itertools import islice
 
 MAX_CALLS = 64  # in one turn
@@ -18,41 +19,36 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _SPACE = re.compile(r"\s*")
 _SEMICOLON = re.compile(r"\s*;?\s*")
 _OPENER = re.compile(
-    r'(?:<tool_call>\s*)?<function=|<tool_call>|<atem:invoke name="|<\|python_tag\|>|'
-    r"<\|tool_call_start\|>|<\|tool_call>call:|"
-    r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>"
-)
+    r'(?:<tool_call>\s*)?<function=|<tool_calls?>|<(?:atem:)?invoke name="|<\|python_tag\|>|'
+    r"<\|tool_call_start\|>|<\|tool_call>call:|<\|tool_call\|>|\[TOOL_CALLS\]|"
+    r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>")
 _NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
-    r"</tool_call>|</function>|</atem:invoke>|<\|tool_call_end\|>|<tool_call\|>"
-)
+    r"</tool_calls?>|</function>|</(?:atem:)?invoke>|<\|tool_call_end\|>|<(?:\|/)?tool_call\|>")
 _TAG = re.compile(f"{_CLOSER.pattern}|{_OPENER.pattern}")
 _CLOSERS = re.compile(rf"(?:\s*(?:{_CLOSER.pattern}))*")
 _PYTHON_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
-_LIKE_A_CALL = re.compile(
-    r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"', re.S
-)
-_TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>)?\s*')
+_LIKE_A_CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"',
+                          re.S)
+_TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>|\[ARGS\])?\s*')
 _TAG_VALUE = re.compile(
-    r'(?:<parameter=|<atem:parameter name="|<arg_key>)([^<>"\n]{1,64})'
+    r'(?:(<parameter=)|<(?:atem:)?parameter name="|<arg_key>)([^<>"\n]{1,64})'
     r'(?:">|>|</arg_key>\s*<arg_value>)'
-    r"\n?(.*?)\n?(?:</parameter>|</atem:parameter>|</arg_value>)\s*",
-    re.S,
-)
+    r"(?(1)\n?)(.*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 _QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
-_JSON_WORDS = {"true": True, "false": False, "null": None}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_JSON_WORDS = _PYTHON_WORDS.values()
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
+def parse_tool_calls(text: str, tools={}) -> tuple[str, list[dict], list[str]]:
     """Split what a model wrote into an answer and tool calls.
 
     These forms are read: `<tool_call>` around JSON, around Qwen's `<function=...>` or around GLM's
-    `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama and ATEM; a text that is itself a JSON
-    call, a list of them, or `[f(x=1)]`. Prose and other JSON are an answer. A closed thought at the
-    start is part of the answer, whatever it mentions. A tagged value such as `<parameter=n>42` that
-    is JSON but no string is read as JSON. The caller knows the tool's signature and may turn it
-    back into text.
+    `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama, ATEM, Mistral, MiniMax, Phi, Hunyuan; a
+    text that is itself a JSON call, a list of them, or `[f(x=1)]`. Prose and other JSON are an
+    answer. A closed thought at the start is part of it, whatever it mentions. A tagged value, as in
+    `<parameter=n>42`, is read as JSON if it can be, but text where the schema in `tools` says so.
 
     Returns:
         The text outside the calls, the calls as {"name": str, "arguments": dict}, and one error
@@ -64,7 +60,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict], list[str]]:
     # The text itself may be a call.
     opener = _NO_TAG.match(text, position)
     while True:
-        new_calls, new_errors, position = _attempt(text, opener)
+        new_calls, new_errors, position = _attempt(text, opener, tools)
         calls += new_calls
         errors += new_errors
         # The limit also bounds the time, because each attempt may read to the end of the text.
@@ -139,7 +135,7 @@ def _end_of_thought(text):
     return len(before + tag)
 
 
-def _attempt(text, opener):
+def _attempt(text, opener, tools={}):
     """Try to read calls after an opening tag, which is empty for the first attempt.
 
     Returns:
@@ -147,7 +143,7 @@ def _attempt(text, opener):
     """
     start = _SPACE.match(text, opener.end()).end()
     try:
-        raw_calls, end = _read(text, opener, start)
+        raw_calls, end = _read(text, opener, start, tools)
         if opener[0] and not raw_calls:
             raise ValueError("a tool call without a function")
     # Nothing that a text does to a parser may end the run.
@@ -176,7 +172,7 @@ def _check_end(text, position, where):
         raise ValueError(f"unexpected {text[position : position + 20]!r} {where} a tool call")
 
 
-def _read(text, opener, start):
+def _read(text, opener, start, tools):
     """Return the unchecked calls that start at a position, and where they end.
 
     Without a tag there are none if the text is an answer.
@@ -195,7 +191,7 @@ def _read(text, opener, start):
         if tag == "<tool_call>":
             _check_end(text, end, "after the JSON of")
         return (calls, end) if tag or any(map(_is_call, calls)) else ([], start)
-    return _read_tagged(text, start) if tag else ([], start)
+    return _read_tagged(text, start, tools) if tag else ([], start)
 
 
 def _read_json(text, position):
@@ -222,13 +218,14 @@ def _read_gemma(text, start):
     pieces = body.split('<|"|>')
     # Pieces with an odd index stood between quotes.
     for i, piece in enumerate(pieces):
-        pieces[i] = json.dumps(piece) if i % 2 else _GEMMA_KEY.sub(r'\1"\2":', piece)
+        bare = re.sub(r"\bNone\b", "null", piece)
+        pieces[i] = json.dumps(piece) if i % 2 else _GEMMA_KEY.sub(r'\1"\2":', bare)
     name, brace, rest = "".join(pieces).partition("{")
     arguments, _ = _json(brace + rest, 0)
     return [{"name": name, "arguments": arguments}], start + len(body)
 
 
-def _read_tagged(text, start):
+def _read_tagged(text, start, tools):
     """Read a name, then `<parameter=key>value</parameter>` or what GLM and ATEM write for that."""
     name = _TAG_NAME.match(text, start)
     if not name:
@@ -241,20 +238,29 @@ def _read_tagged(text, start):
         return [{"name": name[1], "arguments": arguments}], position
     pairs = []
     while tag := _TAG_VALUE.match(text, position):
-        key, value = tag.groups()
-        pairs.append((key, _tagged_value(value)))
+        _, key, value = tag.groups()
+        pairs.append((key, _tagged_value(value, tools.get(name[1]), key)))
         position = tag.end()
     _check_end(text, position, "in")
     return [{"name": name[1], "arguments": _unique(pairs)}], position
 
 
-def _tagged_value(raw):
-    """Return a tagged value as JSON if all of it is JSON and no string, else as it stands."""
-    try:
-        value, end = _json(raw, 0)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(raw, raw)
-    return raw if isinstance(value, str) or end < len(raw) else value
+def _tagged_value(raw, function, key):
+    """Return a tagged value as JSON if all of it is JSON and no string, else as it stands.
+
+    Where the function's schema asks for text it is text, or None if that may be and it is null.
+    """
+    json_text = _PYTHON_WORDS.get(raw.strip(), raw.strip())
+    # The schemas of a data file may have any form.
+    with suppress(LookupError, TypeError):
+        schema = function["parameters"]["properties"][key]
+        if schema["type"] == "string" and not (json_text == "null" and schema.get("nullable")):
+            return raw
+    with suppress(ValueError):
+        value, end = _json(json_text, 0)
+        if not isinstance(value, str) and end == len(json_text):
+            return value
+    return raw
 
 
 def _read_python(source):
@@ -285,7 +291,7 @@ class _JsonWords(ast.NodeTransformer):
     """Reads true, false and null, which LFM2 writes inside lists and objects."""
 
     def visit_Name(self, node):
-        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
+        return ast.Constant(json.loads(node.id)) if node.id in _JSON_WORDS else node
 
 
 def _unique(pairs):

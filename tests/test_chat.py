@@ -5,7 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from families import ALL, CALLS, REFUSED, TEMPLATES, TOOLS, TWO, real, small
+from families import ALL, CALLS, CHATML, REFUSED, TEMPLATES, TOOLS, TWO, real, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -182,6 +182,31 @@ def test_native_or_told_in_text():
         "</tool_response>.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
     )
     assert c.tokenizer.convert_tokens_to_ids("<tool_call>") not in c.prompt(user("Hi"))  # plain text
+
+
+NAME, JSON = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+COMMA = "{{ ', ' if not loop.last }}"
+PAIRS = "{% for k, v in c.function.arguments.items() %}"
+
+
+@pytest.mark.parametrize("before, call, after, native", [
+    ("", f"[TOOL_CALLS]{NAME}[ARGS]{JSON}", "", True),  # Mistral
+    ("[TOOL_CALLS][", "{{ c.function | tojson }}" + COMMA, "]", True),
+    ("<|tool_call|>[", "{{ c.function | tojson }}" + COMMA, "]<|/tool_call|>", True),  # Phi-4, Granite 3
+    ("<tool_calls>[", "{{ c.function | tojson }}" + COMMA, "]</tool_calls>", True),  # Hunyuan
+    ("<minimax:tool_call>\n", f'<invoke name="{NAME}">\n{PAIRS}<parameter name="{{{{ k }}}}">{{{{ v }}}}</parameter>\n{{% endfor %}}</invoke>\n', "</minimax:tool_call>", True),
+    ("<|calls|>", f"<|call|>functions.{NAME}:{{{{ loop.index0 }}}}<|argument|>{JSON}<|call_end|>", "<|calls_end|>", False),  # Kimi
+    ("<|calls|>", f"<|call|>{NAME}<|sep|>{JSON}<|call_end|>", "<|calls_end|>", False),  # DeepSeek
+    ("<function_calls>", f"{NAME}({PAIRS}{{{{ k }}}}={{{{ v | tojson }}}}{COMMA}{{% endfor %}})\n", "</function_calls>", False)])  # OLMo 3
+def test_a_template_whose_calls_we_cannot_read_is_told_its_tools_in_text(before, call, after, native, monkeypatch):
+    """Not taken for native: nothing that such a model calls would ever be run."""
+    shown = f"{{% if m.tool_calls %}}{before}{{% for c in m.tool_calls %}}{call}{{% endfor %}}{after}{{% endif %}}<|im_end|>"
+    monkeypatch.setitem(TEMPLATES, "other", TEMPLATES["hermes"][:TEMPLATES["hermes"].index("{% for m in")] + CHATML.replace("<|im_end|>", shown))
+    c = Chat(small.__wrapped__("other"), TOOLS)
+    assert c.native_tools == native
+    ids = c.turn("", TWO)
+    assert parse_tool_calls(c.text(ids), c.tools)[1:] == (TWO, [])
+    assert ("tool_response" in c.tokenizer.decode(c.prompt(user("Hi")))) != native
 
 
 def test_assembled_conversation_equals_one_rendering():

@@ -129,7 +129,7 @@ def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(ca
     chat = Chat(tokenizer, envs.schemas(Lookup))
     plans = [[['who is "a"?'], ["b {"]]]  # two turns with a call each
     if chat._many_calls or not chat.native_tools:
-        plans.append([["a", "it's b\nc"], ["d"]])  # two calls in a turn
+        plans.append([["a", "it's b\nc"], ["true"], ["[1,2]"]])  # two calls in a turn; texts that look like JSON
     tasks, conversations, wanted = [], [], []
     for thought in ["", THOUGHT][:1 + shows_thoughts(chat)]:
         for turns in plans:
@@ -151,7 +151,7 @@ def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(ca
     rewritten = 0
     for t, messages, (ids, mask) in zip(played, conversations, wanted, strict=True):
         assert (t.token_ids, t.loss_mask) == (ids, mask)
-        assert t.stop_reason == "done" and t.info["success"] and t.info["parsed_turns"] == len(t.rewards) == 3
+        assert t.stop_reason == "done" and t.info["success"] and t.info["parsed_turns"] == len(t.rewards) == len(t.info["task"]["turns"]) + 1
         rewritten += check_own_template(case, chat, messages, ids)
     assert bool(rewritten) == (case in REWRITTEN)
     ids, mask, sampled = collate(played)

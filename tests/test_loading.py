@@ -417,6 +417,22 @@ def test_a_quantized_model_is_refused(tiny, tmp_path):
             load(tmp_path / "q", **options)
 
 
+@pytest.mark.parametrize("dtype, word", [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.uint8, "U8")])
+def test_a_quantized_model_whose_config_does_not_say_so_is_refused(tiny, tmp_path, dtype, word):
+    """Its numbers without their scales would be taken for weights. A mask of bytes is no weight."""
+    shutil.copytree(tiny, tmp_path / "q")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    tensors["model.layers.0.self_attn.bias"] = torch.ones(4, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "q" / "model.safetensors", {"format": "pt"})
+    load(tmp_path / "q")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, tmp_path / "q" / "model.safetensors", {"format": "pt"})
+    for options in ({}, {"lora_r": 4, "memory": "small"}):
+        with pytest.raises(UserError, match=f"q: {name} is stored as {word}: the model is quantized, and its config.json does not say how"):
+            load(tmp_path / "q", **options)
+
+
 def test_a_wrapper_whose_text_model_is_quantized_is_refused(tiny, tmp_path):
     from transformers import AutoConfig, Gemma3Config
     shutil.copytree(tiny, tmp_path / "q")

@@ -11,7 +11,7 @@ import grpo
 import lora
 from experiment.errors import UserError
 from llm import load_model
-from llm.engine import Engine, Row
+from llm.engine import Engine, Row, make_engine
 from llm.logprobs import token_logprobs
 from llm.memory import Techniques, facts
 from llm.probe import probe
@@ -106,6 +106,16 @@ def test_the_engine_samples_under_stock_transformers_distribution(family):
             at = range(len(before) - 1, len(before) - 1 + len(turn))
             worst = max(worst, (logp[at, turn] - torch.tensor(logprobs)).abs().max().item())
     assert worst < 3e-5
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_longrope_is_sampled_up_to_where_its_frequencies_change(family):
+    """Beyond, the keys of the cache would have been turned by other frequencies than stock transformers turns them by."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = decoders.make(family, rope_parameters=rope)
+    assert make_engine(model, tokens=64, slots=1)
+    with pytest.raises(UserError, match="--max_tokens 65: this model .longrope. encodes all positions .* more than 64 tokens"):
+        make_engine(model, tokens=65, slots=1)
 
 
 HEAD = ids_of(6, 0)

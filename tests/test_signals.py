@@ -340,7 +340,8 @@ PLACES = [
     ((grpo, "token_logprobs"), 3, 1),                        # the first micro-batch of step 1 (two updates of one each)
     ((grpo, "clip_grad_norm_"), 3, 1),                       # before the first update of step 1
     ((run.Run, "write_line"), 2, 2),                         # after step 1, whose line is not written yet
-    ((run.Run, "_save"), 2, 2)]
+    ((run.Run, "_save"), 2, 2),
+    ((grpo, "evaluate"), 2, 3)]                              # the last evaluation, after the last checkpoint
 
 
 @pytest.mark.parametrize("fault, target, call, saved", [*((FAULTS[0], *p) for p in PLACES), *((fault, *PLACES[1]) for fault in FAULTS[1:])], ids=str)

@@ -94,6 +94,12 @@ def test_names_of_nested_arguments_are_any_text_in_gemmas_form():
     assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"d": {"größe": 1, "content-type": "a, b: {c}", "2nd key": [{"y": []}, True]}}}], [])
 
 
+def test_none_in_gemmas_form_is_null():
+    """Its templates write None, and no None in a text."""
+    text = '<|tool_call>call:f{a:None,b:{c:[None,1]},d:<|"|>None<|"|>}<tool_call|>'
+    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": None, "b": {"c": [None, 1]}, "d": "None"}}], [])
+
+
 @pytest.mark.parametrize("text", ANSWERS)
 def test_answers(text):
     assert parse_tool_calls(text) == (text.strip(), [], [])
@@ -253,6 +259,32 @@ def test_tagged_values_are_json_or_text():
     }.items():
         text = f"<tool_call><function=f><parameter=a>\n{raw}\n</parameter></function></tool_call>"
         assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": value}}], []), raw
+
+
+
+
+def schema(**properties):
+    return {"f": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+
+
+TEXT = schema(a={"type": "string"})
+TAGGED = {"qwen": "<tool_call><function=f><parameter=a>\n%s\n</parameter></function></tool_call>",
+          "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+          "atem": '<atem:invoke name="f">\n<atem:parameter name="a">%s</atem:parameter>\n</atem:invoke>'}
+
+
+@pytest.mark.parametrize("form", TAGGED)
+@pytest.mark.parametrize("raw", ["true", "True", "None", "null", "12", "1.50", "[1,2]", '{\n "a": 1}', "\na\n", "a\n\n", "\n", " 1 ", ""])
+def test_a_tagged_value_is_the_text_itself_where_the_schema_says_text(form, raw):
+    """Neither read as JSON nor spelled anew; of newlines only those go that Qwen's templates put around a value."""
+    text = TAGGED[form] % raw
+    assert parse_tool_calls(text, TEXT)[1:] == ([{"name": "f", "arguments": {"a": raw}}], [])
+    maybe = schema(a={"type": "string", "nullable": True})
+    assert parse_tool_calls(text, maybe)[1] == [{"name": "f", "arguments": {"a": None if raw in ("None", "null") else raw}}]
+    # another tool's schema, another parameter's, none, and what data files hold
+    for tools in ({"g": TEXT["f"]}, schema(b={"type": "string"}), {}, schema(a="string"), {"f": {"name": "f"}}, {"f": {"parameters": "{}"}}, {"f": {"parameters": None}}):
+        number = parse_tool_calls(TAGGED[form] % "\n1\n", tools)
+        assert number[1:] == ([{"name": "f", "arguments": {"a": 1}}], [])
 
 
 def test_too_many_calls():
