@@ -265,8 +265,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
             a share of the tasks and gets all episodes.
         engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
-        on_end: a function that is called with each trajectory as its episode ends. `rewards` then
-            pays each by itself, before.
+        on_end: a function that is called with each `Episode` as it ends, before `rewards` pays it.
 
     Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
     run has no others, that is a UserError. A fault of an environment ends its episode with the
@@ -317,25 +316,20 @@ def decoded_here(model):
 
 def play_all(engine, episodes, run, on_end=None, rewards=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar, and pay them."""
-    def end(episode):
-        if rewards:
-            rewards.pay([episode])
-        on_end(episode.trajectory)
-
     if run and not (run.watch or run.checkpoint):
         limits = next(iter(episodes.values())).limits
         print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
               f"{limits.max_new_tokens} a turn")
     with EpisodeBar(episodes) as bar:
         try:
-            for _ in play_turns(engine, episodes, run, on_end and end):
+            for _ in play_turns(engine, episodes, run, on_end):
                 bar.update(0)
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
             for episode in episodes.values():
                 if not episode.trajectory.stop_reason:
                     episode.spoil(why)
-    if rewards and not on_end:
+    if rewards:
         rewards.pay(list(episodes.values()))
 
 

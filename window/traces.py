@@ -19,10 +19,18 @@ def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
     """Play the tasks of a config, write all episodes, and print the first ones and the summary."""
     options = rollout_options(config)
     limits = options["limits"]
+    rewards = options.pop("rewards")
+
+    def end(episode):
+        # Paid at once: what is in the file when the program ends early has its reward.
+        if rewards:
+            rewards.pay([episode])
+        traces.add(episode.trajectory)
+
     print(f"playing {traces.total} episodes of {config.env}: at most {limits.max_tokens} tokens "
           f"each, {limits.max_new_tokens} a turn", flush=True)
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, top_k=config.top_k,
-                       top_p=config.top_p, on_end=traces.add, **options)
+                       top_p=config.top_p, on_end=end, **options)
     traces.replace(episodes)
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
