@@ -14,8 +14,8 @@ import gymnasium
 from envs.numbered import Numbered
 from experiment.data import reading
 
-# A character that a terminal would show in colour is written in brackets.
-COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
+# A character that a terminal would show in colour, or in two, is written in brackets.
+COLOURED = re.compile(r"(?:\x1b\[[\d;]+m)+(.*?)(?:\x1b\[0m)+")
 
 
 class Game(Numbered):

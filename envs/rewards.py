@@ -10,15 +10,11 @@ An episode is paid the sum of weight x value; a weight that is not given is 1. A
 the last turn, a list turn by turn. "environment" is what the environment pays. A veto takes all
 positive rewards of an episode whose value is 0. Values are logged as reward/NAME, without weights.
 """
-import ctypes
-import logging
 import math
 import re
 import string
-import threading
 import traceback
 from collections import Counter
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -34,7 +30,6 @@ from experiment.errors import UserError
 NGRAM = 3  # words of what counts as repeated
 # How it was done: it does not say that a task was solved.
 MANNERS = ("format", "tool_used", "length", "repetition")
-MATH_SECONDS = 5.0  # of one comparison by math_verify
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
 PUNCTUATION = re.compile(rf"(?!(?<!\w)-[$.]?\d|[./]\d)[{re.escape(string.punctuation)}]")
 ANSWERS = re.compile(r"<answer>(.*?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
@@ -123,49 +118,22 @@ def repetition(t) -> float:
     return len(counts) / counts.total() - 1 if counts else 0.0
 
 
-class OutOfTime(BaseException):
-    """Ends a block of `at_most`. No `except Exception` of a library stops it."""
-
-
-@contextmanager
-def at_most(seconds: float):
-    """Raise OutOfTime inside the block after so many seconds.
-
-    It works in every thread: --rollout_ahead pays episodes in one, and signals reach only the main
-    thread.
-    """
-    arguments = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(OutOfTime)
-    timer = threading.Timer(seconds, ctypes.pythonapi.PyThreadState_SetAsyncExc, arguments)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        # From here on it raises nothing.
-        timer.join()
-
-
 def math_verify(t) -> float | None:
     """1 if the final answer equals the reference as the package math-verify compares them.
 
-    None where the reference cannot be read, 0 where that takes too long, as of 9^{9^9}.
-    github.com/huggingface/Math-Verify
+    None where the reference cannot be read. github.com/huggingface/Math-Verify has time-outs, for
+    which it must be called in the main thread.
     """
     try:
         from math_verify import parse, verify
     except ImportError:
         raise UserError("--rewards math_verify: pip install math-verify") from None
-    # It warns of a missing time-out: its own needs signals.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    reference, answer = reference_of(t), answer_of(t)
-    with suppress(OutOfTime), at_most(MATH_SECONDS):
-        gold = reference is not None and parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
-        if not gold:
-            return None
-        for text in (answer, f"\\boxed{{{answer}}}"):
-            if verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None):
-                return 1.0
-    return 0.0
+    reference = reference_of(t)
+    gold = parse(f"\\boxed{{{reference}}}") if reference is not None else []
+    if not gold:
+        return None
+    answer = answer_of(t)
+    return float(any(verify(gold, parse(text)) for text in (answer, f"\\boxed{{{answer}}}")))
 
 
 BUILT_IN = {"environment": environment, "exact": exact, "format": well_formed,

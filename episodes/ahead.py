@@ -3,8 +3,9 @@ import time
 from concurrent.futures import wait
 from copy import copy
 from functools import partial
+from queue import SimpleQueue
 
-from experiment.background import in_thread
+from experiment.background import by, in_thread
 
 
 class Ahead:
@@ -12,7 +13,8 @@ class Ahead:
 
     They are played by the weights as they are now, so that the update which uses them finds them
     one version old. Their log-probabilities are those of the version that sampled. The first step,
-    and that after a resume, is played while the trainer waits.
+    and that after a resume, is played while the trainer waits. Reward functions run after the
+    update, because their time-outs may be signals, which only the main thread gets.
     """
 
     def __init__(self, collect, play, run):
@@ -23,7 +25,9 @@ class Ahead:
         """
         self.collect, self.play, self.run = collect, play, run
         self.ranks = run.ranks.apart()
+        self.rewards = play.keywords.get("rewards")
         self.coming = None  # the Future of the next step's episodes
+        self.due = SimpleQueue()  # functions that the main thread is to call
 
     def __call__(self, step: int) -> list:
         self.run.log(staleness=int(self.coming is not None))
@@ -41,6 +45,8 @@ class Ahead:
         while not self.coming.done():
             self.run.check()
             wait([self.coming], 0.1)
+            while not self.due.empty():
+                self.due.get()()
         self.run.log(**self.shadow.line)
         self.run.watch = self.shadow.watch
         self.run.rollout_seconds += time.monotonic() - began
@@ -56,5 +62,9 @@ class Ahead:
         # They stay with this step's adapter, because the step of their run stays the same.
         servers = copy(servers)
         servers.run = self.shadow
-        play = partial(self.play, engine=servers, run=self.shadow)
+        play = partial(self.play, engine=servers, run=self.shadow, rewards=self.rewards and self)
         self.coming = in_thread(partial(self.collect, play, step=step, run=self.shadow))
+
+    def pay(self, episodes: list):
+        """Let the main thread pay the episodes that the other thread has played."""
+        by(self.due.put, self.rewards.pay, episodes).result()

@@ -162,6 +162,8 @@ def test_seeds_are_disjoint_and_decide_all(games):
 def test_taxi_says_what_its_number_means(games):
     name = next(name for name in ("Taxi-v4", "Taxi-v3") if name in games.registry)
     assert re.search(r"\[[RGYB ]\].*\nobservation: \(\d, \d, \d, \d\)$", envs.load(f"gymnasium:{name}")().reset(number=0), re.S)
+    # Where the passenger waits the taxi is shown in two colours.
+    assert not any("\x1b" in envs.load(f"gymnasium:{name}")().reset(number=number) for number in range(100))
 
 
 @pytest.mark.parametrize("name, says", [("FrozenLak-v1", "Did you mean: `FrozenLake`"), ("Pendulum-v1", "its actions are Box")])
