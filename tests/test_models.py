@@ -112,7 +112,7 @@ def test_the_engine_samples_under_stock_transformers_distribution(family):
 def test_longrope_is_sampled_up_to_where_its_frequencies_change(family):
     """Beyond, the keys of the cache would have been turned by other frequencies than stock transformers turns them by."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    model = decoders.make(family, rope_parameters=rope)
+    model = decoders.make(family, rope_parameters=rope, original_max_position_embeddings=64)  # Phi-3's config says it twice
     assert make_engine(model, tokens=64, slots=1)
     with pytest.raises(UserError, match="--max_tokens 65: this model .longrope. encodes all positions .* more than 64 tokens"):
         make_engine(model, tokens=65, slots=1)
