@@ -4,7 +4,8 @@
 
 A function takes the episode (agent.Trajectory) and returns a number, or a list with one number per
 assistant turn, or None: not scored. Functions with TRL's signature, which are those that take
-`completions` or **kwargs, are called once for all episodes and work unchanged.
+`completions` or **kwargs, work unchanged: they are called once for all episodes, and in the plays
+of agent.py for each as it ends.
 
 An episode is paid the sum of weight x value; a weight that is not given is 1. A number is paid in
 the last turn, a list turn by turn. "environment" is what the environment pays. A veto takes all

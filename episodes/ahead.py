@@ -5,7 +5,7 @@ from copy import copy
 from functools import partial
 from queue import SimpleQueue
 
-from experiment.background import by, in_thread
+from experiment.background import in_thread, promised
 
 
 class Ahead:
@@ -67,4 +67,6 @@ class Ahead:
 
     def pay(self, episodes: list):
         """Let the main thread pay the episodes that the other thread has played."""
-        by(self.due.put, self.rewards.pay, episodes).result()
+        future, work = promised(self.rewards.pay, episodes)
+        self.due.put(work)
+        future.result()

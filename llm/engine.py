@@ -282,7 +282,7 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
     UserError if the model would change the positions of a row before.
     """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    limit = rope.get("original_max_position_embeddings")
+    limit = rope.get("original_max_position_embeddings", tokens)
     if rope.get("rope_type") == "longrope" and tokens > limit:
         raise UserError(f"--max_tokens {tokens}: this model (longrope) encodes all positions of a "
                         f"text anew once it has more than {limit} tokens; give at most as many")

@@ -217,24 +217,20 @@ def status_of(monkeypatch, *words):
     return status.value.code
 
 
-def test_an_interrupted_play_keeps_the_rewards_that_were_asked_for(tmp_path, monkeypatch, capsys):
+def test_a_play_that_ends_early_keeps_the_rewards_that_were_asked_for(tmp_path, monkeypatch, capsys):
     """Not what the environment pays: the lines are paid before they are written."""
     out, add = tmp_path / "traces.jsonl", Traces.add
 
     def interrupted(self, trajectory):
         add(self, trajectory)
         if self.count == 2:
-            raise KeyboardInterrupt
+            raise OSError(28, "No space left on device")
     monkeypatch.setattr(Traces, "add", interrupted)
     (tmp_path / "mine.py").write_text("def seven(t):\n    return 7.0\n\n\ndef count(completions, **_):\n    return [0.5] * len(completions)\n")
     status_of(monkeypatch, "--env", "equations", "--num_tasks", 4, "--max_new_tokens", 8, "--output", out,
               "--rewards", f"environment=0,{tmp_path}/mine.py:seven,{tmp_path}/mine.py:count")
     episodes = read_trajectories(str(out))
     assert [(t.reward, t.rewards[-1], t.reward_parts["seven"]) for t in episodes] == [(7.5, 7.5, 7.0)] * 2
-    monkeypatch.undo()
-    status_of(monkeypatch, "--env", "equations", "--num_tasks", 4, "--max_new_tokens", 8, "--output", out,
-              "--rewards", f"environment=0,{tmp_path}/mine.py:seven,{tmp_path}/mine.py:count")
-    assert [t.reward for t in read_trajectories(str(out))] == [7.5] * 4
 
 
 def test_a_full_disk_keeps_the_finished_episodes(tmp_path, monkeypatch, capsys):

@@ -165,12 +165,12 @@ class Server:
         choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
                              self.limits.max_new_tokens, streams)
         if body.stream:
-            events = self.events(body, choices, tools)
+            events = self.events(body, choices, chat.tools)
             return StreamingResponse(events, media_type="text/event-stream")
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
-            message, reason = message_of(choice, tools)
+            message, reason = message_of(choice, chat.tools)
             shown.append({"index": i, "message": message, "finish_reason": reason,
                           "logprobs": self.logprobs(body, choice)})
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
@@ -288,7 +288,7 @@ def usage(choices) -> dict:
 
 def message_of(choice, tools) -> tuple[dict, str]:
     """Return the message in a choice that has ended, and the reason of its end."""
-    content, calls, _ = parse_tool_calls(choice.text) if tools else ("", [], [])
+    content, calls, _ = parse_tool_calls(choice.text, tools) if tools else ("", [], [])
     if not calls:
         return {"role": "assistant", "content": choice.text}, choice.reason
     tool_calls = []
