@@ -73,7 +73,8 @@ def cut(z, top_k: int, top_p: float):
     if top_p < 1:
         ordered, index = z.sort(descending=True)
         probs = ordered.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= top_p
+        # The likeliest token stays, also where float32 rounds p to 0.
+        outside = probs.cumsum(-1) - probs >= max(top_p, 1e-30)
         # Bring the mask back into the order of the vocabulary.
         outside = outside.scatter(1, index, outside)
         z = z.masked_fill(outside, -torch.inf)

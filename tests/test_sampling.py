@@ -122,3 +122,8 @@ def test_a_rows_random_numbers_are_its_seeds():
     assert ahead == draw(5)[:130]  # what the next tokens will take, however many are asked for
     big = [next_uniform(Row([1], seed=2**100 + i)) for i in range(2)]
     assert big[0] != big[1] and all(0 <= u < 1 for u in draw(5))
+
+
+def test_a_top_p_that_float32_rounds_to_0_keeps_the_likeliest_token():
+    ids, logprobs = sampling.sample(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.999], dtype=torch.float64), torch.tensor([-1]), top_p=1e-50)
+    assert ids.tolist() == [1] and logprobs.tolist() == [0.0]

@@ -57,8 +57,7 @@ class Sampled(Body):
     seed: int = Field(default_factory=lambda: secrets.randbits(63))
     temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
     top_k: int = Field(0, ge=0)
-    # A float32 rounds much less to 0, which would leave no token at all.
-    top_p: float = Field(1.0, ge=1e-6, le=1)
+    top_p: float = Field(1.0, gt=0, le=1)
 
 
 class Turns(Sampled):
