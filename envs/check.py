@@ -44,7 +44,8 @@ class Conformance:
         while not game.over:
             game.take_turn(*agent(game))
         # A tool that never works is no fault of the agents.
-        self.setup.watch.check()
+        if fault := self.setup.watch.broken:
+            raise EnvironmentFault(fault)
         return game
 
     @cache

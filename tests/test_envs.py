@@ -235,7 +235,7 @@ def test_options_reach_reset(monkeypatch):
     assert options_of(None) == options_of("") == options_of(None, None) == {}
     assert options_of("noise=1, num_turns=3", "equations,gsm8k") == {"noise": 1.0, "num_turns": 3}
     for text, says in [("num_turns", "write name=value"), ("noize=1", "did you mean noise"),
-                       ("zzz=1", "equations has no such option; known: self, equation, noise, noise_seed")]:
+                       ("zzz=1", "equations has no such option; known: equation, noise, noise_seed")]:
         with pytest.raises(UserError, match=says):
             options_of(text)
     with pytest.raises(UserError, match="None has no such option"):
