@@ -62,6 +62,7 @@ class Ahead:
         # They stay with this step's adapter, because the step of their run stays the same.
         servers = copy(servers)
         servers.run = self.shadow
+        # `pay` below stands in for that of the rewards.
         play = partial(self.play, engine=servers, run=self.shadow, rewards=self.rewards and self)
         self.coming = in_thread(partial(self.collect, play, step=step, run=self.shadow))
 

@@ -279,7 +279,8 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
 
     `static` overrides the choice. With room from the first step on for the `tokens` that a row has
     in the end, no graph has to be captured again. The options are those of `Engine`. Raises
-    UserError if the model would change the positions of a row before.
+    UserError for a model with longrope whose rows may outgrow its original positions: its keys in
+    the cache would then be those of another encoding.
     """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings", tokens)

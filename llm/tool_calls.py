@@ -41,14 +41,15 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _JSON_WORDS = _PYTHON_WORDS.values()
 
 
-def parse_tool_calls(text: str, tools={}) -> tuple[str, list[dict], list[str]]:
+def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]:
     """Split what a model wrote into an answer and tool calls.
 
     These forms are read: `<tool_call>` around JSON, around Qwen's `<function=...>` or around GLM's
     `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama, ATEM, Mistral, MiniMax, Phi, Hunyuan; a
     text that is itself a JSON call, a list of them, or `[f(x=1)]`. Prose and other JSON are an
     answer. A closed thought at the start is part of it, whatever it mentions. A tagged value, as in
-    `<parameter=n>42`, is read as JSON if it can be, but text where the schema in `tools` says so.
+    `<parameter=n>42`, is read as JSON if it can be, but as text where the tool's schema says so
+    (`tools`: name -> schema, as in `Chat.tools`).
 
     Returns:
         The text outside the calls, the calls as {"name": str, "arguments": dict}, and one error
@@ -135,7 +136,7 @@ def _end_of_thought(text):
     return len(before + tag)
 
 
-def _attempt(text, opener, tools={}):
+def _attempt(text, opener, tools=None):
     """Try to read calls after an opening tag, which is empty for the first attempt.
 
     Returns:
@@ -239,7 +240,7 @@ def _read_tagged(text, start, tools):
     pairs = []
     while tag := _TAG_VALUE.match(text, position):
         _, key, value = tag.groups()
-        pairs.append((key, _tagged_value(value, tools.get(name[1]), key)))
+        pairs.append((key, _tagged_value(value, (tools or {}).get(name[1]), key)))
         position = tag.end()
     _check_end(text, position, "in")
     return [{"name": name[1], "arguments": _unique(pairs)}], position
