@@ -8,9 +8,11 @@ ours. Each is a process of its own, which loads the model, does one step to warm
 TRL, ours, TRL, TRL, ours, `--repeats` steps at a turn, `--rounds` times. So a machine whose mood changes is as slow for
 one as for the other. The ratio of a round is TRL's seconds by ours; reported are its median and range, in wall seconds
 and in CPU seconds, which other work on the machine disturbs less, and how busy others kept the cores. A row's other
-numbers are medians, its memory is the peak of the whole process. A step is rollout, reward, advantages, forward and
-backward of all samples, clipping, AdamW. Every sample is exactly `--tokens` long on both sides: TRL may not sample an
-end-of-turn token, we do not stop at one.
+numbers are medians, its memory is the peak of the whole process. Ours also has `products_seconds`: how long the step's
+products with weights would take at the rate of one large product, measured right after the step. A step is rollout,
+reward, advantages, forward and backward of all samples, clipping, AdamW. Every sample is exactly `--tokens` long on
+both sides: TRL may not sample an end-of-turn token, we do not
+stop at one.
 
 Gradients: in float32, without autocast, both sides get the same adapter (B not zero), the same prompts and the same
 completions, sampled here; rewards and advantages are each side's own. The LoRA gradients are compared over all tensors
@@ -124,6 +126,7 @@ def now() -> float:
 def ours(args) -> dict:
     import torch
 
+    from bench import profile_step
     from llm import save_model
     from llm.loading import fast_float32, load_model
     from lora import adapter_tensors, adapters
@@ -147,7 +150,9 @@ def ours(args) -> dict:
         wait_for_turn()
         cpu = time.process_time()
         step, _ = our_step(model, tokenizer, optimizer, prompts, i, args)
-        tell({**step, "cpu": time.process_time() - cpu}, model, args)
+        cpu = time.process_time() - cpu
+        work = sum(profile_step.products(model, prompts, args).values()) / profile_step.rate()
+        tell({**step, "cpu": cpu, "facts": {"products_seconds": work}}, model, args)
     return {}
 
 
@@ -387,12 +392,14 @@ def machine() -> dict:
             **{package: version(package) for package in ("torch", "transformers", "trl", "peft")}}
 
 
-MEDIANS = ("step_seconds", "rollout_seconds", "update_seconds", "cpu_seconds", "tokens_per_second", "others_busy")
+MEDIANS = ("step_seconds", "rollout_seconds", "update_seconds", "cpu_seconds", "tokens_per_second", "others_busy",
+           "products_seconds")
 
 
 def medians(steps: list[dict]) -> dict:
     """One row from the steps of one side: medians, and the memory of the last step, which is the peak so far."""
-    return {**steps[-1], **{name: round(statistics.median(step[name] for step in steps), 4) for name in MEDIANS},
+    return {**steps[-1], **{name: round(statistics.median(step[name] for step in steps), 4)
+                            for name in MEDIANS if name in steps[0]},
             "all_step_seconds": [round(step["step_seconds"], 4) for step in steps],
             "all_cpu_seconds": [round(step["cpu_seconds"], 4) for step in steps]}
 
