@@ -33,7 +33,7 @@ MIXED = "--env equations,writing"
 RUNS = {
     "writing": ("tiny", [0, 1, 2], 100, WRITING, "--env writing --learning_rate 2e-3 --max_steps 16"),
     # The equations come first: their episodes are short, and have few of the tokens of a mixed batch.
-    "mixed": ("tiny", [0, 1], 200,
+    "mixed": ("tiny", [0, 1, 2], 200,
               ["--env equations --expert_noise 0.6 --max_samples 1400 --max_steps 300 --max_turns 6 --batch_size 16",
                f"{MIXED} --expert_noise 0.5 --max_samples 6000 --max_steps 900 --batch_size 16 --learning_rate 2e-3 "
                "--seed 1",
