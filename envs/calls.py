@@ -48,7 +48,7 @@ def fit(value, hint):
     """Return `value` as the type `hint`, or raise TypeError or ValueError.
 
     Only conversions that lose nothing are made: those of LOSSLESS, 7.0 to 7, and the value of an
-    Enum's member to the member.
+    Enum's member to the member. Those of list[...] are made in each item.
     """
     choices = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
@@ -64,6 +64,8 @@ def fit(value, hint):
             return value
     elif isinstance(kind, enum.EnumType):
         return kind(value)
+    elif kind is list and type(value) is list and choices:
+        return [fit(item, *choices) for item in value]
     elif (type(value), kind) in LOSSLESS:
         return kind(value)
     elif kind is int and type(value) is float and value.is_integer():
@@ -146,7 +148,6 @@ def awaited(result):
     """
     if not inspect.iscoroutine(result):
         return result
-
     with LOOP_LOCK:
         loop = _event_loop()
     return asyncio.run_coroutine_threadsafe(result, loop).result()

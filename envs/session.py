@@ -111,8 +111,7 @@ def load_environments(tokenizer, env_names: str, generation_config=None,
                       env_options=None) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
-    They are those that the caller names: data never chooses which code runs. `env_options` are
-    what `envs.options_of` returns.
+    They are those that the caller names: data never chooses which code runs.
     """
     classes = {name: envs.with_options(envs.load(name), env_options)
                for name in envs.names_of(env_names)}
@@ -247,7 +246,7 @@ class Session:
 
     def _reply(self, text):
         reply = self._get("_reply()")
-        message = text_or_none(reply(text)) if reply else None
+        message = text_or_none(awaited(reply(text))) if reply else None
         gain = self._gain()
         self._read_done()
         return message, gain
@@ -257,11 +256,11 @@ class Session:
         parts = self._get("_reward_parts", {})
         parts = {name: float(value) for name, value in parts.items()}
         check = self._get("_check()")
-        solved = bool(check()) if check else total > 0
+        solved = bool(awaited(check())) if check else total > 0
         return total, parts, solved
 
     def _expert(self):
-        turn = self._get("_expert()")()
+        turn = awaited(self._get("_expert()")())
         if isinstance(turn, str):
             return turn, []
         return "", [check_call(call) for call in turn]

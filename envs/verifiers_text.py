@@ -58,6 +58,7 @@ def make(name: str) -> type:
     with reading(f"verifiers:{name}"):
         fields = dict(vf.taskset_config_type(name)(id=name))
     del fields["id"]
-    plain = bool | int | float | str
+    # A bool is an int.
+    plain = int | float | str
     options = {key: value for key, value in fields.items() if isinstance(value, plain)}
     return type(name, (Question,), {"options": options})

@@ -241,6 +241,5 @@ class Writing:
                 tasks.append({
                     "words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,
                     "person": rng.choice(list(PRONOUNS)), "tense": rng.choice(["past", "present"]),
-                    "acrostic": acrostic, "rhyme": rng.choice(list(RHYMES)) if level == 3 else "",
-                    "level": level})
+                    "acrostic": acrostic, "rhyme": rng.choice(list(RHYMES)) if level == 3 else ""})
         return tasks

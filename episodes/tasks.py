@@ -11,6 +11,7 @@ from experiment.config import MIXTURES
 from experiment.data import reading
 from experiment.episodes import print_dropped
 from experiment.errors import UserError
+from experiment.files import finite
 from experiment.seeds import in_test_split, mix, shuffled
 
 CELLS = "envs.cells"  # only a .csv file needs it
@@ -54,12 +55,14 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself: in `_tasks`, or each time in `reset`."""
     if not hasattr(cls, "_tasks"):
         if envs.needed(cls):
-            raise UserError(f"environment {name!r} makes no tasks of its own; "
-                            "give --tasks path/to/tasks.jsonl")
+            raise UserError(f"environment {name!r} makes no tasks of its own; give --tasks FILE")
         return [{}] * (n or 1000)
-    rows = cls._tasks(split, n, seed)
-    if not rows:
-        raise UserError(f"environment {name!r}: _tasks({split!r}, {n}, {seed}) made no tasks")
+    with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
+        rows = [dict(row) for row in cls._tasks(split, n, seed)]
+        # What JSON cannot hold can be neither compared nor recorded.
+        _text(rows)
+        if not rows:
+            raise ValueError("it made no tasks")
     return rows
 
 
@@ -129,8 +132,6 @@ def recorded_env(trajectories: str) -> str | None:
     """Return the registered environments ("a,b") that recorded episodes are of, or None.
 
     A data file never chooses which code runs: what is not in envs.ENVS is ignored.
-
-    trajectories: the flag, one file or several (a,b).
     """
     def env_of(row, _):
         return str(dict(row.get("info", {})).get("env"))
@@ -247,4 +248,4 @@ def unseen(held_out: list, training: list, content) -> list:
 
 
 def _text(content) -> str:
-    return json.dumps(content, sort_keys=True)
+    return json.dumps(finite(content), sort_keys=True)

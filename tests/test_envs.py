@@ -171,12 +171,24 @@ CONTRACT = "class Environment:\n    def reset(self, **_):\n        pass\n    def
 
 @pytest.mark.parametrize("text, says", [
     (CONTRACT + "    reset = 3\n", "has no class Environment with reset()"),
-    (CONTRACT + "    _tasks = staticmethod(lambda *_: [])\n", "made no tasks")])
+    (CONTRACT + "    _tasks = staticmethod(lambda *_: [])\n", "made no tasks"),
+    (CONTRACT + "    def _tasks(self, split, n, seed):\n        return [{}]\n", "_tasks('train', 3, 0): cannot be read (TypeError: Environment._tasks() missing 1 required"),
+    (CONTRACT + "    _tasks = staticmethod(lambda *_: ['Guess.'])\n", "_tasks('train', 3, 0): "),
+    (CONTRACT + "    _tasks = staticmethod(lambda *_: [{'k': {1, 2}}])\n", "Object of type set is not JSON serializable")])
 def test_an_environment_that_breaks_the_contract_is_told_in_a_line(tmp_path, text, says):
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(UserError, match=re.escape(says)) as error:
         load_tasks(f"{tmp_path / 'my.py'}:Environment", "train", 3, 0)
     assert "my.py:Environment" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tasks_may_come_from_a_generator_and_hold_numpys_numbers(tmp_path, monkeypatch):
+    """`rng.integers` makes them, and many write it so."""
+    (tmp_path / "my.py").write_text(CONTRACT + "    @staticmethod\n    def _tasks(split, n, seed):\n        import numpy as np\n"
+                                    "        yield from ({'k': k} for k in np.arange(2 * n)[split == 'test'::2])\n")
+    name = f"{tmp_path / 'my.py'}:Environment"
+    train, held_out = (load_tasks(name, split, 3, 0) for split in ("train", "test"))
+    assert [task["k"] for task in train] == [0, 2, 4] and drop_seen(held_out, train) == held_out and drop_seen(train, train) == []
 
 
 def test_a_file_may_hold_dataclasses(tmp_path):
@@ -403,11 +415,11 @@ def test_schemas_name_the_method_that_lacks_something():
 
 FITS = [("text", "7", "7"), ("text", 7, "7"), ("text", 7.5, "7.5"), ("text", "", ""), ("whole", 7, 7), ("whole", 7.0, 7), ("whole", -3.0, -3), ("number", 7, 7.0),
         ("number", 7.5, 7.5), ("flag", True, True), ("maybe", None, None), ("maybe", 3, 3), ("maybe", 3.0, 3), ("union", 3, 3), ("union", "3", "3"), ("either", "a", "a"),
-        ("items", [1, 2], [1, 2]), ("bare", ["a"], ["a"]), ("mapping", {"a": 1}, {"a": 1}), ("marked", 3, 3), ("marked", 3.0, 3), ("anything", {"x": [True]}, {"x": [True]}),
+        ("items", [1, 2], [1, 2]), ("items", [1.0, 2], [1, 2]), ("bare", ["a"], ["a"]), ("mapping", {"a": 1}, {"a": 1}), ("marked", 3, 3), ("marked", 3.0, 3), ("anything", {"x": [True]}, {"x": [True]}),
         ("untyped", None, None), ("static", 3.0, 3)]
 DOES_NOT_FIT = [("text", True), ("text", None), ("text", ["7"]), ("text", {"a": 1}), ("whole", "7"), ("whole", 7.5), ("whole", True), ("whole", None), ("whole", [7]),
                 ("whole", float("inf")), ("whole", float("nan")), ("number", "7"), ("number", True), ("flag", 1), ("flag", "true"), ("flag", None), ("maybe", "3"), ("maybe", True),
-                ("union", True), ("union", [1]), ("either", "c"), ("either", 1), ("either", ["a"]), ("items", 1), ("items", "1,2"), ("items", {"a": 1}), ("bare", "a"),
+                ("union", True), ("union", [1]), ("either", "c"), ("either", 1), ("either", ["a"]), ("items", 1), ("items", ["1"]), ("items", [True]), ("items", "1,2"), ("items", {"a": 1}), ("bare", "a"),
                 ("mapping", [1]), ("marked", "x"), ("static", "3")]
 
 
@@ -458,9 +470,19 @@ def test_lists_become_tuples_and_values_become_members_of_an_enum():
                 place: where
             """
             return f"{color.name} {place}"
+
+        def use(self, colors: list[Color]) -> str:
+            """Use.
+
+            Args:
+                colors: which
+            """
+            return " ".join(color.name for color in colors)
     assert envs.schemas(Environment)[1]["function"]["parameters"]["properties"]["color"]["enum"] == ["red", 2]
     assert envs.call(Environment(), "paint", {"color": "red", "place": [1, 2]}) == ("RED (1, 2)", False)
     assert envs.call(Environment(), "paint", {"color": 2}) == ("TWO (0, 0)", False)
+    assert envs.call(Environment(), "use", {"colors": ["red", 2]}) == ("RED TWO", False)
+    assert envs.call(Environment(), "use", {"colors": ["blue"]})[0].startswith("error: use: colors must be list[")
     assert envs.call(Environment(), "allow", {"rights": 2}) == ("WRITE", False)
     assert envs.call(Environment(), "paint", {"color": "blue"}) == ('error: paint: color must be Color, not "blue"', True)
 

@@ -114,6 +114,31 @@ def test_all_calls_of_an_episode_come_from_one_thread():
     assert len(one) == len(other) == 1 and one != other and threading.get_ident() not in one | other
 
 
+def test_what_is_no_tool_may_be_async_too():
+    """A coroutine that nobody awaits is true: every episode would count as solved."""
+    class Asks:
+        async def reset(self):
+            self.asked = 0
+            return "Sure?"
+
+        async def _reply(self, text):
+            self.asked += 1
+            return "Again?" if self.asked < 2 else None
+
+        async def _check(self):
+            return self.asked == 2
+
+        async def _expert(self):
+            return "Yes."
+
+        async def get_reward(self):
+            return 1.0
+    session = Session(Watch(10.0), "asks", Asks, {})
+    session.start()
+    assert session.expert() == ("Yes.", []) and session.score() == (1.0, {}, False)
+    assert session.reply("Yes.") == ("Again?", 0.0) and session.reply("Yes.") == (None, 0.0) and session.score() == (1.0, {}, True)
+
+
 def test_rollouts_and_demonstrations_play_it_too():
     model, tokenizer = make_tiny()
     episodes = rollout(model, tokenizer, "shop", [{}], 3, limits=Limits(max_new_tokens=4))
