@@ -79,8 +79,8 @@ class Server:
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
         app.include_router(asked)
         # Anybody may ask these. The second is vLLM's name for it.
-        app.get("/healthz")(self.health)
-        app.get("/health")(self.health)
+        for path in ("/healthz", "/health"):
+            app.get(path)(self.health)
         return app
 
     async def place(self, request: Request):
@@ -107,10 +107,11 @@ class Server:
             raise Refusal(400, f"{len(prompt)} tokens of prompt and {limit} more do not fit: this "
                                f"server's context has {self.context} (--max_tokens)",
                           "context_length_exceeded")
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         stops=body.stop, streams=streams) for i in range(body.n)]
+                         stops=stops, streams=streams) for i in range(body.n)]
 
-    def weights_of(self, name: str) -> dict:
+    def weights_of(self, name: str):
         """Return the adapter of a model's name, or raise Refusal."""
         weights = self.player.adapters.get(BASE if name == self.config.model_path else name)
         if weights is None:
@@ -161,10 +162,14 @@ class Server:
         return {**head("text_completion", body), "choices": shown, "usage": usage(choices)}
 
     async def chat_completions(self, body: ChatCompletion, request: Request):
+        tools = body.tools if body.tool_choice == "auto" else []
         # A long text takes seconds, in which others are answered.
-        chat, prompt = await asyncio.to_thread(self.read, body)
+        with refused("tools"):
+            chat = await asyncio.to_thread(
+                self.chat_of, json.dumps([tool.model_dump() for tool in tools]))
+        prompt = await asyncio.to_thread(conversation_ids, chat, body.messages)
         # A call is shown when it is whole.
-        streams = body.stream and not chat.tools
+        streams = body.stream and not tools
         choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
                              self.limits.max_new_tokens, streams)
         if body.stream:
@@ -177,13 +182,6 @@ class Server:
             shown.append({"index": i, "message": message, "finish_reason": reason,
                           "logprobs": self.logprobs(body, choice)})
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
-
-    def read(self, body: ChatCompletion) -> tuple[Chat, list[int]]:
-        """Return the Chat of the request's tools, and the ids of its messages."""
-        tools = body.tools if body.tool_choice == "auto" else []
-        with refused("tools"):
-            chat = self.chat_of(json.dumps([tool.model_dump() for tool in tools]))
-        return chat, conversation_ids(chat, body.messages)
 
     async def events(self, body, choices, tools):
         """Yield the events of a streamed answer."""
