@@ -409,6 +409,40 @@ def test_models_and_health(served, client):
     assert client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
 
 
+def test_one_model_is_described_as_in_the_list(client):
+    assert client.models.retrieve("base") == client.models.list().data[0]
+    for name in ("nobody", "of/another"):
+        with pytest.raises(openai.NotFoundError, match=name) as caught:
+            client.get(f"/models/{name}", cast_to=object)
+        assert caught.value.code == "model_not_found"
+
+
+def test_max_completion_tokens_counts_where_both_are_given(client):
+    reply = client.chat.completions.create(model="base", messages=HELLO, max_tokens=9, max_completion_tokens=5, seed=1)
+    assert reply.usage.completion_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens"):
+        client.chat.completions.create(model="base", messages=HELLO, max_completion_tokens=0)
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_that_is_not_called_json_is_refused_with_what_is_missing(client, kind):
+    """curl sends the first one. Taken, any web page could ask a server on its reader's machine, because browsers send such a body unasked."""
+    with pytest.raises(openai.BadRequestError, match="header Content-Type: application/json"):
+        client.post("/chat/completions", content=json.dumps(CHAT).encode(), cast_to=object, options={"headers": {"Content-Type": kind}})
+
+
+@pytest.mark.parametrize("path, body", [("/chat/completions", {"messages": [{"role": "user", "content": "hello world " * 100_000}]}),
+                                        ("/completions", {"prompt": "hello world " * 100_000})])
+def test_while_a_long_text_is_read_others_are_answered(served, client, path, body):
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(served.post, path, body)
+        answered = 0
+        while not long.done():
+            client.get(f"{served.url}/healthz", cast_to=object)
+            answered += not long.done()
+        assert isinstance(long.exception(), openai.BadRequestError) and answered > 10
+
+
 def test_a_token_is_asked_of_everybody_but_health(tiny_model):
     served = Served(*tiny_model, token="secret")
     assert served.client.models.list().data
@@ -546,6 +580,21 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
         with pytest.raises(openai.NotFoundError):
             refused()
     assert ask("base").token_ids == answers[0].token_ids
+    served.http.should_exit = True
+
+
+def test_of_two_that_load_under_one_name_at_once_one_is_refused(tmp_path):
+    served = Served(*load_model("tiny", train=False))
+    write_adapter(tmp_path / "a", 1)
+
+    def load(_):
+        try:
+            return served.post("/load_lora_adapter", {"lora_name": "of/mine", "lora_path": str(tmp_path / "a")})["status"]
+        except openai.BadRequestError as error:
+            return "already" in str(error) and "refused"
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(load, range(4))) == ["ok", "refused", "refused", "refused"]
+    assert served.client.models.retrieve("of/mine").model_extra["parent"] == "base"
     served.http.should_exit = True
 
 

@@ -244,7 +244,9 @@ class Player:
 
     # ------------------------------------------------------------------------------------ adapters
     def load(self, name: str, folder: str):
-        """Read an adapter in PEFT's format. Raises UserError if it does not fit."""
+        """Read an adapter in PEFT's format. Raises ValueError if it does not fit."""
+        if name in self.adapters:
+            raise ValueError(f"the adapter {name!r} has already been loaded")
         config = read_settings(folder)
         # Rows may be playing.
         self.exchange({})

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import (AliasChoices, BaseModel, ConfigDict, Field, Json, field_validator,
-                      model_validator)
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 from starlette.exceptions import HTTPException
 
 from experiment.errors import first_line
@@ -26,6 +25,8 @@ NOTHING = {"stream": False, "echo": False, "best_of": 1, "top_k": -1, "top_logpr
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 Id = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class Refusal(HTTPException):
@@ -64,15 +65,11 @@ class Turns(Sampled):
     """What both kinds of completion ask: n turns after one prompt."""
 
     n: int = Field(1, ge=1, le=128)
-    max_tokens: int | None = Field(
-        None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=4)
+    # The first one counts where both are given.
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4)] = []
     stop_token_ids: list[Id] = []
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def as_list(cls, stop):
-        return [stop] if isinstance(stop, str) else stop
 
 
 class Completion(Turns):

@@ -73,13 +73,14 @@ class Server:
         asked.post("/v1/unload_lora_adapter")(self.unload)
         asked.post("/solve")(self.solve)
         asked.get("/v1/models")(self.models)
+        asked.get("/v1/models/{name:path}")(self.model)
         errors = HTTPException, RequestValidationError
         app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
         app.include_router(asked)
         # Anybody may ask these. The second is vLLM's name for it.
-        app.get("/healthz")(self.health)
-        app.get("/health")(self.health)
+        for path in ("/healthz", "/health"):
+            app.get(path)(self.health)
         return app
 
     async def place(self, request: Request):
@@ -101,22 +102,27 @@ class Server:
     def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
         """Return the rows of n turns after one prompt. `default` stands for max_tokens."""
         room = self.context - len(prompt)
-        limit = body.max_tokens or max(min(default, room), 1)
+        limit = body.max_completion_tokens or body.max_tokens or max(min(default, room), 1)
         if limit > room:
             raise Refusal(400, f"{len(prompt)} tokens of prompt and {limit} more do not fit: this "
                                f"server's context has {self.context} (--max_tokens)",
                           "context_length_exceeded")
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         stops=body.stop, streams=streams) for i in range(body.n)]
+                         stops=stops, streams=streams) for i in range(body.n)]
 
-    def row(self, body: Sampled, prompt, number: int, **options) -> Choice:
-        """Return the row of a turn, or raise Refusal."""
-        name = BASE if body.model == self.config.model_path else body.model
-        weights = self.player.adapters.get(name)
+    def weights_of(self, name: str):
+        """Return the adapter of a model's name, or raise Refusal."""
+        weights = self.player.adapters.get(BASE if name == self.config.model_path else name)
         if weights is None:
             raise Refusal(404, f"the model {name!r} does not exist here; GET /v1/models",
                           "model_not_found")
-        return Choice(prompt, chat=self.plain, weights=weights, seed=mix(body.seed, number),
+        return weights
+
+    def row(self, body: Sampled, prompt, number: int, **options) -> Choice:
+        """Return the row of a turn, or raise Refusal."""
+        return Choice(prompt, chat=self.plain, weights=self.weights_of(body.model),
+                      seed=mix(body.seed, number),
                       sampling=(body.temperature, body.top_k, body.top_p), **options)
 
     async def finish(self, choices, request: Request):
@@ -140,7 +146,7 @@ class Server:
         prompt = body.prompt
         if isinstance(prompt, str):
             with refused("prompt"):
-                prompt = self.plain.encode(prompt)
+                prompt = await asyncio.to_thread(self.plain.encode, prompt)
         if not prompt or max(prompt) >= self.vocabulary:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
@@ -157,9 +163,11 @@ class Server:
 
     async def chat_completions(self, body: ChatCompletion, request: Request):
         tools = body.tools if body.tool_choice == "auto" else []
+        # A long text takes seconds, in which others are answered.
         with refused("tools"):
-            chat = self.chat_of(json.dumps([tool.model_dump() for tool in tools]))
-        prompt = conversation_ids(chat, body.messages)
+            chat = await asyncio.to_thread(
+                self.chat_of, json.dumps([tool.model_dump() for tool in tools]))
+        prompt = await asyncio.to_thread(conversation_ids, chat, body.messages)
         # A call is shown when it is whole.
         streams = body.stream and not tools
         choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
@@ -248,19 +256,18 @@ class Server:
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
-        models = []
-        for name in list(self.player.adapters):
-            models.append({"id": name, "object": "model", "created": 0, "owned_by": "this machine",
-                           "root": self.config.model_path, "max_model_len": self.context,
-                           "parent": None if name == BASE else BASE})
-        return {"object": "list", "data": models}
+        return {"object": "list", "data": [await self.model(name) for name in self.player.adapters]}
+
+    async def model(self, name: str):
+        self.weights_of(name)
+        return {"id": name, "object": "model", "created": 0, "owned_by": "this machine",
+                "root": self.config.model_path, "max_model_len": self.context,
+                "parent": None if name == BASE else BASE}
 
     async def health(self):
         return {"status": "ok"}
 
     async def load(self, body: Adapter):
-        if body.lora_name in self.player.adapters:
-            raise Refusal(400, f"the adapter {body.lora_name!r} has already been loaded")
         future, load = promised(self.player.load, body.lora_name, body.lora_path)
         # The engine's thread calls it.
         self.player.inbox.put(load)
@@ -316,7 +323,10 @@ async def refuse(request, error):
     if isinstance(error, RequestValidationError):
         # Of a value that may be one of two kinds, the last says most.
         last = error.errors()[-1]
-        error = Refusal(400, f"{'.'.join(map(str, last['loc']))}: {last['msg']}")
+        says = last["msg"]
+        if last["loc"] == ("body",):
+            says = "needs a JSON object, and the header Content-Type: application/json"
+        error = Refusal(400, f"{'.'.join(map(str, last['loc']))}: {says}")
     return JSONResponse(error_of(error), error.status_code)
 
 
