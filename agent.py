@@ -48,7 +48,7 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     group_id: str = ""  # step and number of its task; tasks with equal prompts stay apart
     stop_reason: str = ""  # "done", "malformed", "error", or the name of the limit that ended it
-    messages: list[dict] = field(default_factory=list)  # to read; perhaps with a last result unseen
+    messages: list[dict] = field(default_factory=list)  # to read; the last may be unseen
     info: dict = field(default_factory=dict)  # env, task, success, tool calls, tool errors
 
     # As the key of a dict an episode is itself, whatever another one holds.
@@ -78,7 +78,7 @@ class Trajectory:
 
 # -------------------------------------------------------------------------------- one episode
 def ends_on_fault(method):
-    """Wrap what an Episode does: a fault of the environment ends this episode and no other."""
+    """Wrap a method of Episode: a fault of the environment ends this episode and no other."""
     @wraps(method)
     def wrapped(self, *arguments):
         try:
@@ -210,7 +210,7 @@ class Episode:
         t = self.trajectory
         if len(t.rewards) >= self.max_turns:
             return self.finish("max_turns")
-        # A result is never appended half.
+        # A tool result is appended whole or not at all.
         if len(t.token_ids) + len(ids) >= self.limits.max_tokens:
             return self.finish("max_tokens")
         t.token_ids += ids
@@ -232,7 +232,7 @@ class Episode:
         t.reward = math.fsum(t.rewards)
 
     def spoil(self, why: str):
-        """Give the episode a reward that is no number: the run skips the step and says why."""
+        """Give the episode the reward NaN: the run skips the step and says why."""
         self.trajectory.reward = math.nan
         self.trajectory.info = {"success": False, **self.trajectory.info, "not_finite": why}
 

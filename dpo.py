@@ -283,8 +283,8 @@ def weighted_losses(config: Config) -> dict:
         weights = [float(weight) for weight in text.split(",")] if text else [1.0] * len(names)
         losses = {name: (weight, LOSSES[name]) for name, weight in zip(names, weights, strict=True)}
     except ValueError:
-        raise UserError(f"--loss_weights {text}: give {len(names)} numbers separated by commas, "
-                        f"one for each of --loss {config.loss}") from None
+        raise UserError(f"--loss_weights {text}: give a number for each of --loss {config.loss}, "
+                        "separated by commas") from None
     if eps and not SMOOTHED & {*names}:
         raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
                         "use --loss robust")

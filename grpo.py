@@ -140,10 +140,7 @@ def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
 
 
 def weighted(advantages, trainer_logprobs, sampled_logprobs, mask, cap):
-    """Return the advantages times `truncated_importance_weights` (B, T), and what to log of these.
-
-    It is their mean, and the share that is capped.
-    """
+    """Return advantages x importance weights (B, T); to log, the mean and the capped share."""
     weights = truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap)
     sampled = weights[mask.bool()]  # (n,)
     return advantages * weights, {"importance_weight": sampled.mean().item(),
@@ -176,7 +173,7 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log(policy / reference).
 
-    Gradients are those of a token's KL given what precedes it: later tokens are not its credit.
+    A token's gradient is that of its own KL given what precedes it, without later tokens' KL.
 
     k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference).
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
@@ -264,11 +261,11 @@ PAPER_SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
     "rloo": {"scale_rewards": "none"},
 }
-# With --sampler another engine samples, and rounds otherwise: the cap of TRL and verl. vespo has a
-# weight of its own.
+# With --sampler another engine samples, and rounds differently. The cap is that of TRL and verl;
+# vespo has a weight of its own.
 SAMPLER = {"importance_correction": 2.0}
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
-# make the policy drift; a KL penalty prevents that. The gradient norm is 0.02: 0.05 clips outliers.
+# make the policy drift; a KL penalty prevents that. Gradient norms are 0.02: 0.05 clips outliers.
 TINY = {"learning_rate": 4e-3, "kl_coef": 0.1, "updates_per_step": 2, "max_grad_norm": 0.05,
         "batch_size": 16, "dtype": "float32"}
 DEFAULT_STEPS = 36
@@ -292,8 +289,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     success_rate_lb: float = flag(0.0, "replace groups with a lower success rate", low=0, high=1)
     success_rate_ub: float = flag(1.0, "replace groups with a higher success rate", low=0, high=1)
     loss: str = flag("grpo", "also sets its paper's clip range and scale where no flag does",
-                     choices=tuple(LOSSES), aliases=("loss_type",))
-    credit: str = flag("episode", "how rewards become advantages", choices=tuple(CREDITS))
+                     choices=LOSSES, aliases=("loss_type",))
+    credit: str = flag("episode", "how rewards become advantages", choices=CREDITS)
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
     clip_eps_low: float | None = auto(0.2, "ratio from 1 - this; cispo, sapo, vespo ignore both",

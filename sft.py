@@ -46,13 +46,8 @@ TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 
 
 # How the tiny model is taught before another algorithm starts from it: by demonstrations in which
 # most actions are wrong, but numbers are copied correctly. Which action to choose is left to learn.
-TINY_SFT = {
-    "max_samples": 1400,
-    "expert_noise": 0.6,
-    "max_turns": 6,
-    "max_steps": 300,
-    "batch_size": 16,
-}
+TINY_SFT = {"max_samples": 1400, "expert_noise": 0.6, "max_turns": 6, "max_steps": 300,
+            "batch_size": 16}
 
 
 @dataclass(kw_only=True)
@@ -193,8 +188,7 @@ def teach_tiny(config, run) -> str:
     folder = run.folder / "schooling"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
                        env_options=config.env_options, unsafe_code=config.unsafe_code,
-                       rewards=config.rewards,
-                       eval_tasks=0, resume=folder.exists(), **TINY_SFT)
+                       rewards=config.rewards, eval_tasks=0, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()

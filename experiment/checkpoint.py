@@ -227,13 +227,13 @@ def trained_parameters(optimizer):
 def optimizer_tensors(optimizer):
     """Return the optimizer's state as {"number of the parameter|key": CPU tensor}.
 
-    A plain number becomes a 0-dim tensor. The learning rate is left out: it is a function of the
-    step.
+    A plain number becomes a 0-dim tensor. The learning rate, a function of the step, is left out.
     """
     import torch
     tensors = {}
-    for number, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
+    for number, p in enumerate(trained_parameters(optimizer)):
+        # Not state_dict(): the 8-bit optimizers of bitsandbytes nest dicts in theirs.
+        for key, value in optimizer.state.get(p, {}).items():
             tensor = torch.as_tensor(value).detach().cpu().contiguous()
             # Parameters may share the tensor of their step, and safetensors refuses shared ones.
             tensors[f"{number}|{key}"] = tensor if tensor.ndim else tensor.clone()

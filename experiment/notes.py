@@ -1,5 +1,6 @@
 """What a run prints: plan, a line a step, notes, alarms, the held-out table, what to do next."""
 import math
+import os
 import re
 import shlex
 from statistics import fmean
@@ -82,9 +83,14 @@ def print_table(before, after, steps, seconds):
         print(f"{name:{width}}{old:>10}{after[name]:10.3f}{interval}")
 
 
+def path_of(program):
+    """Return the path of one of our programs from the current folder."""
+    return os.path.relpath(os.path.join(__file__, "../..", program))
+
+
 def next_command(program, config, *words):
     """Return the command that continues from a run with `program`, with the flags it needs."""
-    words = ["python", program, "--model_path", config.output_dir, *words]
+    words = ["python", path_of(program), "--model_path", config.output_dir, *words]
     learns_from = [getattr(config, name, None) for name in ("dataset", "trajectories")]
     for name in KEPT_FLAGS:
         value = getattr(config, name, None)
@@ -113,7 +119,8 @@ def first_notes(metrics, config, model, has_expert):
             "(an episode)")
     if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
-        words = ["python", "sft.py", "--model_path", config.model_path, "--env", str(config.env)]
+        words = ["python", path_of("sft.py"), "--model_path", config.model_path,
+                 "--env", str(config.env)]
         for name in ("tasks", "env_options"):
             if getattr(config, name, None):
                 words += [f"--{name}", getattr(config, name)]

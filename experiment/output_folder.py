@@ -80,9 +80,8 @@ class OutputFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.path / ".lock", "a+")
         except OSError as error:
-            reason = "is a file" if isinstance(error, FileExistsError) else error.strerror
-            raise UserError(
-                f"{given}: cannot write there ({reason}); give another --output_dir") from None
+            raise UserError(f"{given}: cannot write there ({error.strerror}); "
+                            "give another --output_dir") from None
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,6 +6,7 @@ import sys
 from experiment.command_line import parse
 from experiment.errors import Printable, RankLost, first_line
 from experiment.files import is_disk_full
+from experiment.notes import path_of
 from experiment.process import Signals, is_out_of_memory
 
 
@@ -62,8 +63,10 @@ def _explain(error, signals, trains):
         then = f"; earlier checkpoints are whole; make room, then: {run.command}" if run else ""
         return f"the disk is full ({reason}){then}", 4
     if is_out_of_memory(error):
-        fits = "what would fit: " + shlex.join(["python", "bench/memory.py", *sys.argv])
+        fits = "what would fit: " + shlex.join(["python", path_of("bench/memory.py"), *sys.argv])
         if not trains:
             fits = "lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
         return f"out of memory: {first_line(error)}; {fits}{notes}", 1
+    if isinstance(error, BrokenPipeError):  # of `| head`
+        return f"nobody reads the output{notes}", 1
     return None, 1

@@ -495,8 +495,8 @@ def test_several_files_are_read_and_their_groups_kept_apart(start, recorded, tmp
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"loss": "sigmoid,sft", "loss_weights": "1.0"}, "give 2 numbers separated by commas, one for each of --loss sigmoid,sft"),
-    ({"loss_weights": "one"}, "give 1 numbers separated by commas"), ({"loss": "sigmod"}, "did you mean sigmoid?"),
+    ({"loss": "sigmoid,sft", "loss_weights": "1.0"}, "give a number for each of --loss sigmoid,sft, separated by commas"),
+    ({"loss_weights": "one"}, "give a number for each of --loss sigmoid, separated by commas"), ({"loss": "sigmod"}, "did you mean sigmoid?"),
     ({"loss": "exo_pair", "label_smoothing": 0.0}, "must be greater than 0"), ({"loss": "robust", "label_smoothing": 0.5}, "must be at most 0.49"),
     ({"loss": "hinge,hinge"}, "names a loss twice"), ({"label_smoothing": 0.1}, "only exo_pair and robust"), ({"max_tokens": 40}, "no pair within --max_tokens 40: the shortest has"),
     ({"min_gap": 100.0}, "the largest gap is "), ({"env": "equatons"}, "did you mean equations?"),

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,11 @@ import yaml
 from config_helpers import Config
 from saving import save, weights
 
+import grpo
+import sft
 from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
+from experiment.command_line import parse
 from experiment.episodes import message_lines
 from experiment.files import finite
 from experiment.run import LOGGED_EPISODES, Run
@@ -197,7 +201,7 @@ def test_overwrite_never_renames_what_the_run_starts_from(tmp_path):
 
 def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
-    for folder, reason in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "a", "Not a directory"),
+    for folder, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory"),
                            (tmp_path / ("n" * 256), "File name too long")):
         with pytest.raises(UserError, match=f"(?s): cannot write there .*{reason}.*; give another --output_dir"):
             started(folder)
@@ -348,6 +352,38 @@ def test_optimizer_goes_on_as_if_never_stopped(tmp_path, options):
         update(model, optimizer, seed)
         update(other, fresh, seed)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+def test_the_8_bit_adam_of_bitsandbytes_goes_on_too(tmp_path):
+    from bitsandbytes.optim import AdamW8bit
+    from safetensors.torch import save_file
+    models = small_model(), small_model()
+    ours, fresh = (AdamW8bit(m.parameters(), lr=0.1, min_8bit_size=16) for m in models)
+    update(models[0], ours, 0)
+    save_file(optimizer_tensors(ours), tmp_path / "optimizer.safetensors")
+    models[1].load_state_dict(models[0].state_dict())
+    load_optimizer(fresh, tmp_path / "optimizer.safetensors")
+    for model, optimizer in zip(models, (ours, fresh)):
+        update(model, optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
+
+
+def test_commands_are_found_from_another_folder(tmp_path, monkeypatch):
+    from experiment.notes import next_command
+    monkeypatch.chdir(tmp_path)
+    command = shlex.split(next_command("agent.py", sft.Config()))
+    assert Path(command[1]).resolve() == Path(sft.__file__).with_name("agent.py")
+
+
+def test_a_pipe_that_head_has_closed_ends_a_program_in_one_line():
+    words = f"{shlex.quote(sys.executable)} -m envs.check equations | head -1"
+    done = subprocess.run(words, shell=True, cwd=Path(sft.__file__).parent, capture_output=True, text=True)
+    assert done.stderr == "check.py: nobody reads the output\n"
+
+
+def test_a_loss_that_is_registered_from_outside_is_a_choice(monkeypatch):
+    monkeypatch.setitem(grpo.LOSSES, "mine", grpo.LOSSES["grpo"])
+    assert parse(grpo.Config, ["--loss", "mine"]).loss == "mine"
 
 
 def test_optimizer_files_that_do_not_fit(tmp_path):

@@ -52,7 +52,7 @@ class Config(PlayFlags):
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
     top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
                         above=0, high=1)
-    dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=tuple(DTYPES))
+    dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=DTYPES)
     seed: int = flag(0, "of tasks and sampling", low=0)
     serve: bool = flag(False, "answer requests over HTTP instead (window/server.py)")
     host: str = flag("127.0.0.1", "with --serve: the address to listen at")
