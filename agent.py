@@ -14,7 +14,7 @@ from functools import wraps
 from importlib import import_module
 from itertools import product
 
-# Before torch: it says how torch's threads wait.
+# Imported before torch: it sets how torch's threads wait.
 from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
                         pass_at_k, problem, summarise, without_too_long)
 

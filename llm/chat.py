@@ -152,7 +152,7 @@ class Chat:
         return self._answer_end.suffix(self._template.ids(self._answered(text)), sampled_stop)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, of which none is a control token."""
+        """Return the ids of a text in which control tokens count as such."""
         return self._template.encode(text)
 
     def text(self, ids: list[int]) -> str:

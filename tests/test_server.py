@@ -417,6 +417,15 @@ def test_one_model_is_described_as_in_the_list(client):
         assert caught.value.code == "model_not_found"
 
 
+def test_a_list_of_one_prompt_is_that_prompt(client):
+    """LangChain sends it."""
+    one, listed = (client.completions.create(model="base", prompt=prompt, max_tokens=4, temperature=0).choices[0].text
+                   for prompt in ("a b", ["a b"]))
+    assert one == listed
+    with pytest.raises(openai.BadRequestError, match="at most 1 item"):
+        client.completions.create(model="base", prompt=["a", "b"])
+
+
 def test_max_completion_tokens_counts_where_both_are_given(client):
     reply = client.chat.completions.create(model="base", messages=HELLO, max_tokens=9, max_completion_tokens=5, seed=1)
     assert reply.usage.completion_tokens == 5

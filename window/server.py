@@ -144,6 +144,8 @@ class Server:
     # -------------------------------------------------------------------------------- completions
     async def completions(self, body: Completion, request: Request):
         prompt = body.prompt
+        if [type(part) for part in prompt] == [str]:
+            [prompt] = prompt
         if isinstance(prompt, str):
             with refused("prompt"):
                 prompt = await asyncio.to_thread(self.plain.encode, prompt)
@@ -256,7 +258,8 @@ class Server:
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
-        return {"object": "list", "data": [await self.model(name) for name in self.player.adapters]}
+        models = [await self.model(name) for name in list(self.player.adapters)]
+        return {"object": "list", "data": models}
 
     async def model(self, name: str):
         self.weights_of(name)
