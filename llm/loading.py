@@ -213,7 +213,10 @@ def _check_tokenizer(model, tokenizer, path):
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
     vocabulary = len(model.get_input_embeddings().weight)
-    if len(tokenizer) > vocabulary:
+    # A special token that the template does not write needs no embedding: Gemma 3's for images.
+    added = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i >= vocabulary
+             and (not token.special or token.content in str(tokenizer.chat_template))]
+    if tokenizer.vocab_size > vocabulary or added:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
                         "they belong to different models")
 

@@ -42,7 +42,7 @@ def _tiny_model(seed, dtype, device, chosen):
     """Return the tiny model in this dtype, and its tokenizer."""
     made, tokenizer = make_tiny(seed)
     model = skeleton(made.config, made.dtype if dtype == "auto" else dtype)
-    fill(model, made.state_dict().__getitem__, device, chosen)
+    fill(model, made.to(model.dtype).state_dict().__getitem__, device, chosen)
     return model, tokenizer
 
 
@@ -53,13 +53,11 @@ def _read_from_hub(source, dtype, device, chosen):
         raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
                         "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
     files = TEXTS if device.type == "meta" else [*TEXTS, "model*.safetensors"]
-    try:
+    with suppress(OSError, UserError):
         folder = snapshot_download(source, allow_patterns=files, local_files_only=True)
         return _read_folder(folder, dtype, device, chosen)
     # Something is missing.
-    except (OSError, UserError):
-        folder = snapshot_download(source, allow_patterns=files)
-        return _read_folder(folder, dtype, device, chosen)
+    return _read_folder(snapshot_download(source, allow_patterns=files), dtype, device, chosen)
 
 
 def _read_folder(folder, dtype, device, chosen):
@@ -177,10 +175,7 @@ def fill(model, read, device, chosen: Techniques):
         quantize_on = host if in_table and chosen.stream_layers else device
         tensors = {}
         for key in keys:
-            tensor = read(key).to(quantize_on)
-            if tensor.is_floating_point():
-                tensor = tensor.to(model.dtype)
-            tensors[key.rpartition(".")[2]] = tensor
+            tensors[key.rpartition(".")[2]] = read(key).to(quantize_on)
         if in_table:
             table = forms.Int8Table(tensors["weight"], on_host=chosen.stream_layers)
             if module is embedding:
@@ -194,7 +189,7 @@ def fill(model, read, device, chosen: Techniques):
             placed = {leaf: tensor.to(place) for leaf, tensor in tensors.items()}
             module.load_state_dict(placed, strict=False, assign=True)
         # Free them before the next module's are read.
-        del tensors, tensor
+        del tensors
     if tied and chosen.int8_head:
         model.set_output_embeddings(forms.Int8Head(table))
     elif tied:

@@ -8,6 +8,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (WeightConverter, WeightRenaming, dot_natural_key,
@@ -29,7 +30,7 @@ def check_stored(folder: str):
 
 
 def tensor_reader(folder: str, model):
-    """Return a function that reads one parameter of a skeleton from a model folder, by its name.
+    """Return a function that reads one parameter of a skeleton, by its name, in the dtype it has.
 
     It raises UserError if the folder has no such parameter.
     """
@@ -37,6 +38,7 @@ def tensor_reader(folder: str, model):
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     parameters = model.state_dict()
+    exact = model._get_dtype_plan(model.dtype)
     sources_of = defaultdict(list)  # name -> (stored name, pattern that it matched, file) of each
     for path in Path(folder).glob("model*.safetensors"):
         file = safe_open(path, "pt")
@@ -53,12 +55,15 @@ def tensor_reader(folder: str, model):
         # The experts in their order, 10 after 9. They may lie in several files.
         sources = sorted(sources_of[name], key=lambda source: dot_natural_key(source[0]))
         stored, pattern, file = sources[0]
+        # What transformers keeps exact, such as the biases of a router, stays so here too.
+        kept = any(word in name for word in exact)
+        dtype = torch.float32 if kept else parameters[name].dtype
         if not pattern:
             if file.get_slice(stored).get_shape() != list(parameters[name].shape):
                 raise UserError(f"{folder}: {name} has another shape than its config.json says")
-            return file.get_tensor(stored)
+            return file.get_tensor(stored).to(dtype)
         converter = deepcopy(next(c for c in converters if pattern in c.source_patterns))
         for stored, pattern, file in sources:
             converter.add_tensor(name, stored, pattern, partial(file.get_tensor, stored))
-        return converter.convert(name, model=model, config=model.config)[name]
+        return converter.convert(name, model=model, config=model.config)[name].to(dtype)
     return read

@@ -20,6 +20,7 @@ from experiment.checkpoint import write_checkpoint
 from experiment.errors import UserError
 from llm.memory import facts
 from llm.adapter_files import load_weights, save_model
+from llm.chat import Chat
 from llm.loading import is_tiny, load_model, merge, newest
 from llm.tiny import make_tiny
 from lora import adapters
@@ -474,3 +475,20 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     sft.train(sft.Config(model_path="tiny", output_dir=str(folder / "run"), lora_r=2, max_steps=1, max_samples=8, eval_tasks=0, dtype="float32"))
     return folder
+
+
+# ------------------------------------------------------------------------------------- folders as the hub has them
+def test_a_special_token_without_an_embedding_is_no_other_models_tokenizer(tiny, tmp_path):
+    """Gemma 3 of 1B and 270M has <image_soft_token> beyond its embedding. A template that writes it would need it."""
+    folder = tmp_path / "m"
+    shutil.copytree(tiny, folder)
+    tokenizer = make_tiny()[1]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    tokenizer.save_pretrained(folder)
+    model, again = load_model(str(folder), lora_r=2, device="cpu")
+    assert len(again) == 1 + len(model.get_input_embeddings().weight)
+    ids = Chat(again, []).prompt([{"role": "user", "content": "an <image_soft_token>"}])
+    assert max(ids) < len(again) - 1 and again.decode(ids).count("<image_soft_token>") == 1
+    (folder / "chat_template.jinja").write_text("<image_soft_token>" + tokenizer.chat_template)
+    with pytest.raises(UserError, match="they belong to different models"):
+        load(folder)

@@ -13,7 +13,8 @@ from experiment.errors import UserError
 from llm import load_model
 from llm.engine import Engine, Row, make_engine
 from llm.logprobs import token_logprobs
-from llm.memory import Techniques, facts
+from llm.memory import FOUR_BIT, PLAIN, Techniques, facts
+from llm.model_files import read_model
 from llm.probe import probe
 from llm.quantization import Int8Embedding, Int8Head, Linear4bit
 from llm.tiny import make_tiny
@@ -116,6 +117,16 @@ def test_longrope_is_sampled_up_to_where_its_frequencies_change(family):
     assert make_engine(model, tokens=64, slots=1)
     with pytest.raises(UserError, match="--max_tokens 65: this model .longrope. encodes all positions .* more than 64 tokens"):
         make_engine(model, tokens=65, slots=1)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "nemotron_h", "kimi_linear", "ernie4_5_moe"])
+def test_what_transformers_keeps_in_float32_stays_so_beside_4_bit_weights(family, tmp_path):
+    """The bias of a router, rounded to bfloat16, would send tokens to other experts than those of the plain model."""
+    save_text(family, tmp_path)
+    plain, quantized = (read_model(str(tmp_path), torch.bfloat16, torch.device("cpu"), chosen, 0)[0] for chosen in (PLAIN, FOUR_BIT))
+    tensors = quantized.state_dict()
+    exact = {name: p for name, p in plain.state_dict().items() if p.dtype == torch.float32}
+    assert exact and all(torch.equal(tensors[name], p) for name, p in exact.items())
 
 
 HEAD = ids_of(6, 0)
