@@ -279,14 +279,16 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
 
     `static` overrides the choice. With room from the first step on for the `tokens` that a row has
     in the end, no graph has to be captured again. The options are those of `Engine`. Raises
-    UserError for a model with longrope whose rows may outgrow its original positions: its keys in
-    the cache would then be those of another encoding.
+    UserError for a model with longrope or dynamic RoPE whose rows may outgrow its original
+    positions: its keys in the cache would then be those of another encoding.
     """
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    limit = rope.get("original_max_position_embeddings", tokens)
-    if rope.get("rope_type") == "longrope" and tokens > limit:
-        raise UserError(f"--max_tokens {tokens}: this model (longrope) encodes all positions of a "
-                        f"text anew once it has more than {limit} tokens; give at most as many")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        limit = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        if tokens > limit:
+            raise UserError(f"--max_tokens {tokens}: give at most {limit}; beyond, this model "
+                            f"({rope['rope_type']} RoPE) encodes all positions of a text anew")
     if static is None:
         static = model.device.type == "cuda"
     if static:

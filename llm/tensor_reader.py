@@ -40,7 +40,9 @@ def tensor_reader(folder: str, model):
     parameters = model.state_dict()
     exact = model._get_dtype_plan(model.dtype)
     sources_of = defaultdict(list)  # name -> (stored name, pattern that it matched, file) of each
-    for path in Path(folder).glob("model*.safetensors"):
+    # Some folders have shards beside it, which may be older.
+    whole = Path(folder, "model.safetensors")
+    for path in [whole] if whole.exists() else Path(folder).glob("model*.safetensors"):
         file = safe_open(path, "pt")
         for stored in file.keys():
             name, pattern = rename_source_key(

@@ -109,13 +109,15 @@ def test_the_engine_samples_under_stock_transformers_distribution(family):
     assert worst < 3e-5
 
 
-@pytest.mark.parametrize("family", ["phi3", "llama"])
-def test_longrope_is_sampled_up_to_where_its_frequencies_change(family):
+@pytest.mark.parametrize("family, kind", [("phi3", "longrope"), ("llama", "longrope"), ("llama", "dynamic")])
+def test_rope_whose_frequencies_change_with_the_length_is_sampled_up_to_there(family, kind):
     """Beyond, the keys of the cache would have been turned by other frequencies than stock transformers turns them by."""
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    model = decoders.make(family, rope_parameters=rope, original_max_position_embeddings=64)  # Phi-3's config says it twice
+    rope = {"longrope": {"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+            "dynamic": {"factor": 2.0}}[kind]
+    sizes = {"longrope": {"original_max_position_embeddings": 64}, "dynamic": {"max_position_embeddings": 64}}[kind]  # Phi-3's config says it twice
+    model = decoders.make(family, rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **rope}, **sizes)
     assert make_engine(model, tokens=64, slots=1)
-    with pytest.raises(UserError, match="--max_tokens 65: this model .longrope. encodes all positions .* more than 64 tokens"):
+    with pytest.raises(UserError, match=f"--max_tokens 65: give at most 64; beyond, this model .{kind} RoPE. encodes all positions"):
         make_engine(model, tokens=65, slots=1)
 
 

@@ -373,7 +373,7 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
     connection.close()
     with pytest.raises(openai.BadRequestError, match="context"):
         served.post("/completions", {"prompt": [5] * 1_000_000})
-    for prompt in ([], [-1], [10**9], [True], ["x"], None, "", "\ud800"):
+    for prompt in ([], [-1], [10**9], [True], [5, "x"], None, "", "\ud800"):
         with pytest.raises(openai.BadRequestError, match="prompt"):
             client.post("/completions", content=json.dumps({"prompt": prompt}).encode(), cast_to=object,
                         options={"headers": {"Content-Type": "application/json"}})

@@ -68,6 +68,11 @@ def test_shards_are_read_and_a_missing_tensor_is_named(wide, tmp_path):
     save_file({n: tensors[n] for n in names[3::2]}, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=names[1]):
         load(tmp_path, load_in_4bit=True)
+    # A whole file beside shards is what transformers reads.
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file({n: tensors[n] + 1 for n in names}, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+    c = load(tmp_path, load_in_4bit=True)
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), c.state_dict().values()))
 
 
 def test_a_meta_model_needs_no_weights(wide, tmp_path):
