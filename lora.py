@@ -232,7 +232,7 @@ def _targeted(model, targets):
         if not names:
             ends = ", ".join(sorted({name.split(".")[-1] for name in linears}))
             raise UserError(f"--lora_target_modules: no Linear called {target}; "
-                            f"the model has: {ends}")
+                            f"the model has: {ends or 'none'}")
         chosen.update(names)
     # In the model's order, in which their A are drawn.
     return {name: linears[name] for name in linears if name in chosen}, targets

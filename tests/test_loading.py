@@ -299,7 +299,7 @@ def test_a_shape_that_the_config_does_not_have_is_named(tiny, tmp_path, memory):
         load(misshapen(tiny, tmp_path), lora_r=4, memory=memory)
 
 
-def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch):
+def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch, capsys):
     import huggingface_hub
     calls = []
 
@@ -312,6 +312,8 @@ def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch):
     with pytest.raises(UserError, match="nobody/no-such-model: cannot be loaded") as error:
         load("nobody/no-such-model")
     assert calls == [True, False] and time.time() - began < 30 and "\n" not in str(error.value)
+    # It may be a folder that was mistyped.
+    assert capsys.readouterr().out == "nobody/no-such-model: no such folder here, asks the hub for it\n"
 
 
 def test_a_hub_id_of_which_a_part_is_cached_goes_to_the_hub(tiny, tmp_path, monkeypatch):
