@@ -76,10 +76,10 @@ def install(folder):
     (copy / "METADATA").write_text(metadata.replace(f"Version: {version}", f"Version: {version}+cpu", 1))
 
 
-def serve(folder, model, dtype, log, port=8137):
-    """Start the server and wait until it answers. Returns the process and its address."""
+def serve(folder, model, dtype, log, port=8137, threads=1, **options):
+    """Start the server, with the options of Popen, and wait until it answers. Returns the process and its address."""
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1",
-                 "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+                 "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "VLLM_NO_USAGE_STATS": "1"}
     flags = ["--served-model-name", "base", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "3",
              "--dtype", dtype, "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
              "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
@@ -90,7 +90,7 @@ def serve(folder, model, dtype, log, port=8137):
     else:
         flags += ["--enforce-eager"]
     process = subprocess.Popen([folder / "bin" / "vllm", "serve", os.path.abspath(model), *flags],
-                               env={**os.environ, **variables}, stdout=log, stderr=log)
+                               env={**os.environ, **variables}, stdout=log, stderr=log, **options)
     url = f"http://127.0.0.1:{port}"
     for _ in range(600):
         try:

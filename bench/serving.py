@@ -1,6 +1,9 @@
-"""Throughput of `python agent.py --serve` with 1, 8 and 64 clients, beside the engine alone and, if there is one, a vLLM server.
+"""Throughput of `python agent.py --serve` with 1, 8 and 64 clients, beside the engine alone and a vLLM server.
 
-    python bench/serving.py --model_path path/to/model [--other http://127.0.0.1:8123] [--clients 1,8,64] [--tokens 64]
+    python bench/serving.py --model_path path/to/model [--vllm FOLDER] [--clients 1,8,64] [--tokens 64]
+
+FOLDER is that of bench/sampler.py. vLLM's threads spin while they wait, which would take a core from the others: its
+processes are stopped (SIGSTOP) while it is not their turn, in which they have as many threads as there are cores.
 
 Every client asks once, over HTTP, for the same number of tokens after a prompt of its own, and all ask at the same time. The engine
 alone decodes the same rows in this process. The sides alternate, and what counts is the ratio of a round. The last line is JSON:
@@ -11,9 +14,11 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -22,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import sampler  # noqa: E402
 from llm import load_model  # noqa: E402
 from llm.engine import Engine, Row  # noqa: E402
 
@@ -84,7 +90,7 @@ def start(model_path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", required=True)
-    parser.add_argument("--other", help="address of a vLLM server that plays the same model as `base`")
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's virtual environment: it is measured, too")
     parser.add_argument("--clients", default="1,8,64")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
@@ -92,29 +98,39 @@ def main():
     args = parser.parse_args()
     model, tokenizer = load_model(str(Path(args.model_path).resolve()), train=False)
     model.eval()
+    if args.vllm:
+        log = tempfile.NamedTemporaryFile("w", prefix="vllm", delete=False)
+        vllm, theirs = sampler.serve(args.vllm, args.model_path, str(model.dtype)[6:], log, threads=os.cpu_count(),
+                                     start_new_session=True)
+        os.killpg(vllm.pid, signal.SIGSTOP)
     process, ours = start(str(Path(args.model_path).resolve()))
     draw = random.Random(0)
     result = {"machine": f"{os.cpu_count()} CPU cores", "date": time.strftime("%Y-%m-%d"), "dtype": str(model.dtype)[6:],
               "prompt": args.prompt, "tokens": args.tokens, "rounds": args.rounds, "clients": {}}
     try:
         for clients in map(int, args.clients.split(",")):
-            seconds = {"engine": [], "server": []} | ({"other": []} if args.other else {})
+            seconds = {"engine": [], "server": []} | ({"vllm": []} if args.vllm else {})
             # The first round warms up and does not count.
             for number in range(args.rounds + 1):
                 prompts = [[draw.randrange(100, len(tokenizer) - 100) for _ in range(args.prompt)] for _ in range(clients)]
                 now = {"engine": engine_alone(model, prompts, args.tokens), "server": server(ours, prompts, args.tokens)}
-                if args.other:
-                    now["other"] = server(args.other, prompts, args.tokens)
+                if args.vllm:
+                    os.killpg(vllm.pid, signal.SIGCONT)
+                    now["vllm"] = server(theirs, prompts, args.tokens)
+                    os.killpg(vllm.pid, signal.SIGSTOP)
                 for side, value in now.items() if number else ():
                     seconds[side].append(value)
             row = {f"{side}_tokens_per_s": round(clients * args.tokens / statistics.median(s), 1) for side, s in seconds.items()}
-            for other in ("engine", "other")[:len(seconds) - 1]:
+            for other in ("engine", "vllm")[:len(seconds) - 1]:
                 row[f"server_over_{other}"] = round(statistics.median(b / a for a, b in zip(seconds["server"], seconds[other])), 3)
             result["clients"][clients] = row
             print(clients, "clients:", row, flush=True)
     finally:
         process.terminate()
         process.wait()
+        if args.vllm:
+            os.killpg(vllm.pid, signal.SIGKILL)
+            vllm.wait()
     print(json.dumps(result))
 
 
