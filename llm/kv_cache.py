@@ -66,8 +66,10 @@ class RowCache:
         index = torch.tensor(slots, device=self.device)
         start = torch.tensor(starts, device=self.device)[:, None]
         position = start + torch.arange(max(counts), device=self.device)
-        # On a CPU a bfloat16 product would copy a slice of the positions.
-        span = 32 * math.ceil(needed / 32) if self.sdpa else self.capacity
+        span = 32 * math.ceil(needed / 32)
+        # On a CPU a bfloat16 product copies a slice: it pays below a third of the positions.
+        if not self.sdpa and self.capacity < 3 * span:
+            span = self.capacity
         in_order = slots == list(range(len(slots)))
         read = slice(0, len(slots)) if in_order else index
         self.read = read, slice(None), slice(0, span)

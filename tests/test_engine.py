@@ -312,6 +312,26 @@ def test_the_cache_has_room_for_tokens_and_not_for_padding():
     assert recomputed(model, played).max() < 1e-4
 
 
+def test_short_rows_after_a_long_one_read_a_part_of_the_positions():
+    """A server's cache stays as large as its longest conversation was."""
+    model, prompt = build("qwen2"), ids_of(20, 1)
+    turns = []
+    for long in (0, 400):
+        engine = Engine(model, slots=2)
+        if long:
+            engine.add([Row(ids_of(long, 2), limit=1)])
+            for row in engine.step():
+                engine.release(row)
+        row = Row(prompt, limit=4, seed=3)
+        engine.add([row])
+        while engine.busy:
+            engine.step()
+        turns.append((row.turn, row.logprobs))
+        assert engine.cache.span == 32
+    assert engine.cache.capacity > 400
+    assert turns[0][0] == turns[1][0] and turns[0][1] == pytest.approx(turns[1][1], abs=1e-5)
+
+
 def test_many_refills_leave_nothing_behind():
     model = build("qwen2")
     engine = Engine(model, slots=3, stop_ids=set(range(0, VOCAB, 5)))
@@ -397,11 +417,12 @@ def test_smollm2():
 def test_the_fused_kernel_reads_no_more_of_a_prompt_than_there_is():
     """A static engine's cache has room for a whole episode from the first step on."""
     spans = {}
-    for sdpa in (False, True):
+    for sdpa, room in ((False, 150), (False, 1000), (True, 150)):
         cache = RowCache(2, torch.device("cpu"))
         cache.sdpa = sdpa
-        cache.reserve(1000)
+        cache.reserve(room)
         cache.prepare([0, 1], [0, 3], [40, 2])
         keys, values = cache.update(*torch.randn(2, 2, 1, 40, 4), 0)
-        spans[sdpa] = keys.shape[2], values.shape[2], cache.span, int(cache.position.max())
-    assert spans == {False: (1024, 1024, 1024, 42), True: (64, 64, 64, 42)}
+        spans[sdpa, room] = keys.shape[2], values.shape[2], cache.span, int(cache.position.max())
+    # Of 64, 160 are less than three times as many, and 1,024 are more.
+    assert spans == {(False, 150): (160, 160, 160, 42), (False, 1000): (64, 64, 64, 42), (True, 150): (64, 64, 64, 42)}
