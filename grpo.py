@@ -140,7 +140,7 @@ def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
 
 
 def weighted(advantages, trainer_logprobs, sampled_logprobs, mask, cap):
-    """Return advantages x importance weights (B, T); to log, the mean and the capped share."""
+    """Return advantages x importance weights (B, T), and their mean and capped share to log."""
     weights = truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap)
     sampled = weights[mask.bool()]  # (n,)
     return advantages * weights, {"importance_weight": sampled.mean().item(),

@@ -225,9 +225,11 @@ def settle(config: Config) -> Config:
     """
     names = ("top_share", "min_reward")
     chosen = [f"--{name}" for name in names if getattr(config, name) is not None]
-    if len(chosen) != (config.weighting == "filter"):
-        raise UserError("--top_share or --min_reward, one of them, goes with --weighting filter, "
-                        f"and none with another; given: {config.weighting}, {chosen}")
+    if config.weighting == "filter" and len(chosen) != 1:
+        raise UserError("--weighting filter takes --top_share or --min_reward, one of them; "
+                        f"given: {' and '.join(chosen) or 'neither'}")
+    if config.weighting != "filter" and chosen:
+        raise UserError(f"{chosen[0]} is for --weighting filter, not {config.weighting}")
     compares = config.baseline == "group" and config.min_reward is None
     if not config.trajectories and config.group_size == 1 and compares:
         raise UserError("--baseline group compares the episodes of one task, --group_size 1 plays "

@@ -11,8 +11,7 @@ and in CPU seconds, which other work on the machine disturbs less, and how busy 
 numbers are medians, its memory is the peak of the whole process. Ours also has `products_seconds`: how long the step's
 products with weights would take at the rate of one large product, measured right after the step. A step is rollout,
 reward, advantages, forward and backward of all samples, clipping, AdamW. Every sample is exactly `--tokens` long on
-both sides: TRL may not sample an end-of-turn token, we do not
-stop at one.
+both sides: TRL may not sample an end-of-turn token, we do not stop at one.
 
 Gradients: in float32, without autocast, both sides get the same adapter (B not zero), the same prompts and the same
 completions, sampled here; rewards and advantages are each side's own. The LoRA gradients are compared over all tensors

@@ -73,6 +73,7 @@ ENVS = {
 }
 # Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
+
 # Modules that are loaded when a run needs them.
 STEPS, OPTIONS = "envs.steps", "envs.options"
 REWARDS, TRL = "envs.rewards", "envs.trl"

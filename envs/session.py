@@ -111,7 +111,8 @@ def load_environments(tokenizer, env_names: str, generation_config=None,
                       env_options=None) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
-    They are those that the caller names: data never chooses which code runs.
+    They are those that the caller names: data never chooses which code runs. `env_options` are
+    what `envs.options_of` returns.
     """
     classes = {name: envs.with_options(envs.load(name), env_options)
                for name in envs.names_of(env_names)}

@@ -132,6 +132,8 @@ def recorded_env(trajectories: str) -> str | None:
     """Return the registered environments ("a,b") that recorded episodes are of, or None.
 
     A data file never chooses which code runs: what is not in envs.ENVS is ignored.
+
+    trajectories: the flag, one file or several (a,b).
     """
     def env_of(row, _):
         return str(dict(row.get("info", {})).get("env"))

@@ -67,7 +67,7 @@ class RowCache:
         start = torch.tensor(starts, device=self.device)[:, None]
         position = start + torch.arange(max(counts), device=self.device)
         span = 32 * math.ceil(needed / 32)
-        # On a CPU a bfloat16 product copies a slice: it pays below a third of the positions.
+        # On a CPU a bfloat16 product copies a slice, which pays below a third of the positions.
         if not self.sdpa and self.capacity < 3 * span:
             span = self.capacity
         in_order = slots == list(range(len(slots)))

@@ -56,7 +56,7 @@ def _read_from_hub(source, dtype, device, chosen):
     with suppress(OSError, UserError):
         folder = snapshot_download(source, allow_patterns=files, local_files_only=True)
         return _read_folder(folder, dtype, device, chosen)
-    print(f"{source}: no such folder here, asks the hub for it")
+    print(f"{source}: no such folder here; asking the hub for it")
     return _read_folder(snapshot_download(source, allow_patterns=files), dtype, device, chosen)
 
 

@@ -30,7 +30,7 @@ def check_stored(folder: str):
 
 
 def tensor_reader(folder: str, model):
-    """Return a function that reads one parameter of a skeleton, by its name, in the dtype it has.
+    """Return a function that reads one parameter of a skeleton by its name, in the dtype to keep.
 
     It raises UserError if the folder has no such parameter.
     """
@@ -38,9 +38,9 @@ def tensor_reader(folder: str, model):
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     parameters = model.state_dict()
-    exact = model._get_dtype_plan(model.dtype)
+    float32_names = model._get_dtype_plan(model.dtype)
     sources_of = defaultdict(list)  # name -> (stored name, pattern that it matched, file) of each
-    # Some folders have shards beside it, which may be older.
+    # Some folders hold shards as well, which may be older. Transformers reads the whole file.
     whole = Path(folder, "model.safetensors")
     for path in [whole] if whole.exists() else Path(folder).glob("model*.safetensors"):
         file = safe_open(path, "pt")
@@ -57,9 +57,9 @@ def tensor_reader(folder: str, model):
         # The experts in their order, 10 after 9. They may lie in several files.
         sources = sorted(sources_of[name], key=lambda source: dot_natural_key(source[0]))
         stored, pattern, file = sources[0]
-        # What transformers keeps exact, such as the biases of a router, stays so here too.
-        kept = any(word in name for word in exact)
-        dtype = torch.float32 if kept else parameters[name].dtype
+        # Transformers keeps some in float32, such as the biases of a router.
+        is_float32 = any(word in name for word in float32_names)
+        dtype = torch.float32 if is_float32 else parameters[name].dtype
         if not pattern:
             if file.get_slice(stored).get_shape() != list(parameters[name].shape):
                 raise UserError(f"{folder}: {name} has another shape than its config.json says")

@@ -313,7 +313,7 @@ def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch, capsys):
         load("nobody/no-such-model")
     assert calls == [True, False] and time.time() - began < 30 and "\n" not in str(error.value)
     # It may be a folder that was mistyped.
-    assert capsys.readouterr().out == "nobody/no-such-model: no such folder here, asks the hub for it\n"
+    assert capsys.readouterr().out == "nobody/no-such-model: no such folder here; asking the hub for it\n"
 
 
 def test_a_hub_id_of_which_a_part_is_cached_goes_to_the_hub(tiny, tmp_path, monkeypatch):

@@ -374,8 +374,8 @@ def test_recorded_episodes_that_cannot_be_learnt_from_are_refused(place, tmp_pat
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"weighting": "filter"}, "given: filter, []"), ({"weighting": "filter", "top_share": 0.5, "min_reward": 1.0}, "given: filter, ['--top_share', '--min_reward']"),
-    ({"top_share": 0.5}, "goes with --weighting filter, and none with another; given: exp, ['--top_share']"),
+    ({"weighting": "filter"}, "given: neither"), ({"weighting": "filter", "top_share": 0.5, "min_reward": 1.0}, "given: --top_share and --min_reward"),
+    ({"top_share": 0.5}, "--top_share is for --weighting filter, not exp"),
     ({"group_size": 1}, "--group_size 1 plays one")])
 def test_clashes_are_refused_before_anything_is_loaded(tmp_path, options, words):
     with pytest.raises(UserError, match=re.escape(words)):

@@ -75,7 +75,7 @@ class Turns(Sampled):
 class Completion(Turns):
     """POST /v1/completions"""
 
-    # A client of many prompts sends a list of one.
+    # LangChain sends its text in a list.
     prompt: str | list[Id] | Annotated[list[str], Field(max_length=1)]
     logprobs: int | None = Field(None, ge=0, le=1)
     return_token_ids: bool = False
