@@ -54,6 +54,10 @@ class StandIn(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
+    def hang(self):
+        """Never answer, also after the test: a model would be loaded beside that of another test."""
+        threading.Event().wait()
+
     def load(self, name, path):
         self.loads.append(name)
         with self.lock:
@@ -78,7 +82,7 @@ class StandIn(ThreadingHTTPServer):
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.server.is_deaf:
-            threading.Event().wait(60)
+            self.server.hang()
         data = [{"id": "base", "max_model_len": self.server.context, "parent": None}]
         self.answer(200, {"data": data + [{"id": name, "parent": "base", "max_model_len": None} for name in self.server.models]})
 
@@ -133,6 +137,11 @@ def other(place):  # noqa: F811
     server = StandIn(str(place / "base"))
     yield server
     server.die()
+
+
+def patch_sleep(monkeypatch, sleep):
+    """Replace the pauses of the client alone: a rollout's watch sleeps, too, and would spin."""
+    monkeypatch.setattr(vllm, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
 
 
 def played(place, out, servers, **options):  # noqa: F811
@@ -306,7 +315,7 @@ def test_a_redirect_is_named_by_its_reason(server):
 
 
 def test_what_fails_once_during_the_proof_is_asked_again(place, tmp_path, server, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    patch_sleep(monkeypatch, lambda seconds: None)
     faults = [FAULTS["500"], FAULTS["half"]]
     server.fault = lambda body: faults.pop() if faults and len(server.requests) in (2, 5) else None
     played(place, tmp_path / "r", [server], max_steps=1)
@@ -323,7 +332,7 @@ def test_a_server_that_does_not_say_its_context_is_none(server, monkeypatch, dat
 @pytest.mark.parametrize("name, says", [("500", "500: CUDA out of memory"), ("half", "the answer is no turn"), ("refused", "400: .*not supported")])
 def test_a_fault_ends_the_run_which_is_saved_and_continues_later(place, tmp_path, server, monkeypatch, name, says):  # noqa: F811
     """The second step's last request fails: no episode of that step is recorded."""
-    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    patch_sleep(monkeypatch, lambda seconds: None)
     out, turns = tmp_path / "r", []
 
     def fails(body):
@@ -340,10 +349,10 @@ def test_a_fault_ends_the_run_which_is_saved_and_continues_later(place, tmp_path
 
 
 def test_a_server_that_dies_or_hangs_ends_the_run_too(place, tmp_path, server, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    patch_sleep(monkeypatch, lambda seconds: None)
     monkeypatch.setattr(vllm, "PATIENCE", 1)
     monkeypatch.setattr(vllm, "TRIES", 2)
-    server.fault = lambda body: (setattr(server, "is_deaf", True), threading.Event().wait(60)) if "proof" not in body["model"] else None
+    server.fault = lambda body: (setattr(server, "is_deaf", True), server.hang()) if "proof" not in body["model"] else None
     with pytest.raises(UserError, match="TimeoutError: timed out"):
         played(place, tmp_path / "hangs", [server])
     server.is_deaf = False
@@ -410,7 +419,7 @@ def test_half_of_two_servers_gone_leaves_the_work_to_the_other(place, tmp_path, 
 
 def test_pauses_before_the_last_try_are_half_a_minute(monkeypatch):
     pauses = []
-    monkeypatch.setattr(vllm.time, "sleep", pauses.append)
+    patch_sleep(monkeypatch, pauses.append)
 
     def lost():
         raise vllm.Lost("gone")
@@ -426,11 +435,11 @@ def test_a_signal_leaves_while_a_server_is_silent(place, tmp_path, server, silen
     def hangs(body):
         if body["model"].endswith("step-000001"):
             asked.set()
-            time.sleep(60)
+            server.hang()
     if silent == "completions":
         server.fault = hangs
     else:
-        server.load = lambda name, path, load=server.load: hangs({"model": name}) or load(name, path)
+        server.load = lambda name, path, load=server.load: (hangs({"model": name}), load(name, path))
     program = Program(ROOT / "grpo.py", "--model_path", place / "base", "--output_dir", "r", "--sampler", server.url, "--dtype", "float32",
                       "--max_samples", "200", "--tasks_per_step", "2", "--group_size", "2", "--max_new_tokens", "6", "--max_tokens", "200",
                       "--eval_tasks", "0", "--lora_r", "2", cwd=tmp_path)
@@ -466,7 +475,7 @@ def test_a_run_ahead_continues_with_a_step_of_its_own_version(place, tmp_path, s
 
 
 def test_a_fault_in_a_step_ahead_ends_the_run(place, tmp_path, server, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(vllm.time, "sleep", lambda seconds: None)
+    patch_sleep(monkeypatch, lambda seconds: None)
     served = []
 
     def fails(body):
