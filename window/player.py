@@ -9,6 +9,7 @@ and they are called between two decode steps.
 """
 import asyncio
 import queue
+import time
 from functools import partial
 from os.path import commonprefix
 
@@ -20,6 +21,7 @@ from lora import adapted_forward, adapters, merged
 from window.requests import BASE, Refusal
 
 SECONDS = 600  # until a request must have been answered
+TOGETHER = 0.01  # seconds in which others may join the first one
 
 
 class Choice(Row):
@@ -98,7 +100,8 @@ class SharedEngine(Engine):
             kinds.setdefault(row.sampling, []).append(i)
         for (temperature, top_k, top_p), chosen in kinds.items():
             self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-            super().sample([rows[i] for i in chosen], logits[chosen])
+            its_logits = logits if len(kinds) == 1 else logits[chosen]  # a copy
+            super().sample([rows[i] for i in chosen], its_logits)
 
     def enter(self, row):
         """Add a row, in the slot of an ended one if it continues that one's conversation."""
@@ -202,7 +205,11 @@ class Player:
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""
         while self.engine.busy or not self.coming:
-            while not (self.engine.busy or self.coming) or not self.inbox.empty():
+            if not (self.engine.busy or self.coming):
+                self.inbox.get()()
+                # Those who ask at the same time start in the same batch.
+                time.sleep(TOGETHER)
+            while not self.inbox.empty():
                 self.inbox.get()()
             if self.engine.busy:
                 for row in self.engine.step():
