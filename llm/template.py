@@ -42,7 +42,7 @@ class Template:
         self._marked = re.compile(f"{BEGIN}({pattern}){END}|[{BEGIN}{END}]")
         self._newline = self.encode("\n")
         # The episodes of a group often see the same results.
-        self._cached_ids = lru_cache(1024)(self._render_ids)
+        self._cached_ids = lru_cache(256)(self._render_ids)
 
     def clean(self, value):
         """Return a copy of a message's field or a tool's schema that spells no control token.

@@ -32,7 +32,7 @@ def check_stored(folder: str):
 def tensor_reader(folder: str, model):
     """Return a function that reads one parameter of a skeleton by its name, in the dtype to keep.
 
-    It raises UserError if the folder has no such parameter.
+    It raises UserError if the folder has no such parameter, or two values for a tied one.
     """
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -68,4 +68,10 @@ def tensor_reader(folder: str, model):
         for stored, pattern, file in sources:
             converter.add_tensor(name, stored, pattern, partial(file.get_tensor, stored))
         return converter.convert(name, model=model, config=model.config)[name].to(dtype)
+
+    for name, other in model.all_tied_weights_keys.items():
+        # Transformers does not tie such a pair, whatever config.json says.
+        if sources_of.keys() >= {name, other} and not torch.equal(read(name), read(other)):
+            raise UserError(f"{folder}: its config.json ties {name} to {other}, which differ in its "
+                            "files; set tie_word_embeddings to false there")
     return read

@@ -293,6 +293,19 @@ def test_refusals_are_one_line_that_names_the_place(tiny, tmp_path, make, says):
     assert str(tmp_path) in message or make is base_gone
 
 
+@pytest.mark.parametrize("memory", ["4bit", "small"])
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tiny, tmp_path, memory):
+    shutil.copytree(tiny, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path / "m", lora_r=4, memory=memory)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="m: its config.json ties lm_head.weight to model.embed_tokens.weight, which differ"):
+        load(tmp_path / "m", lora_r=4, memory=memory)
+
+
 @pytest.mark.parametrize("memory", ["4bit", "stream"])
 def test_a_shape_that_the_config_does_not_have_is_named(tiny, tmp_path, memory):
     with pytest.raises(UserError, match="m: model.layers.1.mlp.up_proj.weight has another shape than its config.json says$"):

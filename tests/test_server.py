@@ -233,6 +233,12 @@ def test_a_function_without_parameters_and_one_that_is_none(served, client):
     served.script[:] = [served.server.chat_of(json.dumps([ADD])).turn("", [{"name": "clock", "arguments": {}}])]
     [call] = client.chat.completions.create(model="base", messages=HELLO, tools=[clock], max_tokens=200).choices[0].message.tool_calls
     assert call.function.name == "clock" and call.function.arguments == "{}"
+    prompts = set()
+    for arguments in ("{}", ""):
+        asked = {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": {"name": "clock", "arguments": arguments}}]}
+        prompt = [*HELLO, asked, {"role": "tool", "tool_call_id": call.id, "content": "12:00"}]
+        prompts.add(client.chat.completions.create(model="base", messages=prompt, tools=[clock], max_tokens=1).usage.prompt_tokens)
+    assert len(prompts) == 1
     for tool in ({"type": "custom"}, {"type": "function", "function": "clock"}, {"type": "function", "function": {"name": "a b"}}, None):
         with pytest.raises(openai.BadRequestError, match="tools.0"):
             served.post("/chat/completions", {**CHAT, "tools": [tool]})

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
 from starlette.exceptions import HTTPException
 
 from experiment.errors import first_line
@@ -84,7 +84,8 @@ class Completion(Turns):
 
 class Function(BaseModel):
     name: str
-    arguments: Json[dict[str, Any]]
+    # Clients send "" for a call without arguments.
+    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")]
 
 
 class ToolCall(BaseModel):
