@@ -48,7 +48,7 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     group_id: str = ""  # step and number of its task; tasks with equal prompts stay apart
     stop_reason: str = ""  # "done", "malformed", "error", or the name of the limit that ended it
-    messages: list[dict] = field(default_factory=list)  # the model may not see the last
+    messages: list[dict] = field(default_factory=list)  # as text; the last results may be only here
     info: dict = field(default_factory=dict)  # env, task, success, tool calls, tool errors
 
     # As the key of a dict an episode is itself, whatever another one holds.

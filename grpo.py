@@ -14,8 +14,8 @@ Five log-probs of the same tokens:
 
     logprobs            of the policy in training
     sampled_logprobs    of the sampler, when the episode was played
-    trainer_logprobs    of the sampler's weights, by the trainer's forward pass: they differ from
-                        the sampler's by rounding, or because another engine sampled
+    trainer_logprobs    of the policy before the step's updates, by the trainer's forward pass: they
+                        differ by rounding, by the sampler's engine and by --rollout_ahead's version
     old_logprobs        the ratio's denominator: sampled, or trainer with --importance_correction
     ref_logprobs        of the policy that this run started from, for the KL penalty
 """
@@ -113,7 +113,7 @@ CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_cr
 def token_advantages(episodes, mask, credit="episode", **options):
     """Give every sampled token the advantage of its turn, and all others 0: (B, T).
 
-    mask: (B, T), a run of 1s is a turn. Raises ValueError if the rewards do not match.
+    mask: (B, T), a run of 1s is a turn. Raises ValueError unless each turn has one reward.
     """
     turns = [len(t.rewards) for t in episodes]
     per_turn = CREDITS[credit](episodes, **options).split(turns)  # B of (turns,)
@@ -175,9 +175,9 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
 
     A token's gradient is that of its own KL given what precedes it, without later tokens' KL.
 
-    k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference).
-    k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
-        and explodes where a token has become unlikely.
+    k2: x^2 / 2 (joschu.net/blog/kl-approx.html): on-policy the gradient of KL(policy || reference).
+    k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4): on-policy the gradient of KL(reference || policy),
+        which explodes where a token has become unlikely.
     k3_ratio: k3 * policy / old (arXiv 2512.02556). Value and gradient are unbiased if old is what
         sampled. The default of TRL 1.16, which in gspo and luspo takes the sequence's ratio.
     """
@@ -261,7 +261,7 @@ PAPER_SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
     "rloo": {"scale_rewards": "none"},
 }
-# With --sampler another engine samples, and rounds differently. The cap is that of TRL and verl;
+# With --sampler another engine samples, and rounds differently. 2 is the cap of verl's examples;
 # vespo has a weight of its own.
 SAMPLER = {"importance_correction": 2.0}
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
@@ -414,7 +414,7 @@ def train(config: Config) -> dict:
                 run.discard_if_not_finite(batch, totals["loss"], grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                if update == 0:  # ratio 1 and gap 0, but for rounding and dropout
+                if update == 0:  # ratio 1 and gap 0, but for rounding, dropout and old episodes
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
             run.log(**totals, **group_shares(batch, advantages), grad_norm=grad_norm)
     return run.finish()

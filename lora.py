@@ -140,7 +140,7 @@ class _MergedLoRA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, x, A, B, scale, recompute):
         ctx.scale, ctx.recompute = scale, recompute
-        # Else it would be a view, which no layer may change in place.
+        # Unmarked, it would come back as a view, which no layer may change in place.
         ctx.mark_dirty(output)
         ctx.save_for_backward(None if recompute else x, A, B)
         return output
@@ -163,7 +163,7 @@ GRADIENT_SCALE = 2.0**12  # llm.logprobs multiplies by it: float16 gradients sta
 class Cast(torch.autograd.Function):
     """Use a float32 weight in the dtype and on the device of another tensor.
 
-    Its gradient comes back in float32, and one that was float16 without the scale.
+    Its gradient comes back in float32, and a float16 one is divided by GRADIENT_SCALE.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
 
 
 def remove_adapters(model, names, targets: list):
-    """Take the adapters of the Linears of these names away. The rest is called `targets`."""
+    """Take the adapters of the Linears of these names away. `targets` names those that stay."""
     for name in names:
         linear = model.get_submodule(name)
         del linear.lora, linear.forward

@@ -148,7 +148,7 @@ def train(config: Config) -> dict:
             model.train()
             loss_sum = 0.0
             for rows in run.micro_batches(len(batch), step):
-                logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, t)
+                logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, T)
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 loss.backward()
                 loss_sum += loss.item()

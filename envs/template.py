@@ -1,4 +1,4 @@
-"""An environment to copy: every attribute of the contract, in the smallest one that needs them.
+"""An environment to copy: what most environments need of the contract (envs/__init__.py has all).
 
     cp envs/template.py my_env.py
     python grpo.py --env my_env.py:HigherLower --model_path path/to/model

@@ -4,17 +4,17 @@
     engine.add([Row(prompt, group=0, seed=s) for s in range(8)])  # the group's prompt runs once
     while engine.busy:
         for row in engine.step():                    # rows whose turn ended; row.turn, row.logprobs
-            engine.extend(row, tool_result_ids, 64)  # continues in the same cache
-            engine.release(row)                      # or leaves, and a waiting row takes its slot
+            engine.extend(row, tool_result_ids, 64)  # either: it continues in the same cache
+            engine.release(row)                      # or: it leaves, and another takes its slot
 
 These six are the protocol of every engine, also of one that asks a server:
 
     add(rows)                takes new rows; a row's first turn continues its prompt, `row.pending`
-    step()                   samples on and returns the rows whose turn has ended, perhaps none
+    step()                   samples further tokens; returns the rows whose turn has ended, if any
     extend(row, ids, limit)  appends ids that the model did not sample to a row whose turn has
                              ended, and starts its next turn, of at most `limit` tokens
     release(row)             forgets a row whose turn has ended
-    busy                     True while `step` has something to do; then alone it is called
+    busy                     True while `step` has something to do; it is called only then
     clock                    how many decode steps were taken: it decides when tool results are due
 
 The caller makes each Row with its prompt, group, seed and limit. After that it only reads what the
