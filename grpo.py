@@ -15,7 +15,7 @@ Five log-probs of the same tokens:
     logprobs            of the policy in training
     sampled_logprobs    of the sampler, when the episode was played
     trainer_logprobs    of the policy before the step's updates, by the trainer's forward pass: they
-                        differ by rounding, by the sampler's engine and by --rollout_ahead's version
+                        differ from the sampler's by rounding, engine, version (--rollout_ahead)
     old_logprobs        the ratio's denominator: sampled, or trainer with --importance_correction
     ref_logprobs        of the policy that this run started from, for the KL penalty
 """
@@ -333,9 +333,9 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
     The KL shares the normalizer, and the entropy is a mean over tokens for every loss. All tensors
-    are (b, T); without kl_coef ref_logprobs is None. Returns the loss and its share of what the
-    step logs: the loss, and means over tokens. approx_kl is KL(old || policy), and gap how far the
-    log-probs are from the sampler's, if those are given.
+    are (b, T); without kl_coef ref_logprobs is None. Returns the loss, and metrics that add up over
+    the micro-batches: the loss, and means over tokens. approx_kl is KL(old || policy), and gap how
+    far the log-probs are from the sampler's, if those are given.
     """
     surrogate, normalizer = LOSSES[config.loss]
     log_ratio = masked(logprobs - old_logprobs, mask)
