@@ -173,11 +173,11 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log(policy / reference).
 
-    A token's gradient is that of its own KL given what precedes it, without later tokens' KL.
+    On-policy, a token's gradient is that of its own KL given what precedes it, not of later ones'.
 
-    k2: x^2 / 2 (joschu.net/blog/kl-approx.html): on-policy the gradient of KL(policy || reference).
-    k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4): on-policy the gradient of KL(reference || policy),
-        which explodes where a token has become unlikely.
+    k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference).
+    k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
+        and explodes where a token has become unlikely.
     k3_ratio: k3 * policy / old (arXiv 2512.02556). Value and gradient are unbiased if old is what
         sampled. The default of TRL 1.16, which in gspo and luspo takes the sequence's ratio.
     """
