@@ -103,7 +103,7 @@ def _help_text(option):
         words.append("one of " + ", ".join(option.choices))
     default = option.default.__doc__ if callable(option.default) else str(option.default)
     if option.default is not None:
-        words.append(f"default: {default}")
+        words.append(f"default: {default or repr('')}")
     return "; ".join(words).replace("%", "%%")
 
 
