@@ -281,7 +281,7 @@ def convert(value, option, source):
     numbers = (int, float) if option.kind is float else option.kind
     if not isinstance(value, numbers) or isinstance(value, bool) != (option.kind is bool):
         raise UserError(f"{source}: not {KINDS[option.kind]}")
-    if isinstance(value, str) and not value.strip():
+    if not str(value).strip() and value != option.default:
         raise UserError(f"{source}: is empty; give a value, or leave it out")
     # Of NaN every comparison is false.
     if option.kind in LARGEST and not abs(value) <= LARGEST[option.kind]:

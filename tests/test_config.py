@@ -97,6 +97,15 @@ def test_a_choice_is_what_was_chosen(module):
             parse(grpo.Config, ["--importance_correction", "none"])
 
 
+def test_a_fork_may_have_an_empty_default(tmp_path):
+    @dataclasses.dataclass
+    class Fork(Config):
+        note: str = flag("", "a remark")
+    run = Run(Fork(output_dir=str(tmp_path / "run")), "fork")
+    run.begin()
+    assert parse(Fork, ["--config", str(run.folder / "config.yaml"), "--note="]).note == ""
+
+
 def test_the_home_folder_of_a_yaml_file_is_no_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "a.yaml").write_text("output_dir: ~/runs/a\n")
@@ -162,7 +171,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(str
 
 
 @example(Config(model_path="\x85", reference="\u2028\ud800\n~"))
-@example(Config(model_path="模型 # x: y", reference="", learning_rate=1e-5))
+@example(Config(model_path="模型 # x: y", reference=" '' ", learning_rate=1e-5))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.builds(Config, model_path=TEXT, reference=st.none() | TEXT,
                  learning_rate=st.floats(1e-300, 1e38) | st.integers(1, 9), lora_dropout=st.floats(0, 1),
