@@ -82,13 +82,13 @@ def _make_parser(flags, description):
         words = [name, *option.aliases]
         words += [word.replace("_", "-") for word in words]
         spellings = [f"--{word}" for word in words]
-        shape = {"dest": name, "metavar": METAVARS[option.kind]}
-        if option.kind is bool:
-            shape.update(nargs="?", const="true")
-        action = groups[option.group].add_argument(*spellings, help=_help_text(option), **shape)
+        action = groups[option.group].add_argument(
+            *spellings, dest=name, metavar=METAVARS[option.kind], help=_help_text(option))
         # All spellings are parsed, and --help shows the first.
         action.option_strings = spellings[:1]
         if option.kind is bool:
+            action.nargs = "?"
+            action.const = "true"
             parser.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name,
                                 action="store_const", const="false", help=argparse.SUPPRESS)
     return parser

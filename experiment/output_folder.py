@@ -43,8 +43,8 @@ class OutputFolder:
     """
 
     def __init__(self, path, algorithm, command):
-        # An environment may change the current folder, and a link stays when a run is renamed.
-        self.path = Path(path).resolve()
+        # An environment may change the current folder.
+        self.path = Path(path).absolute()
         self.algorithm, self.command = algorithm, command
         self.is_replaced = False
 
@@ -73,9 +73,10 @@ class OutputFolder:
         self.is_replaced = True
 
     def _lock(self, given):
-        """Hold `.lock` until this process ends, however it ends: then the kernel releases it."""
+        """Hold `.lock`, a link's target's, until this process ends: then the kernel releases it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.path = self.path.resolve()
             self.lock = open(self.path / ".lock", "a+")
         except OSError as error:
             raise UserError(f"{given}: cannot write there ({error.strerror}); "

@@ -118,9 +118,9 @@ def check_ingredients(recorded, paths):
         if recorded.get(label) == now.get(label):
             continue
         if not label.startswith("program "):
-            fault = "is not" if label in now else "is not here (load a hub model first), but was"
-            raise UserError(f"{paths.get(label, label)}: {fault} the file this run began with; put "
-                            "that back, or begin anew with another --output_dir")
+            raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
+                            "that back (on another machine, load a hub model first), or begin anew "
+                            "with another --output_dir")
         # Which modules are imported may depend on the caller.
         if label in recorded and label in now:
             print(f"note: {label} is not the file this run began with: from here on it may learn "

@@ -170,7 +170,7 @@ def test_yaml_that_is_no_yaml(tmp_path):
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(str.strip)
 
 
-@example(Config(model_path="\x85", reference="\u2028\ud800\n~"))
+@example(Config(model_path="\x85.", reference="\u2028\ud800\n~"))
 @example(Config(model_path="模型 # x: y", reference=" '' ", learning_rate=1e-5))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.builds(Config, model_path=TEXT, reference=st.none() | TEXT,

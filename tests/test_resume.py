@@ -33,7 +33,7 @@ from experiment.command_line import parse
 from experiment.errors import UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder
-from experiment.resuming import _sequences, check_ingredients
+from experiment.resuming import _sequences
 from llm import load_model, merge, save_model
 from llm.tiny import make_tiny
 
@@ -293,11 +293,6 @@ def test_a_copy_of_a_run_is_continued_where_it_is(stopped, tmp_path, monkeypatch
     assert parse(sft.Config, ["--config", "config.yaml", "--resume"]).output_dir == "."
     assert parse(sft.Config, ["--config", "config.yaml"]).output_dir != "."
     assert "continues after step 2" in capsys.readouterr().out
-
-
-def test_a_file_that_is_not_on_this_machine_is_not_called_another_one():
-    with pytest.raises(UserError, match="base/config.json: is not here .load a hub model first., but was the file this run began with"):
-        check_ingredients({"base/config.json": {"bytes": 1, "sha256": "x"}}, {})
 
 
 def test_flags_that_leave_the_equations_alone_may_differ(place, stopped, tmp_path):

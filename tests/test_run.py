@@ -191,6 +191,7 @@ def test_overwrite_renames_the_run_that_was_there_and_nothing_is_lost(tmp_path, 
 def test_a_link_leads_to_the_new_run_when_the_old_one_is_renamed(tmp_path):
     """A link to a larger disk, for instance: the next run is to be there, too."""
     link = tmp_path / "link"
+    (tmp_path / "disk").mkdir()
     link.symlink_to(tmp_path / "disk")
     for number in range(2):
         Run(Config(output_dir=str(link), overwrite=True, seed=number), "grpo").begin()
