@@ -109,7 +109,7 @@ class Run:
     def begin(self):
         """Take the output folder: rename what is overwritten, go back to what is resumed.
 
-        `steps` calls it once all is loaded, or what writes there earlier. Then signals name a command.
+        `steps` calls it once all is loaded, or what writes earlier. Then signals name a command.
         """
         if not self.has_begun:
             self.ranks.first(self._take_folder)
