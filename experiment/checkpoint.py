@@ -204,12 +204,25 @@ def _model_files(model):
     folder = newest_checkpoint(model) or Path(model)
     if not (folder / "adapter_config.json").exists():
         return _files_in(folder, "base")
-    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or ""
-    for moved in (folder / "base", folder / "../../base"):
-        # Where the base is no more, it may lie beside the adapter.
-        if not os.path.exists(base) and moved.is_dir():
-            base = moved
-    return _files_in(folder, "adapter") | _model_files(base)
+    return _files_in(folder, "adapter") | _model_files(base_of(folder))
+
+
+def base_of(adapter):
+    """Return the folder or hub id of an adapter's base model, or raise UserError if none is named.
+
+    One in its folder or its run's comes first: by now the place that is recorded may be another's.
+    """
+    folder = Path(adapter).resolve()
+    runs = folder.parents[1:2] if folder.parent.name == "checkpoints" else ()
+    for place in (folder, *runs):
+        if (place / "base").is_dir():
+            return str(place / "base")
+    path = folder / "adapter_config.json"
+    base = read_json(path).get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise UserError(f"{path}: no base_model_name_or_path; "
+                        "write the base model's folder or hub id there")
+    return base
 
 
 def _files_in(folder, kind):

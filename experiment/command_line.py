@@ -6,6 +6,7 @@ end in "$@".
 """
 import argparse
 import functools
+import os
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from experiment.config import ONCE, code_flags, convert, nearest, options
 from experiment.data import read_yaml
 from experiment.errors import UserError
+from experiment.output_folder import CONFIG, algorithm_of
 
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "false"}
 # A flag of ours, and the names that TRL, transformers, PEFT, verl and OpenRLHF give to it.
@@ -36,14 +38,20 @@ def parse(config_class, argv, description=""):
     values = {}
     for path in given.config:
         values.update(_yaml_values(path, flags))
+        folder, name = os.path.split(path)
+        if "resume" in given and name == CONFIG and algorithm_of(folder):
+            # The run is where its config.yaml is: its folder may have moved, or the user.
+            values["output_dir"] = folder or "."
     del given.config
     code = code_flags({name: value for name, value in values.items() if name not in given})
     if code:
         raise UserError(f"{code[0]} {code[1]}: a config file does not choose which code runs; if "
                         f"you trust it, add {shlex.join(code)} to the command")
     for name, text in vars(given).items():
-        is_none = flags[name].optional and text.lower() in ("none", "null")
-        values[name] = convert(None if is_none else text, flags[name], f"--{name}")
+        option = flags[name]
+        # The None of an auto flag says nothing: "none" would be its default.
+        is_none = option.optional and not option.auto and text.lower() in ("none", "null")
+        values[name] = convert(None if is_none else text, option, f"--{name}")
     return config_class(**values)
 
 
@@ -74,13 +82,13 @@ def _make_parser(flags, description):
         words = [name, *option.aliases]
         words += [word.replace("_", "-") for word in words]
         spellings = [f"--{word}" for word in words]
-        shape = {"dest": name, "metavar": METAVARS[option.kind]}
-        if option.kind is bool:
-            shape.update(nargs="?", const="true")
-        action = groups[option.group].add_argument(*spellings, help=_help_text(option), **shape)
+        action = groups[option.group].add_argument(
+            *spellings, dest=name, metavar=METAVARS[option.kind], help=_help_text(option))
         # All spellings are parsed, and --help shows the first.
         action.option_strings = spellings[:1]
         if option.kind is bool:
+            action.nargs = "?"
+            action.const = "true"
             parser.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name,
                                 action="store_const", const="false", help=argparse.SUPPRESS)
     return parser

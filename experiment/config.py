@@ -8,6 +8,7 @@ import difflib
 import importlib
 import inspect
 import operator
+import os
 import re
 import textwrap
 import typing
@@ -44,6 +45,7 @@ def flag(default, help="", /, **properties):
         aliases: other names of the flag.
         low, high: inclusive bounds of a number.
         above: exclusive lower bound of a number.
+        optional: False where "none" on the command line is a value, though None is one, too.
     """
     if help:
         properties["help"] = help
@@ -255,10 +257,11 @@ class RunFlags:
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)
 
     def __post_init__(self):
-        """Let Python code give an environment's class in place of its name.
+        """Let a YAML file name the home folder ~, and Python code an environment's class.
 
-        The name is one by which envs.load finds the class again. config.yaml holds it.
+        The class becomes a name by which envs.load finds it again. config.yaml holds it.
         """
+        self.output_dir = os.path.expanduser(self.output_dir)
         if inspect.isclass(self.env):
             self.env = f"{self.env.__module__}:{self.env.__qualname__}"
 
@@ -278,6 +281,8 @@ def convert(value, option, source):
     numbers = (int, float) if option.kind is float else option.kind
     if not isinstance(value, numbers) or isinstance(value, bool) != (option.kind is bool):
         raise UserError(f"{source}: not {KINDS[option.kind]}")
+    if not str(value).strip() and value != option.default:
+        raise UserError(f"{source}: is empty; give a value, or leave it out")
     # Of NaN every comparison is false.
     if option.kind in LARGEST and not abs(value) <= LARGEST[option.kind]:
         raise UserError(f"{source}: not a finite number of at most {LARGEST[option.kind]}")

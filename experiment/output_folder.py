@@ -55,8 +55,6 @@ class OutputFolder:
         Args:
             values: {flag: value} of the run's config. Raises UserError.
         """
-        if not str(values["output_dir"]).strip():
-            raise UserError("--output_dir is empty; give the name of a folder")
         if values.get("overwrite") and values.get("resume"):
             raise UserError("--resume continues a run and --overwrite renames it; give one of them")
         self._lock(values["output_dir"])
@@ -75,22 +73,22 @@ class OutputFolder:
         self.is_replaced = True
 
     def _lock(self, given):
-        """Hold `.lock` until this process ends, however it ends: then the kernel releases it."""
+        """Hold `.lock`, a link's target's, until this process ends: then the kernel releases it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.path = self.path.resolve()
             self.lock = open(self.path / ".lock", "a+")
         except OSError as error:
             raise UserError(f"{given}: cannot write there ({error.strerror}); "
                             "give another --output_dir") from None
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Such a lock is the process's: that of a notebook's previous run is no hindrance.
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.lock.seek(0)
             pid = self.lock.read().strip()
-            # A notebook may still hold the lock of its previous run.
-            if pid != str(os.getpid()):
-                raise UserError(f"{self.path}: process {pid or '?'} is running there; stop it, or "
-                                "give another --output_dir") from None
+            raise UserError(f"{self.path}: process {pid or '?'} is running there; stop it, or "
+                            "give another --output_dir") from None
         except OSError:
             # This file system has no locks.
             return
@@ -99,12 +97,11 @@ class OutputFolder:
 
     def _check_start(self, values):
         """Refuse to rename a folder that the new run starts from."""
-        folder = self.path.resolve()
         for name, value in values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue
             for path, _ in data_sources(value):
-                if os.path.exists(path) and Path(path).resolve().is_relative_to(folder):
+                if os.path.exists(path) and Path(path).resolve().is_relative_to(self.path):
                     raise UserError(f"--{name} {path} lies in the folder to overwrite; "
                                     "give another --output_dir")
 

@@ -25,7 +25,7 @@ class Signals:
     Attributes:
         active: the one that is open, or None.
         signum: the number of the signal that came, or None.
-        run: the first run that is made inside. Its command continues all.
+        run: the first run that has begun inside. Its command continues all.
         looping: the run whose steps are taken now: `run`, or one inside it and a part of it.
     """
 

@@ -96,7 +96,6 @@ class Run:
         self.saved = self.score = self.unlogged = self.marks = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
-        self.signals.run = self.signals.run or self
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
 
     def _open(self):
@@ -110,11 +109,12 @@ class Run:
     def begin(self):
         """Take the output folder: rename what is overwritten, go back to what is resumed.
 
-        `steps` does it, once model and data have loaded. What writes there earlier calls it first.
+        `steps` calls it once all is loaded, or what writes earlier. Then signals name a command.
         """
         if not self.has_begun:
             self.ranks.first(self._take_folder)
             self.has_begun = True
+            self.signals.run = self.signals.run or self
 
     def _take_folder(self):
         """Undo what came after the checkpoint to resume, or rename a run; write config.yaml."""

@@ -1,6 +1,6 @@
 """What training writes of a model, adapters in PEFT's own format, and the optimizer.
 
-    adapter_config.json         `read_settings`, `adapter_base`
+    adapter_config.json         `read_settings`
     adapter_model.safetensors   `load_weights`
     both                        `save_model`, which writes a model folder where all weights train
     added.safetensors           both functions, if a fork has added to the model
@@ -179,25 +179,6 @@ def _check_plain_lora(config):
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
     if not config["lora_alpha"] / config["r"] > 0:
         raise ValueError("lora_alpha and r must be above 0")
-
-
-def adapter_base(folder: str) -> str:
-    """Return the base model that an adapter folder points to.
-
-    If that place has moved, it is `base/` in the adapter's folder or in its output folder.
-    """
-    path = Path(folder, ADAPTER)
-    base = read_json(path).get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        raise UserError(f"{path}: no base_model_name_or_path; "
-                        "write the base model's folder or hub id there")
-    if not os.path.exists(base):
-        for place in ("base", "../../base"):
-            # The folder may be a link: its real place has the run around it.
-            beside = os.path.realpath(os.path.join(folder, place))
-            if os.path.isdir(beside):
-                return beside
-    return base
 
 
 def check_finite(path, tensors: dict):

@@ -7,10 +7,10 @@ from importlib import import_module
 
 import torch
 
-from experiment.checkpoint import check_base, newest_checkpoint, read_state
+from experiment.checkpoint import base_of, check_base, newest_checkpoint, read_state
 from experiment.data import read_json
 from experiment.errors import UserError
-from llm.adapter_files import ADAPTER, FORMS, adapter_base, load_weights, read_settings
+from llm.adapter_files import ADAPTER, FORMS, load_weights, read_settings
 from llm.attention import causal_attention
 from llm.checkpointing import checkpoint_layers, layers_of, pinned, tile_mlps
 from llm.memory import QUANTIZATION, Facts, Techniques, techniques, techniques_of
@@ -181,7 +181,7 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
               f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
-    base = adapter_base(path)
+    base = base_of(path)
     check_base(path, base)
     return base, adapter
 
@@ -201,7 +201,7 @@ def is_tiny(model_path: str) -> bool:
     """True if this is the tiny model or was made from it. Reads no weights and never raises."""
     try:
         path = newest(model_path)
-        path = adapter_base(path) if _holds(path, ADAPTER) else path
+        path = base_of(path) if _holds(path, ADAPTER) else path
         return path == "tiny" or bool(read_json(os.path.join(path, "config.json")).get("tiny"))
     except (OSError, ValueError):  # a UserError is a ValueError
         return False

@@ -18,6 +18,7 @@ from experiment.command_line import SYNONYMS, parse
 from experiment.config import MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag, options
 from experiment.run import Run
 from experiment.errors import UserError
+from window import chat
 
 
 def refusal(*argv):
@@ -36,7 +37,7 @@ def refusal(*argv):
     ("--no_shuffle", "shuffle", False), ("--no-shuffle", "shuffle", False), ("--shuffle --seed 1", "shuffle", True),
     ("--max_steps 3", "max_steps", 3), ("--max_steps none", "max_steps", None), ("--reference none", "reference", None),
     ("--model_path none", "model_path", "none"), ("--model_path=--odd", "model_path", "--odd"),
-    ("--model_path a=b", "model_path", "a=b"), ("--reference=", "reference", ""), ("--offset -1e-4", "offset", -1e-4), ("--offset=-.5", "offset", -0.5), ("--resume", "resume", True),
+    ("--model_path a=b", "model_path", "a=b"), ("--offset -1e-4", "offset", -1e-4), ("--offset=-.5", "offset", -0.5), ("--resume", "resume", True),
     ("--resume --seed 1", "resume", True),
     ("--seed 1 --seed 2", "seed", 2),
 ])
@@ -72,6 +73,7 @@ def test_accepts(line, name, value):
     ("--loss gpro", "--loss gpro: must be one of grpo, dapo, gspo"),
     ("--seed", "--seed: needs a value"), ("--seed --shuffle", "--seed: needs a value"),
     ("--seed none", "--seed none: not a whole number"),
+    ("--reference=", "--reference '': is empty; give a value, or leave it out"),  # of an unset variable: not as if it were left out
     ("train.csv", "unexpected argument train.csv; options are written --name value"),
     ("-s 1", "unexpected argument -s; options are written --name value"),
     ("--", "unexpected argument --; options are written --name value"),
@@ -79,6 +81,36 @@ def test_accepts(line, name, value):
 ])
 def test_refuses(line, message):
     assert refusal(*line.split(" ")) == message
+
+
+@pytest.mark.parametrize("module", [grpo, sft, reward_weighted, dpo, chat])
+def test_a_choice_is_what_was_chosen(module):
+    """Also where it is called none: --scale_rewards none was read as if nothing had been said, and so was agent.py --env none."""
+    chosen = [(name, choice) for name, option in options(module.Config).items() for choice in option.choices]
+    if module is chat:
+        chosen.append(("env", "none"))
+    assert module is not grpo or ("scale_rewards", "none") in chosen
+    for name, choice in chosen:
+        assert getattr(parse(module.Config, [f"--{name}", choice]), name) == choice
+    if module is grpo:  # nor is it the default that the loss, the model or --sampler chooses
+        with pytest.raises(UserError, match="--importance_correction none: not a number"):
+            parse(grpo.Config, ["--importance_correction", "none"])
+
+
+def test_a_fork_may_have_an_empty_default(tmp_path):
+    @dataclasses.dataclass
+    class Fork(Config):
+        note: str = flag("", "a remark")
+    run = Run(Fork(output_dir=str(tmp_path / "run")), "fork")
+    run.begin()
+    assert parse(Fork, ["--config", str(run.folder / "config.yaml"), "--note="]).note == ""
+
+
+def test_the_home_folder_of_a_yaml_file_is_no_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "a.yaml").write_text("output_dir: ~/runs/a\n")
+    assert parse(sft.Config, ["--config", str(tmp_path / "a.yaml")]).output_dir == "/home/me/runs/a"
+    assert parse(sft.Config, ["--output_dir=~/b"]).output_dir == "/home/me/b"
 
 
 def test_long_values_are_not_repeated_in_full():
@@ -135,11 +167,11 @@ def test_yaml_that_is_no_yaml(tmp_path):
     assert "embedded null byte" in refusal("--config", "a\0b")
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(str.strip)
 
 
-@example(Config(model_path="\x85", reference="\u2028\ud800\n~"))
-@example(Config(model_path="模型 # x: y", reference="", learning_rate=1e-5))
+@example(Config(model_path="\x85.", reference="\u2028\ud800\n~"))
+@example(Config(model_path="模型 # x: y", reference=" '' ", learning_rate=1e-5))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.builds(Config, model_path=TEXT, reference=st.none() | TEXT,
                  learning_rate=st.floats(1e-300, 1e38) | st.integers(1, 9), lora_dropout=st.floats(0, 1),

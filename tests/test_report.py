@@ -178,11 +178,13 @@ def test_without_a_tokenizer_the_text_is_shown(tmp_path):
 
 
 def test_successes_stand_with_their_intervals(tmp_path):
-    result = {"success_before": 0.5, "success_after": 0.75, "held_out_tasks": 20, "seconds": 12.3, "peak_memory_mb": 1888.2, "pairs": None}
+    result = {"success_before": 0.5, "success_after": 0.75, "held_out_tasks": 20, "seconds": 12.3, "peak_memory_mb": 1888.2, "pairs": None,
+              "before": {"success": 0.5, "reward": -0.25, "turns": 3.0}, "after": {}}
     text = page(folder(tmp_path, result=result)).text
     low, high = wilson(15, 20)
     assert f"success_after0.750 ({low:.3f} to {high:.3f})" in text and "seconds12.3" in text and "peak_memory_mb1,888" in text
-    assert "pairs" not in text
+    assert "beforesuccess 0.500, reward -0.250" in text
+    assert "pairs" not in text and "{" not in text and "turns" not in text
     for share in ("much", 7):
         name = folder(tmp_path, result={"success_after": share, "held_out_tasks": 20})
         with pytest.raises(UserError, match="result.json: cannot be read|result.json: math domain error"):

@@ -27,7 +27,7 @@ from episodes.tasks import load_tasks
 from episodes.demonstrations import read_trajectories
 from episodes.imitation import demonstrate
 from experiment import run
-from experiment.checkpoint import checkpoints, newest_checkpoint, read_state
+from experiment.checkpoint import base_of, checkpoints, newest_checkpoint, read_state
 from experiment.run import Run
 from experiment.command_line import parse
 from experiment.errors import UserError
@@ -282,6 +282,19 @@ def test_a_smaller_batch_without_more_accumulation_is_another_update(module):
     assert (_sequences(began) == _sequences(smaller)) == (module is grpo)
 
 
+def test_a_copy_of_a_run_is_continued_where_it_is(stopped, tmp_path, monkeypatch, capsys):
+    """Whatever output_dir its config.yaml names, and wherever one stands."""
+    original = Path(stopped(tmp_path / "copy").output_dir)
+    words = ["--config", str(original / "config.yaml"), "--resume"]
+    assert f"output_dir: {original}\n" not in (original / "config.yaml").read_text()
+    assert sft.train(parse(sft.Config, words))["steps"] == 3 and (original / "result.json").exists()
+    assert parse(sft.Config, [*words, "--output_dir", "elsewhere"]).output_dir == "elsewhere"
+    monkeypatch.chdir(original)
+    assert parse(sft.Config, ["--config", "config.yaml", "--resume"]).output_dir == "."
+    assert parse(sft.Config, ["--config", "config.yaml"]).output_dir != "."
+    assert "continues after step 2" in capsys.readouterr().out
+
+
 def test_flags_that_leave_the_equations_alone_may_differ(place, stopped, tmp_path):
     was = stopped(tmp_path / "run")
     half = was.batch_size // 2
@@ -363,6 +376,12 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
             time.sleep(0.05)
         with pytest.raises(UserError, match=f"run: process {first.pid} is running there; stop it, or give another"):
             sft.train(again)
+        # In two containers both may be process 1.
+        lock = tmp_path / "run" / ".lock"
+        lock.write_text(f"{os.getpid()}\n")
+        with pytest.raises(UserError, match=f"run: process {os.getpid()} is running there"):
+            sft.train(again)
+        lock.write_text(f"{first.pid}\n")
     finally:
         first.kill()
         first.communicate()
@@ -456,8 +475,13 @@ def test_an_adapter_whose_base_was_replaced_is_refused_and_one_that_moved_with_i
     monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 1})
     options = dict(model_path="tiny", lora_r=2, tasks_per_step=2, max_steps=0)
     grpo.train(config(grpo, place, tmp_path / "grpo", **options))
-    (tmp_path / "grpo").rename(tmp_path / "moved")
+    weights = (tmp_path / "grpo" / "base" / "model.safetensors").read_bytes()
+    grpo.train(config(grpo, place, tmp_path / "grpo", **options, seed=1, overwrite=True))
+    assert (tmp_path / "grpo" / "base" / "model.safetensors").read_bytes() != weights
+    # Another base is now where the renamed run's was, and its own has come along.
+    (tmp_path / "grpo.1").rename(tmp_path / "moved")
     load_model(str(tmp_path / "moved"), train=False)
+    assert base_of(newest_checkpoint(tmp_path / "moved")) == str(tmp_path / "moved" / "base")
     path = tmp_path / "moved" / "base" / "config.json"
     path.write_text(path.read_text() + "\n")
     with pytest.raises(UserError, match="base/config.json: is not the base model that the adapter .* was trained on"):
@@ -596,7 +620,7 @@ def test_a_run_that_cannot_load_leaves_the_run_that_it_was_to_overwrite(place, t
 
 @pytest.mark.parametrize("name", ["", "  "])
 def test_an_empty_output_dir_is_refused(place, name):
-    with pytest.raises(UserError, match="--output_dir is empty; give the name of a folder"):
+    with pytest.raises(UserError, match=f"--output_dir {name.strip() or repr('')}: is empty; give a value"):
         sft.train(toy(place, name))
 
 

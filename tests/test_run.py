@@ -188,6 +188,17 @@ def test_overwrite_renames_the_run_that_was_there_and_nothing_is_lost(tmp_path, 
     assert f"{folder}: the run that was there is now {folder}.2\n" in capsys.readouterr().out
 
 
+def test_a_link_leads_to_the_new_run_when_the_old_one_is_renamed(tmp_path):
+    """A link to a larger disk, for instance: the next run is to be there, too."""
+    link = tmp_path / "link"
+    (tmp_path / "disk").mkdir()
+    link.symlink_to(tmp_path / "disk")
+    for number in range(2):
+        Run(Config(output_dir=str(link), overwrite=True, seed=number), "grpo").begin()
+    assert sorted(os.listdir(tmp_path)) == ["disk", "disk.1", "link"] and link.is_symlink()
+    assert "seed: 1" in (link / "config.yaml").read_text()
+
+
 def test_overwrite_never_renames_what_the_run_starts_from(tmp_path):
     started(tmp_path / "a")
     folder = tmp_path / "a"

@@ -686,6 +686,16 @@ def test_when_the_engine_fails_the_server_ends(tmp_path):
         program.kill()
 
 
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        program = Program("agent.py", "--serve", "--port", port)
+        _, errors = program.communicate(timeout=60)
+    assert program.returncode == 2 and f"agent.py: --port {port}: cannot listen at 127.0.0.1\n" in errors and "Traceback" not in errors
+
+
 # ----------------------------------------------------------------------------------------------------------- solve
 def test_solve_plays_an_episode_with_the_problem(served):
     cls = load("equations")

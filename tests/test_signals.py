@@ -123,6 +123,14 @@ def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(pl
     assert caught.value.code == 143
 
 
+def test_a_signal_before_the_run_has_begun_names_no_command(place, tmp_path, monkeypatch):  # noqa: F811
+    """There is no config.yaml yet, or that of the run to be overwritten."""
+    at(monkeypatch, sft, "load_model", lambda number: number == 1, signal.SIGINT)
+    with Signals(), pytest.raises(Stop) as caught:
+        sft.train(config(sft, place, tmp_path / "run", max_steps=1))
+    assert str(caught.value) == "stopped by SIGINT" and not (tmp_path / "run" / "config.yaml").exists()
+
+
 def test_a_second_signal_leaves_at_once():
     code = ("import os, signal\nfrom experiment.process import Signals\nwith Signals() as s:\n    s.looping = s.run = type('R', (), {})\n"
             "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")

@@ -169,6 +169,7 @@ def test_a_model_that_learned_no_environment_is_chatted_with(tmp_path, capsys):
 
 @pytest.mark.parametrize("words, says", [
     (["--num_tasks", 3], "--num_tasks 3: of which environment? --env names one of equations, "), (["--dataset", "t.jsonl", "--env", "none"], "--dataset t.jsonl: of which"),
+    (["--serve", "--num_tasks", 3, "--env", "equations"], "--serve answers what clients ask; leave out --num_tasks"),
     (["--output", "t.jsonl", "--env", "equations"], "say with --num_tasks how many"), (["--system_prompt", "hi", "--env", "equations"], "--env none is a plain chat")])
 def test_a_flag_that_would_do_nothing_is_refused(words, says):
     done = run(ROOT / "agent.py", *words)
@@ -256,13 +257,15 @@ def test_a_broken_environment_keeps_the_finished_episodes(tmp_path, monkeypatch,
     assert len(kept(out, said)) == 70
 
 
-def test_traces_end_in_the_order_of_the_tasks_with_those_that_are_broken(tmp_path):
+def test_traces_end_in_the_order_of_the_tasks_with_those_that_are_broken(tmp_path, monkeypatch):
     played = [Trajectory([5, 6], [0, 1], [0.0, -1.0], [0.0], group_id=str(i), stop_reason=reason) for i, reason in enumerate(("done", "error", "max_turns"))]
     out = tmp_path / "traces.jsonl"
 
     def written():
         return [json.loads(line)["group_id"] for line in out.read_text().splitlines()]
-    with Traces(str(out), 3) as traces:
+    monkeypatch.chdir(tmp_path)
+    with Traces("traces.jsonl", 3) as traces:
+        monkeypatch.chdir("/")  # as an environment may
         for trajectory in played[::-1]:
             traces.add(trajectory)
         assert written() == ["2", "0"]

@@ -39,7 +39,7 @@ class Config(PlayFlags):
     heading = "agent"
     model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
     env: str | None = flag(None, "environment, or none for a plain chat; default: that of the run "
-                                 "that wrote the model")
+                                 "that wrote the model", optional=False)
     system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
     dataset: str | None = flag(None, "task file; default: the run's, or the environment's own")
     eval_dataset: str | None = flag(None, "task file for --split test; default: the run's")
@@ -145,6 +145,8 @@ def check(config: Config, names: list[str]):
     if names and config.system_prompt:
         raise UserError(f"--system_prompt: environment {config.env} has its own; --env none is a "
                         "plain chat")
+    if config.serve and (config.num_tasks or config.system_prompt):
+        raise UserError("--serve answers what clients ask; leave out --num_tasks, --system_prompt")
     if config.output and not config.num_tasks:
         raise UserError(f"--output {config.output}: say with --num_tasks how many tasks to play")
 

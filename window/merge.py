@@ -16,7 +16,7 @@ PARSER.add_argument("command", choices=["merge"])
 PARSER.add_argument("source", help="an adapter folder, or an output folder (its newest checkpoint)")
 PARSER.add_argument("folder", help="where the model goes: a new folder")
 PARSER.add_argument(
-    "--dtype", default="auto", choices=list(DTYPES),
+    "--dtype", default="auto", choices=DTYPES,
     help="of the weights; auto: as the base is stored; the run's: the weights that it trained with")
 
 

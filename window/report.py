@@ -14,7 +14,7 @@ from experiment.data import lines_of, objects, read_json, read_yaml, reading, wh
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
-from experiment.notes import wilson
+from experiment.notes import headline, wilson
 from experiment.output_folder import CONFIG, algorithm_of
 from window.curves import curves, number
 
@@ -118,7 +118,10 @@ def summary(record):
 
 def facts(result):
     """Return the tiles at the top: what result.json holds, successes with 95 % intervals."""
-    values = {name: number(value) for name, value in result.items()}
+    values = {}
+    for name, value in result.items():
+        # Of a whole evaluation the numbers that tell most.
+        values[name] = headline(value) or "-" if isinstance(value, dict) else number(value)
     tasks = result.get("held_out_tasks")
     for name in ("success_before", "success_after"):
         share = result.get(name)

@@ -347,7 +347,11 @@ def serve(config, model, tokenizer, limits):
     http = uvicorn.Server(uvicorn.Config(
         server.application(), host=config.host, port=config.port, log_level="warning",
         lifespan="off", ws="none"))
-    socket = http.config.bind_socket()
+    try:
+        socket = http.config.bind_socket()
+    except SystemExit:
+        # It has printed why.
+        raise UserError(f"--port {config.port}: cannot listen at {config.host}") from None
     print(f"http://{config.host}:{socket.getsockname()[1]}: {printable(config.model_path)}, "
           f"environment {config.env}; Ctrl-C ends", flush=True)
     threading.Thread(target=http.run, args=([socket],), daemon=True).start()

@@ -47,7 +47,8 @@ class Traces:
     """
 
     def __init__(self, output: str | None, total: int):
-        self.path = Path(output) if output else None
+        # An environment may change the current folder.
+        self.path = Path(output).absolute() if output else None
         self.total = total
         self.count = self.size = 0  # episodes in the file, and their bytes
         if output:
