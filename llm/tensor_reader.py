@@ -72,6 +72,6 @@ def tensor_reader(folder: str, model):
     for name, other in model.all_tied_weights_keys.items():
         # Transformers does not tie such a pair, whatever config.json says.
         if sources_of.keys() >= {name, other} and not torch.equal(read(name), read(other)):
-            raise UserError(f"{folder}: its config.json ties {name} to {other}, which differ in its "
-                            "files; set tie_word_embeddings to false there")
+            raise UserError(f"{folder}: its config.json ties {name} to {other}, but they differ: "
+                            "set tie_word_embeddings to false there")
     return read

@@ -302,7 +302,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tiny, t
     load(tmp_path / "m", lora_r=4, memory=memory)
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="m: its config.json ties lm_head.weight to model.embed_tokens.weight, which differ"):
+    with pytest.raises(UserError, match="m: its config.json ties lm_head.weight to model.embed_tokens.weight, but they differ"):
         load(tmp_path / "m", lora_r=4, memory=memory)
 
 
