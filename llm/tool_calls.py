@@ -21,7 +21,7 @@ _SEMICOLON = re.compile(r"\s*;?\s*")
 _OPENER = re.compile(
     r'(?:<tool_call>\s*)?<function=|<tool_calls?>|<(?:atem:)?invoke name="|<\|python_tag\|>|'
     r"<\|tool_call_start\|>|<\|tool_call>call:|<\|tool_call\|>|\[TOOL_CALLS\]|"
-    r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>")
+    r"to=functions\.(?P<name>[\w.-]{1,64})(?:(?!<\|end\|>)[^\n]){0,64}?<\|message\|>")
 _NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
     r"</tool_calls?>|</function>|</(?:atem:)?invoke>|<\|tool_call_end\|>|<(?:\|/)?tool_call\|>")
@@ -35,6 +35,7 @@ _TAG_VALUE = re.compile(
     r'(?:(<parameter=)|<(?:atem:)?parameter name="|<arg_key>)([^<>"\n]{1,64})'
     r'(?:">|>|</arg_key>\s*<arg_value>)'
     r"(?(1)\n?)(.*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
+_GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 _QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -215,7 +216,7 @@ def _is_call(value):
 
 def _read_gemma(text, start):
     """Read Gemma 4's name{key:<|"|>text<|"|>,n:1}, which is JSON except for its quotes."""
-    body = text[start:].partition("<tool_call|>")[0]
+    body = _GEMMA_BODY.match(text, start)[0]
     pieces = body.split('<|"|>')
     # Pieces with an odd index stood between quotes.
     for i, piece in enumerate(pieces):
