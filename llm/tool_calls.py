@@ -168,10 +168,10 @@ def _next_tag(text, position):
     return tag.start() if tag else len(text)
 
 
-def _check_end(text, position, where):
+def _check_end(text, position):
     """Raise ValueError unless a tag or the end of the text follows."""
     if _next_tag(text, position) > position:
-        raise ValueError(f"unexpected {text[position : position + 20]!r} {where} a tool call")
+        raise ValueError(f"unexpected {text[position : position + 20]!r} in a tool call")
 
 
 def _read(text, opener, start, tools):
@@ -191,7 +191,7 @@ def _read(text, opener, start, tools):
     if text.startswith(("{", "["), start):
         calls, end = _read_json(text, start)
         if tag == "<tool_call>":
-            _check_end(text, end, "after the JSON of")
+            _check_end(text, end)
         return (calls, end) if tag or any(map(_is_call, calls)) else ([], start)
     return _read_tagged(text, start, tools) if tag else ([], start)
 
@@ -243,7 +243,7 @@ def _read_tagged(text, start, tools):
         _, key, value = tag.groups()
         pairs.append((key, _tagged_value(value, (tools or {}).get(name[1]), key)))
         position = tag.end()
-    _check_end(text, position, "in")
+    _check_end(text, position)
     return [{"name": name[1], "arguments": _unique(pairs)}], position
 
 
