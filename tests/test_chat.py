@@ -128,7 +128,8 @@ def test_turn_reads_back_as_the_same_calls(name):
 def test_clean_prompt_is_the_templates_own(name):
     """I2"""
     c = chat(name)
-    for messages in (user("Hello there"), [{"role": "system", "content": "Be brief."}, *user("Hi")]):
+    talk = [*user("Hello there"), {"role": "assistant", "content": "And you?"}, *user("Fine.")]
+    for messages in (user("Hello there"), [{"role": "system", "content": "Be brief."}, *user("Hi")], talk, [{"role": "system", "content": "x"}, *talk]):
         if c.native_tools:
             own = c.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
             assert c.prompt(messages) == own
