@@ -211,11 +211,9 @@ class Engine:
         """Run prompts or tool results, without padding where it would change the rows' states."""
         if not self.cache.keeps_states:
             return self.run(rows)
-
-        def kind(i):
-            # Among neighbours whose slots are consecutive, slot - i is the same.
-            return rows[i].slot - i, len(rows[i].pending), bool(rows[i].length)
-        batches = groupby(range(len(rows)), kind)
+        # Among neighbours whose slots are consecutive, slot - i is the same.
+        kinds = [(row.slot - i, len(row.pending), bool(row.length)) for i, row in enumerate(rows)]
+        batches = groupby(range(len(rows)), lambda i: kinds[i])
         return torch.cat([self.run([rows[i] for i in batch]) for _, batch in batches])
 
     def run(self, rows: list[Row]):

@@ -39,7 +39,6 @@ _GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 _QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_JSON_WORDS = _PYTHON_WORDS.values()
 
 
 def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]:
@@ -197,10 +196,15 @@ def _read(text, opener, start, tools):
 
 
 def _read_json(text, position):
-    """Read one call, a list of calls, or several with semicolons between them, as Llama writes."""
+    """Read a call, a list, or Llama's several with semicolons. A bad one spoils none before it."""
     calls = []
     while text.startswith(("{", "["), position):
-        value, end = _json(text, position)
+        try:
+            value, end = _json(text, position)
+        except ValueError:
+            if not calls:
+                raise
+            return [*calls, None], _next_tag(text, position)
         calls += value if isinstance(value, list) else [value]
         position = _SEMICOLON.match(text, end).end()
     return calls, position
@@ -293,7 +297,7 @@ class _JsonWords(ast.NodeTransformer):
     """Reads true, false and null, which LFM2 writes inside lists and objects."""
 
     def visit_Name(self, node):
-        return ast.Constant(json.loads(node.id)) if node.id in _JSON_WORDS else node
+        return ast.Constant(json.loads(node.id)) if node.id in _PYTHON_WORDS.values() else node
 
 
 def _unique(pairs):

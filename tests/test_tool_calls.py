@@ -221,6 +221,9 @@ def test_two_calls_nested_and_mixed():
     )
     assert parse_tool_calls(f"{GOOD}; {GOOD}")[1:] == ([CALL, CALL], [])
     assert parse_tool_calls(f"{GOOD} That is all.") == ("That is all.", [CALL], [])
+    for text in (f"{GOOD}; {GOOD[:-5]}", f"<tool_call>{GOOD}\n{GOOD[:-5]}</tool_call>", f"<|python_tag|>{GOOD}; {GOOD}; {{"):
+        content, calls, errors = parse_tool_calls(text)
+        assert content == "" and calls == [CALL] * (text.count(GOOD)) and len(errors) == 1, text
     assert parse_tool_calls('{"name": "f", "arguments": {"a": 1')[2][0].startswith(
         "error: the tool call is not valid JSON"
     )
