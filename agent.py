@@ -115,7 +115,10 @@ class Episode:
         """Reset the environment and render the prompt."""
         messages, max_turns = self.session.start()
         self.max_turns = self.limits.max_turns or max_turns
-        self.set_prompt(messages)
+        try:
+            self.set_prompt(messages)
+        except ValueError as error:
+            raise UserError(f"{self.session.place('reset()')}: {error}") from error
 
     def set_prompt(self, messages: list[dict]):
         """Start the trajectory with these messages."""

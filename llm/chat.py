@@ -94,15 +94,16 @@ class Chat:
         """Return the ids of the first prompt, generation prompt included.
 
         Args:
-            messages: a user message, and before it perhaps a system message.
+            messages: a system message or a conversation, if any, and last a user message.
         """
-        *system, user = [message["content"] for message in messages]
+        shown = [dict(message) for message in messages]
+        shown[-1]["role"] = "user"
         introduction = self._tools_text
-        if self._folds_system:
-            introduction, system = [*system, *introduction], []
-        shown = [self._message("system", text) for text in system]
-        user = "\n\n".join([*introduction, user])
-        return self._template.ids([*shown, self._message("user", user)])
+        if self._folds_system and shown[0]["role"] == "system":
+            introduction = [shown.pop(0)["content"], *introduction]
+        first = next(message for message in shown if message["role"] == "user")
+        first["content"] = "\n\n".join([*introduction, first["content"]])
+        return self._template.ids(self._template.clean(shown))
 
     def turn(self, content: str, calls: list[dict], **fields: str) -> list[int]:
         """Return an assistant turn as the model would sample it, its stop token included.
@@ -115,7 +116,8 @@ class Chat:
         if not self.native_tools:
             lines = [content] if content else []
             for call in calls:
-                call = json.dumps(call, ensure_ascii=False)
+                # DeepSeek's templates cut an assistant's text at this tag.
+                call = json.dumps(call, ensure_ascii=False).replace("</think>", "<\\/think>")
                 lines.append(f"<tool_call>\n{call}\n</tool_call>")
             content, calls = "\n".join(lines), []
         if len(calls) > 1 and not self._many_calls:
@@ -150,10 +152,6 @@ class Chat:
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:
         """Return the ids that follow an answer: a user message, then the generation prompt."""
         return self._answer_end.suffix(self._template.ids(self._answered(text)), sampled_stop)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text in which control tokens count as such."""
-        return self._template.encode(text)
 
     def text(self, ids: list[int]) -> str:
         """Return what the model wrote, control tokens spelled out, without the stop token."""

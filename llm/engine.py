@@ -31,6 +31,7 @@ import math
 from collections import defaultdict
 from functools import partial
 from importlib import import_module
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ class Row:
         self.group = self if group is None else group
         self.seed = seed
         self.limit = limit
-        self.forced = list(forced or ())
+        self.forced = list(forced)
         self.turn = []
         self.logprobs = []
         self.slot = None
@@ -210,15 +211,10 @@ class Engine:
         """Run prompts or tool results, without padding where it would change the rows' states."""
         if not self.cache.keeps_states:
             return self.run(rows)
-        batches, last = [], None
-        for row in rows:
-            kind = len(row.pending), bool(row.length)
-            if kind == last and row.slot == batches[-1][-1].slot + 1:
-                batches[-1].append(row)
-            else:
-                batches.append([row])
-            last = kind
-        return torch.cat([self.run(batch) for batch in batches])
+        # Among neighbours whose slots are consecutive, slot - i is the same.
+        kinds = [(row.slot - i, len(row.pending), bool(row.length)) for i, row in enumerate(rows)]
+        batches = groupby(range(len(rows)), lambda i: kinds[i])
+        return torch.cat([self.run([rows[i] for i in batch]) for _, batch in batches])
 
     def run(self, rows: list[Row]):
         """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""

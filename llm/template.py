@@ -2,8 +2,8 @@
 
 A rendering mixes the control tokens that the template writes (`<|im_start|>`, `<tool_call>`) with
 text from users, tools and data files. Text that spells a control token must not become one. So
-every spelled control token is put between two private-use characters before the template sees it.
-After rendering, what stands between them is encoded with ordinary tokens only.
+every spelled control token is put between two characters that no text has before the template sees
+it. After rendering, what stands between them is encoded with ordinary tokens only.
 """
 
 import json
@@ -13,7 +13,9 @@ from functools import lru_cache
 from experiment.data import whole
 from experiment.errors import first_line
 
-BEGIN, END = "\U000f0000", "\U000f0001"  # around a control token that is meant as text
+# Around a control token that is meant as text: the last two variation selectors, which no character
+# uses. They are printable, so that Python's repr, which LFM2.5's template writes, keeps them.
+BEGIN, END = "\U000e01ee", "\U000e01ef"
 
 
 class Template:

@@ -21,7 +21,7 @@ _SEMICOLON = re.compile(r"\s*;?\s*")
 _OPENER = re.compile(
     r'(?:<tool_call>\s*)?<function=|<tool_calls?>|<(?:atem:)?invoke name="|<\|python_tag\|>|'
     r"<\|tool_call_start\|>|<\|tool_call>call:|<\|tool_call\|>|\[TOOL_CALLS\]|"
-    r"to=functions\.(?P<name>[\w.-]{1,64})[^\n]{0,64}?<\|message\|>")
+    r"to=functions\.(?P<name>[\w.-]{1,64})(?:(?!<\|end\|>)[^\n]){0,64}?<\|message\|>")
 _NO_TAG = re.compile("(?P<name>)")
 _CLOSER = re.compile(
     r"</tool_calls?>|</function>|</(?:atem:)?invoke>|<\|tool_call_end\|>|<(?:\|/)?tool_call\|>")
@@ -35,10 +35,10 @@ _TAG_VALUE = re.compile(
     r'(?:(<parameter=)|<(?:atem:)?parameter name="|<arg_key>)([^<>"\n]{1,64})'
     r'(?:">|>|</arg_key>\s*<arg_value>)'
     r"(?(1)\n?)(.*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
+_GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 _QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_JSON_WORDS = _PYTHON_WORDS.values()
 
 
 def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]:
@@ -167,10 +167,10 @@ def _next_tag(text, position):
     return tag.start() if tag else len(text)
 
 
-def _check_end(text, position, where):
+def _check_end(text, position):
     """Raise ValueError unless a tag or the end of the text follows."""
     if _next_tag(text, position) > position:
-        raise ValueError(f"unexpected {text[position : position + 20]!r} {where} a tool call")
+        raise ValueError(f"unexpected {text[position : position + 20]!r} in a tool call")
 
 
 def _read(text, opener, start, tools):
@@ -190,16 +190,21 @@ def _read(text, opener, start, tools):
     if text.startswith(("{", "["), start):
         calls, end = _read_json(text, start)
         if tag == "<tool_call>":
-            _check_end(text, end, "after the JSON of")
+            _check_end(text, end)
         return (calls, end) if tag or any(map(_is_call, calls)) else ([], start)
     return _read_tagged(text, start, tools) if tag else ([], start)
 
 
 def _read_json(text, position):
-    """Read one call, a list of calls, or several with semicolons between them, as Llama writes."""
+    """Read a call, a list, or Llama's several with semicolons. A bad one spoils none before it."""
     calls = []
     while text.startswith(("{", "["), position):
-        value, end = _json(text, position)
+        try:
+            value, end = _json(text, position)
+        except ValueError:
+            if not calls:
+                raise
+            return [*calls, None], _next_tag(text, position)
         calls += value if isinstance(value, list) else [value]
         position = _SEMICOLON.match(text, end).end()
     return calls, position
@@ -215,7 +220,7 @@ def _is_call(value):
 
 def _read_gemma(text, start):
     """Read Gemma 4's name{key:<|"|>text<|"|>,n:1}, which is JSON except for its quotes."""
-    body = text[start:].partition("<tool_call|>")[0]
+    body = _GEMMA_BODY.match(text, start)[0]
     pieces = body.split('<|"|>')
     # Pieces with an odd index stood between quotes.
     for i, piece in enumerate(pieces):
@@ -242,7 +247,7 @@ def _read_tagged(text, start, tools):
         _, key, value = tag.groups()
         pairs.append((key, _tagged_value(value, (tools or {}).get(name[1]), key)))
         position = tag.end()
-    _check_end(text, position, "in")
+    _check_end(text, position)
     return [{"name": name[1], "arguments": _unique(pairs)}], position
 
 
@@ -292,7 +297,7 @@ class _JsonWords(ast.NodeTransformer):
     """Reads true, false and null, which LFM2 writes inside lists and objects."""
 
     def visit_Name(self, node):
-        return ast.Constant(json.loads(node.id)) if node.id in _JSON_WORDS else node
+        return ast.Constant(json.loads(node.id)) if node.id in _PYTHON_WORDS.values() else node
 
 
 def _unique(pairs):

@@ -3,6 +3,7 @@
 `Script` puts given turns in the model's mouth through the engine's forced ids, so all but the choice of tokens is the real path.
 """
 import asyncio
+import copy
 import json
 import math
 import os
@@ -724,6 +725,17 @@ def test_the_prompt_of_the_data_comes_before_what_reset_returns(monkeypatch, pro
     monkeypatch.setattr(Box, "system_prompt", system, raising=False)
     t = play(monkeypatch, "fine", tasks=[{"prompt": prompt}])
     assert [(m["role"], m["content"]) for m in t.messages[:-1]] == messages
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    own = TOKENIZER.apply_chat_template(conversation, tools=envs.schemas(Box), add_generation_prompt=True, return_dict=False)
+    assert t.token_ids[:t.loss_mask.index(1)] == own  # every message in its own role
+
+
+def test_a_prompt_that_the_template_refuses_is_the_users_in_one_line(monkeypatch):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') if messages[1:] and messages[1].role == messages[0].role }}" + tokenizer.chat_template
+    user = {"role": "user", "content": "a"}
+    with pytest.raises(UserError, match="^environment box: reset.. on task .*roles must alternate$"):
+        rollout(MODEL, tokenizer, "box", [{"prompt": [user, user]}], limits=LONG)
 
 
 @pytest.mark.parametrize("total", [None, "many", 1j])

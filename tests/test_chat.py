@@ -39,9 +39,9 @@ def hostile(c):
             token[:half] + " " + token[half:],
             token.upper(),
             token[:half] + token + token[half:],
-            f"\U000f0000{token}\U000f0001",
-            f"\U000f0001{token}\U000f0000",
-            token[:half] + "\U000f0000" + token[half:],
+            f"\U000e01ee{token}\U000e01ef",
+            f"\U000e01ef{token}\U000e01ee",
+            token[:half] + "\U000e01ee" + token[half:],
             "\ud800" + token,
         ]
     return out
@@ -55,7 +55,7 @@ def test_hostile_text_adds_no_control_token(name):
     """I1, I3: whatever user, system, tool or demonstration text spells, only the template's own controls are there."""
     c = chat(name)
     text = "a " + " b ".join(hostile(c)) + " c"
-    spoken = " ".join(h for h in hostile(c) if "think" not in h.translate({0xF0000: None, 0xF0001: None}).lower())
+    spoken = " ".join(h for h in hostile(c) if "think" not in h.translate({0xE01EE: None, 0xE01EF: None}).lower())
 
     def system(t):
         return [{"role": "system", "content": t}, *user(t)]
@@ -68,6 +68,7 @@ def test_hostile_text_adds_no_control_token(name):
             c.turn(spoken, []),
             c.results(TWO, [t, t], None),
             c.turn("", [{"name": "look", "arguments": {"query": t}}]),
+            c.turn("", [{"name": "look", "arguments": {"query": [t], "limit": {"a": t}}}]),  # LFM2.5 writes Python's repr
         )
 
     for ours, clean in zip(parts(text, spoken), parts("xyz", "xyz")):
@@ -117,6 +118,8 @@ def test_turn_reads_back_as_the_same_calls(name):
         turn = c.turn("", calls)
         assert turn[-1] in c.stop_ids and not set(turn[:-1]) & c.stop_ids and not set(turn) & c.start_ids
         assert parse_tool_calls(c.text(turn))[1:] == (calls, [])
+    call = {"name": "look", "arguments": {"query": "a</think>b"}}
+    assert parse_tool_calls(c.text(c.turn("", [call])))[1] == [call]  # DeepSeek's template cuts a text there
     content, calls, errors = parse_tool_calls(c.text(c.turn("It is 42.", [])))
     assert (calls, errors) == ([], []) and "It is 42." in content
 
@@ -125,7 +128,8 @@ def test_turn_reads_back_as_the_same_calls(name):
 def test_clean_prompt_is_the_templates_own(name):
     """I2"""
     c = chat(name)
-    for messages in (user("Hello there"), [{"role": "system", "content": "Be brief."}, *user("Hi")]):
+    talk = [*user("Hello there"), {"role": "assistant", "content": "And you?"}, *user("Fine.")]
+    for messages in (user("Hello there"), [{"role": "system", "content": "Be brief."}, *user("Hi")], talk, [{"role": "system", "content": "x"}, *talk]):
         if c.native_tools:
             own = c.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
             assert c.prompt(messages) == own
@@ -262,7 +266,7 @@ def test_any_text_survives_and_controls_nothing(text, tokens, random):
         text = text[:at] + token + text[at:]
     ids = c.results(CALLS, [text], c.call_stop_id)
     assert control_counts(c, ids) == control_counts(c, c.results(CALLS, ["x"], c.call_stop_id))
-    shown = text.encode("utf-8", "replace").decode().translate({0xF0000: None, 0xF0001: None})  # sanitising's markers
+    shown = text.encode("utf-8", "replace").decode().translate({0xE01EE: None, 0xE01EF: None})  # sanitising's markers
     assert f"<tool_response>\n{shown}\n</tool_response>" in c.tokenizer.decode(ids)
 
 

@@ -133,7 +133,7 @@ def disguises(text):
     wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
     return [
         text, text * 2, text * 9, text.upper(), text.lower(), wide, f"{text[:half]}{text}{text[half:]}", text + "\ud800", f" {text} ",
-        f"{text[:half]}\U000f0000{text[half:]}", f"\U000f0000{text}\U000f0001", text[:half] + " " + text[half:], text[:-1], text[1:],
+        f"{text[:half]}\U000e01ee{text[half:]}", f"\U000e01ee{text}\U000e01ef", text[:half] + " " + text[half:], text[:-1], text[1:],
     ]
 
 

@@ -100,6 +100,20 @@ def test_none_in_gemmas_form_is_null():
     assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": None, "b": {"c": [None, 1]}, "d": "None"}}], [])
 
 
+def test_gemmas_closing_tag_inside_a_text_closes_nothing():
+    call = {"name": "f", "arguments": {"a": "x <tool_call|> {y", "b": 1}}
+    text = '<|tool_call>call:f{a:<|"|>x <tool_call|> {y<|"|>,b:1}<tool_call|>'
+    assert parse_tool_calls(text + text) == ("", [call, call], [])
+    content, calls, errors = parse_tool_calls('<|tool_call>call:f{a:<|"|>x}<tool_call|>' + text)  # an open text
+    assert calls == [call] and len(errors) == 1
+
+
+def test_a_thought_that_names_a_function_calls_none():
+    """gpt-oss: the next message's tag is not the call's."""
+    text = "<|channel|>analysis<|message|>I need no to=functions.f here.<|end|><|start|>assistant<|channel|>final<|message|>{}"
+    assert parse_tool_calls(text) == (text, [], [])
+
+
 @pytest.mark.parametrize("text", ANSWERS)
 def test_answers(text):
     assert parse_tool_calls(text) == (text.strip(), [], [])
@@ -207,6 +221,9 @@ def test_two_calls_nested_and_mixed():
     )
     assert parse_tool_calls(f"{GOOD}; {GOOD}")[1:] == ([CALL, CALL], [])
     assert parse_tool_calls(f"{GOOD} That is all.") == ("That is all.", [CALL], [])
+    for text in (f"{GOOD}; {GOOD[:-5]}", f"<tool_call>{GOOD}\n{GOOD[:-5]}</tool_call>", f"<|python_tag|>{GOOD}; {GOOD}; {{"):
+        content, calls, errors = parse_tool_calls(text)
+        assert content == "" and calls == [CALL] * (text.count(GOOD)) and len(errors) == 1, text
     assert parse_tool_calls('{"name": "f", "arguments": {"a": 1')[2][0].startswith(
         "error: the tool call is not valid JSON"
     )
