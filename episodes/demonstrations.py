@@ -70,7 +70,8 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
         if name in row:
             return as_messages(row[name], name)
     if "completion" in row:
-        need(row, "prompt")
+        # Only the prompt may be what it lacks.
+        need({**row, "completion": ""}, "prompt", "completion")
     prompt = prompt_in(row)
     for name in ("completion", "output"):
         if name in row and prompt:

@@ -114,7 +114,7 @@ def list_rows(text):
         if isinstance(row, dict):
             yield number, row
         else:
-            yield number, {"prompt": row if isinstance(row, (str, list)) else json.dumps(row)}
+            yield number, {"prompt": row}
 
 
 def rows_as_json(node):
