@@ -63,7 +63,7 @@ class Game:
 
     def __init__(self, setup: Setup, task: dict, env=None):
         self.limits = setup.limits
-        make = setup.cls if env is None else (lambda: env)
+        make = setup.cls if env is None else lambda: env
         self.session = Session(setup.watch, setup.config.env, make, task)
         messages, self.turns_left = self.session.start()
         question = messages[-1]["content"]

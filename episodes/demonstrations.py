@@ -70,8 +70,7 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
         if name in row:
             return as_messages(row[name], name)
     if "completion" in row:
-        # Only the prompt may be what it lacks.
-        need({**row, "completion": ""}, "prompt", "completion")
+        need(row, "prompt")
     prompt = prompt_in(row)
     for name in ("completion", "output"):
         if name in row and prompt:

@@ -87,8 +87,8 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     if dropped := sum(task.get("dropped_tests", 0) for task in rows):
         print(f"{path}: {dropped} tests cannot be read: dropped ({split})")
     if not rows:
-        raise UserError(f"{path}: no {split} rows of {name}: too few rows to hold some out; give "
-                        "--eval_dataset path/to/test.jsonl, or name it in more rows' \"env\"")
+        raise UserError(f"{path}: {name}: no rows for it, or too few rows to hold some out; give "
+                        "--eval_dataset path/to/test.jsonl")
     return shuffled(rows, seed)
 
 
@@ -152,10 +152,10 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     names = {task["env"] for task in held_out}
     required = set().union(*(envs.needed(envs.load(name)) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
-    keys = required | {"prompt"} if required else set().union(*held_out) - {"env"}
+    keys = required or set().union(*held_out) - {"env"}
 
     def content(task):
-        return {key: task[key] for key in task if key in keys}
+        return {key: task[key] for key in task if key in keys or key == "prompt"}
 
     return unseen(held_out, training_tasks, content)
 
