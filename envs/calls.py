@@ -33,6 +33,8 @@ def schemas(env) -> list[dict]:
     for name, method in tools(env).items():
         try:
             out.append(get_json_schema(method))
+            # A decorated method, or one that has two names, has another __name__.
+            out[-1]["function"]["name"] = name
         # transformers raises DocstringParsingException and TypeHintParsingException.
         except Exception as error:
             raise UserError(f"tool {name}: {first_line(error)}") from None
@@ -60,7 +62,8 @@ def fit(value, hint):
             with suppress(TypeError, ValueError):
                 return fit(value, choice)
     elif kind is typing.Literal:
-        if value in choices:
+        # For Python True is 1.
+        if value in choices and type(value) in map(type, choices):
             return value
     elif isinstance(kind, enum.EnumType):
         return kind(value)

@@ -16,7 +16,7 @@ from envs.calls import shorten
 from envs.session import Session, Watch
 from episodes.tasks import load_tasks
 from experiment.config import EnvironmentFlags, flag
-from experiment.errors import printable
+from experiment.errors import UserError, printable
 from experiment.program import main
 from llm.tool_calls import parse_tool_calls
 
@@ -35,6 +35,8 @@ class Setup:
 
     def __init__(self, config: Config):
         self.config = config
+        if config.rewards:
+            raise UserError("--rewards pays a model's episodes; here the environment pays alone")
         self.options = envs.options_of(config)
         self.cls = envs.with_options(envs.load(config.env), self.options)
         self.limits = envs.Limits(**envs.limits(config.env))
@@ -43,7 +45,7 @@ class Setup:
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks."""
         return load_tasks(self.config.env, split, n, self.config.seed, self.config.tasks,
-                          env_options=self.options)
+                          env_options=self.options, fields=self.config.fields)
 
 
 class Game:
@@ -61,7 +63,7 @@ class Game:
 
     def __init__(self, setup: Setup, task: dict, env=None):
         self.limits = setup.limits
-        make = (lambda: env) if env else setup.cls
+        make = setup.cls if env is None else lambda: env
         self.session = Session(setup.watch, setup.config.env, make, task)
         messages, self.turns_left = self.session.start()
         question = messages[-1]["content"]

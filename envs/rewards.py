@@ -33,7 +33,8 @@ NGRAM = 3  # words of what counts as repeated
 MANNERS = ("format", "tool_used", "length", "repetition")
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
 PUNCTUATION = re.compile(rf"(?!(?<!\w)-[$.]?\d|[./]\d)[{re.escape(string.punctuation)}]")
-ANSWERS = re.compile(r"<answer>(.*?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
+BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
+ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
 
 
 # ---------------------------------------------------------------------------------------- built in
@@ -43,24 +44,26 @@ def environment(t) -> list[float]:
 
 
 def answer_of(t) -> str:
-    """Return the final answer of an episode: its last text, or the only argument of its last call.
-
-    Of a text, what <answer></answer>, \\boxed{} or "####" marks, where it has one of them.
-    """
+    """Return an episode's final answer: in its last text, or the only argument of its last call."""
     last = t.messages[turns_of(t)[-1]]
     for call in last.get("tool_calls", [])[-1:]:
         if len(call["arguments"]) == 1:
             [value] = call["arguments"].values()
             return str(value)
-    marked = ANSWERS.findall(last["content"])
-    return "".join(marked[-1]) if marked else last["content"].rpartition("####")[2]
+    return marked(last["content"])
+
+
+def marked(text: str) -> str:
+    """Return what <answer></answer>, \\boxed{} or "####" marks in a text, or all of it."""
+    answers = ANSWERS.findall(text)
+    return "".join(answers[-1]) if answers else text.rpartition("####")[2]
 
 
 def reference_of(t) -> str | None:
     """Return the reference in the task's column "answer" or "solution", or None."""
     task = t.info["task"]
     reference = task.get("answer", task.get("solution"))
-    return None if reference is None else str(reference).rpartition("####")[2]
+    return None if reference is None else marked(str(reference))
 
 
 def normalized(text: str) -> list[str]:
@@ -152,7 +155,7 @@ def load(config) -> "Rewards":
     for item in filter(str.strip, config.rewards.split(",")):
         target, _, weight = (side.strip() for side in item.partition("="))
         name = target.rpartition(":")[2]
-        if name in weights:
+        if name in weights or name == "environment" != target:
             raise UserError(f"--rewards {item}: another function has this name")
         with reading(f"--rewards {item}"):
             weights[name] = weight if weight == "veto" else float(weight or 1)

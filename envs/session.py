@@ -230,7 +230,7 @@ class Session:
         if system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         if not any(message["content"] for message in messages):
-            raise ValueError("reset() returned no question and there is no system_prompt")
+            raise ValueError("reset() returned no question and there is no system_prompt or prompt")
         max_turns = int(self._get("max_turns", 8))
         self._gain()
         self.reward_at_reset = self.reward

@@ -74,7 +74,8 @@ def as_trl(episodes: list) -> dict:
 
     def log_extra(column, values):
         for t, value in zip(trajectories, values):
-            t.info[column] = str(value)
+            # What an episode's info says already, such as "success", stays.
+            t.info.setdefault(column, str(value))
 
     names = set().union(*tasks) - {"prompt", "completion"}
     columns = {name: [task.get(name) for task in tasks] for name in names}

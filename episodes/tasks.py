@@ -87,8 +87,8 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     if dropped := sum(task.get("dropped_tests", 0) for task in rows):
         print(f"{path}: {dropped} tests cannot be read: dropped ({split})")
     if not rows:
-        raise UserError(f"{path}: {name}: too few rows to hold some out; "
-                        "give --eval_dataset path/to/test.jsonl")
+        raise UserError(f"{path}: {name}: no rows for it, or too few rows to hold some out; give "
+                        "--eval_dataset path/to/test.jsonl")
     return shuffled(rows, seed)
 
 
@@ -145,9 +145,9 @@ def recorded_env(trajectories: str) -> str | None:
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
-    Two tasks are the same if the arguments are that `reset` cannot do without; where it needs none,
-    if all are that held-out tasks have. The training tasks may be those of recorded episodes
-    (`info["task"]`).
+    Two tasks are the same if the prompt is, and the arguments that `reset` cannot do without; where
+    it needs none, if all are that held-out tasks have. The training tasks may be those of recorded
+    episodes (`info["task"]`).
     """
     names = {task["env"] for task in held_out}
     required = set().union(*(envs.needed(envs.load(name)) for name in names))
@@ -155,7 +155,7 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     keys = required or set().union(*held_out) - {"env"}
 
     def content(task):
-        return {key: task[key] for key in task if key in keys}
+        return {key: task[key] for key in task if key in keys or key == "prompt"}
 
     return unseen(held_out, training_tasks, content)
 
@@ -221,12 +221,13 @@ def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
 def need(row: dict, *fields: str, otherwise: str = ""):
     """Raise ValueError if the row lacks one of the fields.
 
-    The message says how a row of its kind is given, or else what is missing, and `otherwise`.
+    The message says how a row of another kind is given, or what is missing, and `otherwise`.
     """
     columns = ", ".join(row)
     for name in fields:
         if row.get(name) is None:
-            kinds = [KINDS[column] for column in row if column in KINDS and column not in fields]
+            wanted = {None, *map(KINDS.get, fields)}
+            kinds = [kind for kind in map(KINDS.get, row) if kind not in wanted]
             if kinds:
                 raise ValueError(f"{kinds[0]}; the row has: {columns}")
             hint = otherwise and f"; {otherwise}"

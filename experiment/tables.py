@@ -111,10 +111,7 @@ def list_rows(text):
     with reading("the list of rows"):
         rows = parse_object(f'{{"rows": {text}}}')["rows"]
     for number, row in enumerate(rows, 1):
-        if isinstance(row, dict):
-            yield number, row
-        else:
-            yield number, {"prompt": row if isinstance(row, (str, list)) else json.dumps(row)}
+        yield number, row if isinstance(row, dict) else {"prompt": row}
 
 
 def rows_as_json(node):

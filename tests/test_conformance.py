@@ -314,3 +314,22 @@ def test_the_command(name, status, says, capsys, monkeypatch):
         run(command, "")
     out, err = capsys.readouterr()
     assert ended.value.code == status and says in out + err and len(out.splitlines()) == (0 if status == 2 else 13 + (status == 1))
+
+
+def test_an_environment_without_content_is_one_too():
+    """`Game` plays the instance it is given, even one whose length is 0."""
+    setup = Setup(Config(env=f"{__name__}:Empty"))
+    env = setup.cls()
+    with setup.watch:
+        assert check.Game(setup, {}, env).session.env is env
+
+
+class Empty:
+    def reset(self, **_):
+        return "?"
+
+    def get_reward(self):
+        return 0.0
+
+    def __len__(self):
+        return 0

@@ -13,6 +13,7 @@ import pytest
 
 from episodes.tasks import draw_tasks, drop_seen, load_tasks
 import envs
+from envs.calls import fit
 from envs.session import load_environments
 from experiment.errors import UserError
 from experiment.output_folder import algorithm_of
@@ -798,3 +799,57 @@ def test_the_same_class_trains_in_trl(tmp_path, monkeypatch):
     said = {name: [(kwargs, out) for method, kwargs, out in calls if method == name] for name in ("reset", tool, "get_reward")}
     assert len(said["reset"]) == 2 and all(kwargs["prompt"] and kwargs.items() >= task.items() for kwargs, _ in said["reset"])
     assert [kwargs for kwargs, _ in said[tool]] == [{argument: right}, {argument: right + 1}] and [out for _, out in said["get_reward"]] == [1.0, 0.0]
+
+
+def test_of_a_literal_only_a_value_of_its_type_is_one():
+    for value in (True, 2.0, "2", 4):
+        with pytest.raises(TypeError):
+            fit(value, Literal[1, 2])
+    assert fit(2, Literal[1, 2]) == 2 and fit(True, Literal[True, "auto"]) is True and fit(None, Literal["fast", None]) is None
+
+
+def counted(method):
+    def wrapper(self, number: int) -> str:
+        return method(self, number)
+    wrapper.__doc__ = method.__doc__
+    return wrapper
+
+
+class Decorated:
+    def reset(self, **_):
+        return "Say 3."
+
+    @counted
+    def say(self, number: int) -> str:
+        """Say a number.
+
+        Args:
+            number: the number
+        """
+        return f"{number}"
+
+    shout = say
+
+
+def test_a_tool_is_called_by_the_name_in_its_schema():
+    names = [schema["function"]["name"] for schema in envs.schemas(Decorated)]
+    assert names == ["say", "shout"] and [envs.call(Decorated(), name, {"number": 3}) for name in names] == [("3", False)] * 2
+
+
+class Judged:
+    def reset(self, answer, **_):
+        return None
+
+
+def test_tasks_with_the_same_answer_and_another_prompt_are_not_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(envs.ENVS, "judged", f"{__name__}:Judged")
+    path = write(tmp_path, "".join(json.dumps({"prompt": f"Is {i} even?", "answer": ["yes", "no"][i % 2]}) + "\n" for i in range(100)), "judged.jsonl")
+    train, test = (load_tasks("judged", split, None, 0, path) for split in ("train", "test"))
+    assert len(train) + len(test) == 100 and len(test) > 5 and drop_seen(test, train) == test and drop_seen(test, [*train, test[0]]) == test[1:]
+
+
+def test_an_environment_that_no_row_is_for_is_named(tmp_path, monkeypatch, asks):
+    monkeypatch.setitem(envs.ENVS, "judged", f"{__name__}:Judged")
+    path = write(tmp_path, "".join(json.dumps({"prompt": f"{i}", "answer": "1", "env": "judged"}) + "\n" for i in range(50)), "judged.jsonl")
+    with pytest.raises(UserError, match="asks: no rows for it, or too few rows to hold"):
+        load_tasks("judged,asks", "train", None, 0, path)

@@ -1,8 +1,11 @@
 """envs/play.py: a person plays."""
 import json
 
+import pytest
+
 import envs
-from envs.play import Config, command
+from envs.play import Config, Setup, command
+from experiment.errors import UserError
 
 
 def played(monkeypatch, capsys, lines, **flags):
@@ -46,3 +49,11 @@ def test_nothing_that_is_shown_steers_the_terminal(monkeypatch, capsys, tmp_path
 def test_options_reach_the_class(monkeypatch, capsys, tmp_path):
     (tmp_path / "my.py").write_text("class My:\n    options = {'level': 1}\n    def reset(self, **_):\n        return f'level {self.options[\"level\"]}'\n    def get_reward(self):\n        return 0.0\n")
     assert "User: level 3" in played(monkeypatch, capsys, [], env=f"{tmp_path / 'my.py'}:My", env_options="level=3")
+
+
+def test_columns_have_the_names_that_are_given_and_rewards_are_refused(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"problem": "3x + 7 = 16"}\n' * 12)
+    setup = Setup(Config(tasks=str(tmp_path / "tasks.jsonl"), fields="equation=problem"))
+    assert setup.tasks("train", 1) == [{"equation": "3x + 7 = 16", "env": "equations"}]
+    with pytest.raises(UserError, match="here the environment pays alone"):
+        Setup(Config(rewards="exact"))

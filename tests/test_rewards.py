@@ -46,7 +46,7 @@ def call(name, **arguments):
 
 # --------------------------------------------------------------------------------------- built in, by hand
 @pytest.mark.parametrize("text, answer", [
-    ("It is 7.", "It is 7."), ("so #### 7", " 7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    ("It is 7.", "It is 7."), ("so #### 7", " 7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"it is \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
     ([call("look", at="a", by="b"), call("submit", value=7)], "7"), ([call("done")], ""), ("", "")])
 def test_the_final_answer(text, answer):
     assert rewards.answer_of(said("<answer>0</answer>", text)) == answer
@@ -54,7 +54,7 @@ def test_the_final_answer(text, answer):
 
 @pytest.mark.parametrize("text, task, value", [
     ("The  Eiffel Tower!", {"answer": "eiffel tower"}, 1.0), ("Eiffel", {"answer": "eiffel tower"}, 0.0), ("#### 72", {"answer": "48 + 24 = 72\n#### 72"}, 1.0),
-    ("-7", {"answer": 7}, 0.0), ("1.5", {"answer": 15}, 0.0), ("1/2", {"answer": "12"}, 0.0), ("-1.5.", {"answer": -1.5}, 1.0), ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0)])
+    ("-7", {"answer": 7}, 0.0), ("1.5", {"answer": 15}, 0.0), ("1/2", {"answer": "12"}, 0.0), ("-1.5.", {"answer": -1.5}, 1.0), ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), (r"\boxed{7}", {"solution": r"As $x = 3 + 4$, it is $\boxed{7}$."}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0)])
 def test_exact_match(text, task, value):
     assert rewards.exact(said(text, task=task)) == value
 
@@ -167,7 +167,8 @@ def functions(tmp_path):
 @pytest.mark.parametrize("said_, told", [
     ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: environment, exact, format, tool_used, length, repetition, math_verify, or give path/to/file.py:function"),
     ("exact=much", "--rewards exact=much: could not convert string to float: 'much'"), ("exact=nan", "--rewards exact=nan: a weight is a finite number"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
-    ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name")])
+    ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name"),
+    ("FILE:environment", "another function has this name")])
 def test_a_wrong_name_or_weight_is_told_in_a_line(said_, told, functions):
     with pytest.raises(UserError, match=told):
         loaded(said_.replace("FILE", functions))
@@ -242,6 +243,7 @@ def test_trls_functions_get_trls_arguments():
         seen.update(locals())
         log_metric("accuracy", 0.25)
         log_extra("note", ["first", "second"])
+        log_extra("success", ["False", "False"])
         return [1.0, None]
     one = said([call("add", n=1)], "done", mask=[0, 0, 1, 0, 1], task={"number": 7, "prompt": [{"role": "user", "content": "?"}]})
     two = said("four", task={"number": 8})
@@ -251,7 +253,7 @@ def test_trls_functions_get_trls_arguments():
     assert seen["prompts"] == [[{"role": "user", "content": "?"}]] * 2 and seen["number"] == [7, 8] and seen["environments"] == ["the instance"] * 2
     assert seen["completions"][0][0]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}]
     assert [m["role"] for m in seen["completions"][0]] == ["assistant", "tool", "assistant"] and [len(ids) for ids in seen["completion_ids"]] == [3, 2]
-    assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and set(seen["kwargs"]) == set()
+    assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and one.info["success"] is True and set(seen["kwargs"]) == set()
 
 
 def test_what_an_assistant_said_in_the_prompt_is_no_completion():

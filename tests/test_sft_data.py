@@ -631,7 +631,8 @@ def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path
     ({"conversations": "hello"}, '"conversations" must be a list of {"role": ..., "content": ...}'),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "tutor", "value": "b"}]}, "nothing to train: no assistant message"),
     ({"conversations": [{"from": "gpt", "value": "b"}]}, "message 0: need system or user at the start, got assistant"),
-    ({"instruction": 3, "output": "4"}, "cannot be read (TypeError: ")])
+    ({"instruction": 3, "output": "4"}, "cannot be read (TypeError: "),
+    ({"instruction": "i", "response": "r"}, 'no "messages" field; has: instruction, response; nor another form: ')])
 def test_such_rows_are_refused_in_one_line(row, reason, tokenizer, tmp_path):
     path = write(tmp_path, [row])
     with pytest.raises(UserError) as caught:
