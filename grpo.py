@@ -314,7 +314,7 @@ def settle(config):
     tiny = TINY if is_tiny(config.model_path) else {}
     sampler = SAMPLER if config.sampler and config.loss != "vespo" else {}
     # The first table that has a field wins, and what the user said wins over all.
-    config = fill(config, *papers, tiny, sampler, envs.lengths(config.env))
+    config = fill(config, *papers, tiny, sampler, envs.limits(config.env))
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo's weight is policy / sampler already")
     if config.success_rate_lb > config.success_rate_ub:

@@ -239,7 +239,7 @@ def settle(config: Config) -> Config:
         config = replace(config, env=recorded_env(path) if path else "equations")
     if config.max_steps is None:
         config = replace(config, max_steps=config.num_epochs if config.trajectories else ROUNDS)
-    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.limits(config.env))
 
 
 # -------------------------------------------------------------------------------------------- loop

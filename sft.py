@@ -113,7 +113,7 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
 def settle(config: Config) -> Config:
     """Return the config with the defaults that depend on the model or the environment."""
     config = with_env(config)
-    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.lengths(config.env))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.limits(config.env))
 
 
 def train(config: Config) -> dict:

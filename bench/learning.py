@@ -45,10 +45,10 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
 
     The tasks are the same for every run, and so are the seeds that their episodes are sampled with.
     """
-    from envs import lengths
+    import envs
     from episodes.tasks import load_tasks
     from agent import Limits, evaluate
-    limits = Limits(**lengths("equations"))
+    limits = Limits(**envs.limits("equations"))
     held_out = load_tasks("equations", "test", tasks, 0)
     result = evaluate(model, tokenizer, "equations", held_out, SAMPLES, limits=limits)
     names = "success", "reward", "turns", "completion"

@@ -234,12 +234,6 @@ def limits_of(config, env: str | None) -> Limits:
                    max_new_tokens=config.max_new_tokens, max_tokens=config.max_tokens)
 
 
-def lengths(env_names: str | None) -> dict:
-    """Return the max_new_tokens and max_tokens that the environments recommend; {} without any."""
-    return {name: value for name, value in limits(env_names).items()
-            if name in ("max_new_tokens", "max_tokens")}
-
-
 def has_expert(env_names: str | None) -> bool:
     """True if all of these environments have a scripted demonstrator."""
     return all(hasattr(load(name), "_expert") for name in names_of(env_names))

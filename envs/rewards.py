@@ -56,7 +56,8 @@ def answer_of(t) -> str:
 def marked(text: str) -> str:
     """Return what <answer></answer>, \\boxed{} or "####" marks in a text, or all of it."""
     answers = ANSWERS.findall(text)
-    return "".join(answers[-1]) if answers else text.rpartition("####")[2]
+    # One may stand in another: <answer>\boxed{3}</answer>.
+    return marked("".join(answers[-1])) if answers else text.rpartition("####")[2]
 
 
 def reference_of(t) -> str | None:
@@ -155,7 +156,7 @@ def load(config) -> "Rewards":
     for item in filter(str.strip, config.rewards.split(",")):
         target, _, weight = (side.strip() for side in item.partition("="))
         name = target.rpartition(":")[2]
-        if name in weights or name == "environment" != target:
+        if name in weights or (name == "environment" and target != name):
             raise UserError(f"--rewards {item}: another function has this name")
         with reading(f"--rewards {item}"):
             weights[name] = weight if weight == "veto" else float(weight or 1)

@@ -219,7 +219,7 @@ def test_a_file_of_a_package_may_import_relatively_and_a_run_notes_what(tmp_path
 
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):
     assert envs.limits("gsm8k") == {**envs.LIMITS, "max_new_tokens": 512, "max_tokens": 2048}
-    assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.lengths("equations")["max_new_tokens"] == 64
+    assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.limits("equations")["max_new_tokens"] == 64
     cases = [("{}", envs.LIMITS), ("{'tool_timeout': 60}", {**envs.LIMITS, "tool_timeout": 60}), ("{'max_tool_tokens': 9}", {**envs.LIMITS, "max_tool_tokens": 9}), ("{'max_token': 5}", None)]
     for n, (stated, wanted) in enumerate(cases):
         (tmp_path / f"my{n}.py").write_text(CONTRACT + f"    limits = {stated}\n")

@@ -94,7 +94,7 @@ def settle(config: Config) -> Config:
     config = as_the_run(config)
     if config.env == "none":
         config = replace(config, env=None)
-    return fill(config, envs.lengths(config.env))
+    return fill(config, envs.limits(config.env))
 
 
 def as_the_run(config: Config) -> Config:
