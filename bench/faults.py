@@ -8,7 +8,8 @@ the longest sections.
 
 kills        SIGKILL at random moments (bench/kills.py): every checkpoint is whole, at most an interval is lost
 signals      SIGINT, SIGTERM, SIGHUP at random moments: exit status 128 + n, the last whole step is saved
-pipes        stdin, stdout and stderr closed, full, or read by a program that leaves: the run finishes
+pipes        stdin, stdout and stderr closed, full, or read by a program that leaves: the run finishes, or ends without
+             a traceback and resumes
 full disk    each file of a run is the first that does not fit: exit status 4 in one line, and the run resumes
 bits         one bit of a checkpoint's files flipped, at 1,000 random places: refused in one line, or the same content
 ranks        a rank of a torchrun job dies in seven places: the other one names it
@@ -96,10 +97,11 @@ def pipes(place, options):
     failures = []
     for pipe in PIPES[:3] if options.quick else PIPES:
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            command = f"{' '.join(words(place, 3))} {pipe}; echo ${{PIPESTATUS[0]}} >code"
-            subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True)
-            if Path(folder, "code").read_text() != "0\n" or not Path(folder, "run", "result.json").exists():
-                failures.append(pipe)
+            done = subprocess.run(["bash", "-c", f"{' '.join(words(place, 3))} {pipe}"], cwd=folder, capture_output=True,
+                                  text=True)
+            again = subprocess.run([*words(place, 3), "--resume"], cwd=folder, capture_output=True, text=True)
+            if one_line(done.stderr) or again.returncode:
+                failures.append(f"{pipe}: {done.stderr[-200:]}, then {again.returncode}")
     return len(PIPES[:3] if options.quick else PIPES), failures
 
 

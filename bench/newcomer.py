@@ -25,16 +25,16 @@ SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
 SHUFFLED = """
 import random, sys
 import grpo
-from experiment import run
+from episodes import groups
 from experiment.program import main
-whole = run.shift_and_scale
+whole = groups.shift_and_scale
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)
     paid = [t.reward for t in trajectories]
     random.Random(repr(paid)).shuffle(paid)
     for t, reward in zip(trajectories, paid):
         t.rewards, t.reward = [0.0] * (len(t.rewards) - 1) + [reward], reward
-run.shift_and_scale = shuffled
+groups.shift_and_scale = shuffled
 main(grpo.Config, grpo.train, "")
 """
 
@@ -68,7 +68,7 @@ def sft_alone(folder, base, seed, seconds):
     """SFT on the start's demonstrations for `seconds` of two threads, at the better of two learning rates."""
     sys.path.insert(0, ROOT)
     from sft import TINY_SFT
-    with open(os.path.join(base, "sft", "timing.jsonl")) as file:
+    with open(os.path.join(os.path.dirname(base), "schooling", "timing.jsonl")) as file:
         step_seconds = sorted(json.loads(line)["seconds"] for line in file)
     steps = int(seconds / step_seconds[len(step_seconds) // 2])
     words = [word for name, value in TINY_SFT.items() if name != "max_steps" for word in (f"--{name}", value)]

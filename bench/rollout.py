@@ -38,7 +38,6 @@ def main():
     from transformers import AutoModelForCausalLM
 
     from bench.completions import generate
-    from llm.fused import fits
     from llm.loading import fast_float32, load_model
     from llm.engine import make_engine
     from llm.tiny import make_tiny
@@ -81,7 +80,7 @@ def main():
                for k, name in enumerate(names)}} for mode, times in took.items()}
         print(case, {mode: {k: round(v, 2) for k, v in row.items()} for mode, row in cases[case].items()}, flush=True)
     name = os.path.basename(os.path.normpath(args.model_path))
-    result = {"model": name, "dtype": args.dtype, "fused": fits(model), "cases": cases,
+    result = {"model": name, "dtype": args.dtype, "fused": bool(engine.fused), "cases": cases,
               "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
                           "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
               "date": datetime.date.today().isoformat(), "command": "python bench/rollout.py " + " ".join(sys.argv[1:])}
