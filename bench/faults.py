@@ -97,8 +97,8 @@ def pipes(place, options):
     failures = []
     for pipe in PIPES[:3] if options.quick else PIPES:
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            done = subprocess.run(["bash", "-c", f"{' '.join(words(place, 3))} {pipe}"], cwd=folder, capture_output=True,
-                                  text=True)
+            command = f"{' '.join(words(place, 3))} {pipe}"
+            done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
             again = subprocess.run([*words(place, 3), "--resume"], cwd=folder, capture_output=True, text=True)
             if one_line(done.stderr) or again.returncode:
                 failures.append(f"{pipe}: {done.stderr[-200:]}, then {again.returncode}")
