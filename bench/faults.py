@@ -12,7 +12,7 @@ pipes        stdin, stdout and stderr closed, full, or read by a program that le
              a traceback and resumes
 full disk    each file of a run is the first that does not fit: exit status 4 in one line, and the run resumes
 bits         one bit of a checkpoint's files flipped, at 1,000 random places: refused in one line, or the same content
-ranks        a rank of a torchrun job dies in seven places: the other one names it
+ranks        a rank of a torchrun job dies in seven places, is killed or gets a signal: the other one ends, and says why
 inputs       odd rows, pairs, episodes, adapters, configs ... (bench/fault_inputs.py)
 """
 import argparse
@@ -97,8 +97,8 @@ def pipes(place, options):
     failures = []
     for pipe in PIPES[:3] if options.quick else PIPES:
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            done = subprocess.run(["bash", "-c", f"{' '.join(words(place, 3))} {pipe}"], cwd=folder, capture_output=True,
-                                  text=True)
+            command = f"{' '.join(words(place, 3))} {pipe}"
+            done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
             again = subprocess.run([*words(place, 3), "--resume"], cwd=folder, capture_output=True, text=True)
             if one_line(done.stderr) or again.returncode:
                 failures.append(f"{pipe}: {done.stderr[-200:]}, then {again.returncode}")
@@ -153,7 +153,7 @@ def bits(place, options):
 
 
 def ranks(place, options):
-    tests = ["tests/test_distributed.py", "-k", "named or killed or signal"]
+    tests = ["tests/test_distributed.py", "-k", "dies or killed or signal", "-m", "slow or not slow"]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
