@@ -153,6 +153,10 @@ class Chat:
         """Return the ids that follow an answer: a user message, then the generation prompt."""
         return self._answer_end.suffix(self._template.ids(self._answered(text)), sampled_stop)
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text in which control tokens count as such."""
+        return self._template.encode(text)
+
     def text(self, ids: list[int]) -> str:
         """Return what the model wrote, control tokens spelled out, without the stop token."""
         if ids and ids[-1] in self.stop_ids:

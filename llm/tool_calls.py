@@ -167,10 +167,10 @@ def _next_tag(text, position):
     return tag.start() if tag else len(text)
 
 
-def _check_end(text, position):
+def _check_end(text, position, where):
     """Raise ValueError unless a tag or the end of the text follows."""
     if _next_tag(text, position) > position:
-        raise ValueError(f"unexpected {text[position : position + 20]!r} in a tool call")
+        raise ValueError(f"unexpected {text[position : position + 20]!r} {where} a tool call")
 
 
 def _read(text, opener, start, tools):
@@ -190,7 +190,7 @@ def _read(text, opener, start, tools):
     if text.startswith(("{", "["), start):
         calls, end = _read_json(text, start)
         if tag == "<tool_call>":
-            _check_end(text, end)
+            _check_end(text, end, "after the JSON of")
         return (calls, end) if tag or any(map(_is_call, calls)) else ([], start)
     return _read_tagged(text, start, tools) if tag else ([], start)
 
@@ -247,7 +247,7 @@ def _read_tagged(text, start, tools):
         _, key, value = tag.groups()
         pairs.append((key, _tagged_value(value, (tools or {}).get(name[1]), key)))
         position = tag.end()
-    _check_end(text, position)
+    _check_end(text, position, "in")
     return [{"name": name[1], "arguments": _unique(pairs)}], position
 
 
