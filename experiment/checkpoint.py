@@ -210,7 +210,7 @@ def _model_files(model):
 def base_of(adapter):
     """Return the folder or hub id of an adapter's base model, or raise UserError if none is named.
 
-    One in its folder or its run's comes first: by now the place that is recorded may be another's.
+    A base/ in its own or its run's folder comes first: the recorded place may now hold another.
     """
     folder = Path(adapter).resolve()
     runs = folder.parents[1:2] if folder.parent.name == "checkpoints" else ()

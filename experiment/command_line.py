@@ -40,7 +40,7 @@ def parse(config_class, argv, description=""):
         values.update(_yaml_values(path, flags))
         folder, name = os.path.split(path)
         if "resume" in given and name == CONFIG and algorithm_of(folder):
-            # The run is where its config.yaml is: its folder may have moved, or the user.
+            # The run is where this file is. Its folder may have been moved.
             values["output_dir"] = folder or "."
     del given.config
     code = code_flags({name: value for name, value in values.items() if name not in given})
@@ -49,7 +49,7 @@ def parse(config_class, argv, description=""):
                         f"you trust it, add {shlex.join(code)} to the command")
     for name, text in vars(given).items():
         option = flags[name]
-        # The None of an auto flag says nothing: "none" would be its default.
+        # None means that an auto flag was not given. There "none" is a value like others.
         is_none = option.optional and not option.auto and text.lower() in ("none", "null")
         values[name] = convert(None if is_none else text, option, f"--{name}")
     return config_class(**values)

@@ -45,7 +45,7 @@ def flag(default, help="", /, **properties):
         aliases: other names of the flag.
         low, high: inclusive bounds of a number.
         above: exclusive lower bound of a number.
-        optional: False where "none" on the command line is a value, though None is one, too.
+        optional: False where "none" on the command line is a value of its own and not None.
     """
     if help:
         properties["help"] = help

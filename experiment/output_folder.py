@@ -73,16 +73,16 @@ class OutputFolder:
         self.is_replaced = True
 
     def _lock(self, given):
-        """Hold `.lock`, a link's target's, until this process ends: then the kernel releases it."""
+        """Hold the folder's `.lock` until this process ends: then the kernel releases it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.path = self.path.resolve()
+            self.path = self.path.resolve()  # a link stays when its run is renamed
             self.lock = open(self.path / ".lock", "a+")
         except OSError as error:
             raise UserError(f"{given}: cannot write there ({error.strerror}); "
                             "give another --output_dir") from None
         try:
-            # Such a lock is the process's: that of a notebook's previous run is no hindrance.
+            # It belongs to the process: a notebook's earlier run does not hinder the next.
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.lock.seek(0)

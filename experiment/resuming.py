@@ -119,8 +119,8 @@ def check_ingredients(recorded, paths):
             continue
         if not label.startswith("program "):
             raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
-                            "that back (on another machine, load a hub model first), or begin anew "
-                            "with another --output_dir")
+                            "that back (a model of the hub has to be loaded here before), or begin "
+                            "anew with another --output_dir")
         # Which modules are imported may depend on the caller.
         if label in recorded and label in now:
             print(f"note: {label} is not the file this run began with: from here on it may learn "

@@ -109,7 +109,8 @@ class Run:
     def begin(self):
         """Take the output folder: rename what is overwritten, go back to what is resumed.
 
-        `steps` calls it once all is loaded, or what writes earlier. Then signals name a command.
+        `steps` calls it when all is loaded; what writes there earlier calls it first. From then on
+        there is a command that continues the run, for signals to name.
         """
         if not self.has_begun:
             self.ranks.first(self._take_folder)

@@ -100,7 +100,8 @@ class SharedEngine(Engine):
             kinds.setdefault(row.sampling, []).append(i)
         for (temperature, top_k, top_p), chosen in kinds.items():
             self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-            its_logits = logits if len(kinds) == 1 else logits[chosen]  # a copy
+            # Indexing copies. Mostly all rows are sampled alike.
+            its_logits = logits if len(kinds) == 1 else logits[chosen]
             super().sample([rows[i] for i in chosen], its_logits)
 
     def enter(self, row):
