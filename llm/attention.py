@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from experiment.errors import UserError
 from experiment.process import give_back_memory
-from llm.checkpointing import recompute
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
-SCORES = 2**25  # bytes of attention scores that exist at once in the training pass
+SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
+MAX_SCORES = 2**25  # of one row; the stock kernel needs no memory for more
 
 
 def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None):
@@ -71,11 +71,10 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
     `logprobs.hidden_states`. Each row sees the prefix and itself.
 
-    On a CPU with gradients it is two matrix products that are run again in the backward pass, so
-    that no (B, H, T, S) weights are kept. They take a half to an eighth of the time of the stock
-    kernel, whose backward pass is slow there when query heads share keys. The stock kernel still
-    does what needs no gradient (so that the logits equal the stock model's to the bit), what has
-    a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
+    On a CPU with gradients it is `causal_products`, which takes an eighth to a half of the time of
+    the stock kernel, whose backward pass is slow there when query heads share keys. The stock
+    kernel still does what needs no gradient (so that the logits equal the stock model's to the
+    bit), what has a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
     """
     H, T = query.shape[1:3]
     visible = key.shape[2]  # keys of a row's last query
@@ -87,16 +86,13 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     stock = attention_mask is not None or dropout or kwargs.get("position_bias") is not None
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
     trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
-    products = trains_on_cpu and row_bytes <= SCORES and not stock
-    if products:
+    if trains_on_cpu and row_bytes <= MAX_SCORES and not stock:
         attend = partial(causal_products, scaling)
     else:
         attend = partial(
             stock_attention, module, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if shared_prefix:
         attend = partial(packed_attention, attend, P, B)
-    if products:
-        attend = partial(recompute, attend)
     # What layers free between tensors that they keep is a hole in glibc's heap: a tenth of
     # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
     # tiny model's step: too long for every layer, or before the first, where none is kept yet.
@@ -112,14 +108,10 @@ def packed_attention(attend, P, B, query, key, value):
 
     Returns (1, P + B * W, H, D).
     """
-    prefix = attend(query[:, :, :P], key[:, :, :P], value[:, :, :P])  # (1, P, H, D)
-    completions = unpack(query[:, :, P:], B)
-    seen = []
-    for x in (key, value):
-        repeated = x[:, :, :P].expand(B, -1, -1, -1)
-        seen.append(torch.cat([repeated, unpack(x[:, :, P:], B)], 2))  # (B, H_kv, P + W, D)
-    tail = attend(completions, *seen)  # (B, W, H, D)
-    return torch.cat([prefix, tail.flatten(0, 1)[None]], 1)
+    prefix, rows = zip(*(x.split([P, x.shape[2] - P], 2) for x in (query, key, value)))
+    first = attend(*prefix)  # (1, P, H, D)
+    tail = attend(*(unpack(x, B) for x in rows), *prefix[1:])  # (B, W, H, D)
+    return torch.cat([first, tail.flatten(0, 1)[None]], 1)
 
 
 def unpack(x, B):
@@ -127,22 +119,81 @@ def unpack(x, B):
     return x[0].unflatten(1, (B, -1)).transpose(0, 1)
 
 
-def causal_products(scaling, query, key, value):
-    """Causal `grouped_attention`, where the T queries are the last of S positions.
+def causal_products(scaling, query, key, value, *prefix):
+    """Causal attention as two matrix products, which keeps no scores for the backward pass.
 
-    It takes as many rows at once as have SCORES bytes of scores.
+    query (B, H, T, D), key (B, H_kv, T, D), value (B, H_kv, T, E). A prefix that all rows see is
+    given as its key (1, H_kv, P, D) and value (1, H_kv, P, E). Returns (B, T, H, E).
     """
-    H, T = query.shape[1:3]
-    S = key.shape[2]
-    bias = query.new_full((T, S), -torch.inf).triu_(1 + S - T)
-    at_once = max(1, SCORES // (H * T * S * query.element_size()))
-    pieces = zip(query.split(at_once), key.split(at_once), value.split(at_once))
-    return torch.cat([grouped_attention(*piece, bias, scaling) for piece in pieces])
+    nothing = (x[:1, :, :0].detach() for x in (key, value))
+    return _CausalProducts.apply(scaling, query, key, value, *(prefix or nothing))
 
 
-def stock_attention(module, mask, query, key, value, **kwargs):
-    """Causal attention by transformers' kernel, where the T queries are the last of S positions."""
+class _CausalProducts(torch.autograd.Function):
+    """O = W V with W = softmax(scaling Q K^T + bias). With G, the gradient of O:
+
+        dV = W^T G      dS = W * (G V^T - rowsum(W * G V^T))      dQ = scaling dS K
+                                                                  dK = scaling dS^T Q
+    """
+
+    @staticmethod
+    def forward(ctx, scaling, *inputs):
+        ctx.scaling = scaling
+        ctx.save_for_backward(*inputs)
+        query, _, value = inputs[:3]
+        B, H, T, _ = query.shape
+        out = query.new_empty(B, T, H, value.shape[3])
+        for rows, _, _, v, weights in _weights(scaling, *inputs):
+            out[rows] = (weights @ v).unflatten(2, (-1, T)).flatten(1, 2).transpose(1, 2)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = ctx.saved_tensors
+        query, key, _, prefix, _ = inputs
+        P, T = prefix.shape[2], key.shape[2]
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = [], []
+        for rows, q, k, v, weights in _weights(ctx.scaling, *inputs):
+            g = grad[rows].transpose(1, 2).reshape(*q.shape[:3], -1)
+            grad_value.append(weights.mT @ g)
+            slope = torch.ops.aten._softmax_backward_data(g @ v.mT, weights, -1, weights.dtype)
+            grad_query[rows] = (slope @ k).mul_(ctx.scaling).view_as(query[rows])
+            grad_key.append(slope.mT @ q)
+        (prefix_key, key), (prefix_value, value) = (
+            torch.cat(grads)[:, :, :P + T].split([P, T], 2) for grads in (grad_key, grad_value))
+        return (None, grad_query, key, value,
+                prefix_key.sum(0, keepdim=True), prefix_value.sum(0, keepdim=True))
+
+
+def _weights(scaling, query, key, value, prefix_key, prefix_value):
+    """Yield, a few rows at a time, their slice and what the products are of.
+
+    That is scaling Q (B, H_kv, H / H_kv * T, D), in which the heads that share a key are stacked,
+    K (B, H_kv, S, D) and V (B, H_kv, S, E) with the prefix in front, and W.
+    """
+    B, H, T, D = query.shape
+    P = prefix_key.shape[2]
+    # Bfloat16's softmax takes twice as long where rows are no multiple of 32.
+    spare = -(P + T) % 32 if query.element_size() == 2 else 0
+    bias = query.new_full((T, P + T + spare), -torch.inf).triu_(1 + P)
+    at_once = max(1, SCORES // (H * bias.nbytes))
+    for start in range(0, B, at_once):
+        rows = slice(start, start + at_once)
+        k, v = (F.pad(torch.cat([shared.expand(len(own), -1, -1, -1), own], 2), (0, 0, 0, spare))
+                for shared, own in ((prefix_key, key[rows]), (prefix_value, value[rows])))
+        q = query[rows].reshape(len(k), k.shape[1], -1, D) * scaling
+        scores = q @ k.mT
+        scores.unflatten(2, (-1, T)).add_(bias)
+        yield rows, q, k, v, scores.softmax(-1)
+
+
+def stock_attention(module, mask, query, key, value, *prefix, **kwargs):
+    """`causal_products` by transformers' kernel, which may have a mask. Returns (B, T, H, D)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    if prefix:
+        key, value = (torch.cat([shared.expand(len(own), -1, -1, -1), own], 2)
+                      for shared, own in zip(prefix, (key, value)))
     T, S = query.shape[2], key.shape[2]
     if mask is None and S > T:
         mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]

@@ -32,9 +32,9 @@ def norm(module, stock, x):
     """Return the norm of x. A norm that trains runs as `stock`, which knows its gradient."""
     if not torch.is_grad_enabled() or module.weight.requires_grad:
         return stock(x)
-    eps = module.variance_epsilon
-    out = _RMSNorm.apply(x, module.weight, eps)
-    recomputable[out] = cache(partial(rms_norm, x.detach(), module.weight, eps))
+    scale = inverse_rms(x, module.variance_epsilon)
+    out = _RMSNorm.apply(x, module.weight, scale)
+    recomputable[out] = cache(partial(rms_norm, x.detach(), module.weight, scale))
     return out
 
 
@@ -68,41 +68,42 @@ class _SwiGLU(torch.autograd.Function):
 
 
 @torch.no_grad()
-def rms_norm(x, weight, eps):
-    """Return weight * x / rms(x) (arXiv 1910.07467) of x (..., D) in its dtype, rms in float32."""
+def inverse_rms(x, eps):
+    """Return 1 / rms(x) (..., 1) of x (..., D) in float32."""
+    squares = [piece.float().square().mean(-1, keepdim=True) for piece, in pieces(x)]
+    return torch.cat(squares).add_(eps).rsqrt_().view(*x.shape[:-1], 1)
+
+
+@torch.no_grad()
+def rms_norm(x, weight, scale):
+    """Return weight * x / rms(x) (arXiv 1910.07467) of x (..., D) in its dtype.
+
+    scale is 1 / rms(x) (..., 1), and the product with it is in float32.
+    """
     out = x.new_empty(x.shape)
-    for x_piece, out_piece in pieces(x, out):
-        unit, _ = normalized(x_piece, eps)
-        torch.mul(weight, unit.to(x.dtype), out=out_piece)
+    for x_piece, scale_piece, out_piece in pieces(x, scale, out):
+        torch.mul(weight, (x_piece * scale_piece).to(x.dtype), out=out_piece)
     return out
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`rms_norm`, of which x is kept."""
+    """`rms_norm`, of which x and the scale are kept."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        ctx.eps = eps
-        ctx.save_for_backward(x, weight)
-        return rms_norm(x, weight, eps)
+    def forward(ctx, x, weight, scale):
+        ctx.save_for_backward(x, weight, scale)
+        return rms_norm(x, weight, scale)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x, weight, scale = ctx.saved_tensors
         out = x.new_empty(x.shape)
-        for x_piece, grad_piece, out_piece in pieces(x, grad, out):
-            unit, inverse_rms = normalized(x_piece, ctx.eps)
+        for x_piece, scale_piece, grad_piece, out_piece in pieces(x, scale, grad, out):
+            unit = x_piece * scale_piece
             g = (grad_piece * weight).float()
             g -= unit.mul_((g * unit).mean(-1, keepdim=True))
-            out_piece.copy_(g.mul_(inverse_rms))
+            out_piece.copy_(g.mul_(scale_piece))
         return out, None, None
-
-
-def normalized(x, eps):
-    """Return x / rms(x) and 1 / rms(x) in float32."""
-    x = x.float()
-    inverse_rms = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return x * inverse_rms, inverse_rms
 
 
 def pieces(*tensors):

@@ -31,15 +31,50 @@ def test_two_products_give_the_stock_kernels_numbers_and_gradients():
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
 
 
-@pytest.mark.parametrize("limit, rows_at_once", [(10**6, [3]), (2400, [2, 1]), (1200, [1, 1, 1]), (1000, [])], ids=["all", "two", "one", "stock kernel"])
+@pytest.mark.parametrize("limit, rows_at_once", [(10**6, [3]), (2400, [2, 1]), (1200, [1, 1, 1])], ids=["all", "two", "one"])
 def test_scores_that_are_too_large_are_computed_some_rows_at_a_time(monkeypatch, limit, rows_at_once):
-    """A row has 6 x 7 x 7 scores of 4 bytes here. A row that is too large by itself is the stock kernel's."""
-    seen, products = [], attention.grouped_attention
+    """A row has 6 x 7 x 7 scores of 4 bytes here."""
+    seen, weights = [], attention._weights
+
+    def watched(*inputs):
+        for piece in weights(*inputs):
+            seen.append(len(piece[-1]))
+            yield piece
     monkeypatch.setattr(attention, "SCORES", limit)
-    monkeypatch.setattr(attention, "grouped_attention", lambda *x: seen.append(len(x[0])) or products(*x))
+    monkeypatch.setattr(attention, "_weights", watched)
     ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3))
     assert seen == 2 * rows_at_once  # forward, and again in the backward pass
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3)))
+
+
+def test_a_row_that_is_too_large_by_itself_is_left_to_the_stock_kernel(monkeypatch):
+    monkeypatch.setattr(attention, "MAX_SCORES", 1000)
+    monkeypatch.setattr(attention, "causal_products", None)
+    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3))
+    assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3)))
+
+
+@pytest.mark.parametrize("P, width", [(0, 8), (5, 8), (5, 3)], ids=["rows", "prefix", "narrow values"])
+def test_the_written_gradients_are_those_of_autograd_in_float64(P, width):
+    query, key, value = (x.double() for x in heads(7))
+    prefix = [x[:1].double() for x in heads(P, seed=1)[1:]] if P else []
+    value, prefix = value[..., :width], prefix[:1] + [x[..., :width] for x in prefix[1:]]
+
+    def plain(query, key, value, *prefix):
+        key, value = (torch.cat([x.expand(2, -1, -1, -1), own], 2) for x, own in zip(prefix, (key, value))) if prefix else (key, value)
+        key, value = key.repeat_interleave(3, 1), value.repeat_interleave(3, 1)
+        hidden = torch.ones(7, P + 7, dtype=torch.bool).triu(1 + P)
+        return ((query @ key.mT * 0.3).masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    ours = with_gradients(lambda *x: attention.causal_products(0.3, *x), query, key, value, *prefix)
+    theirs = with_gradients(plain, query, key, value, *prefix)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_in_16_bits_spare_keys_that_fill_up_a_vector_change_nothing():
+    inputs = [x.to(torch.bfloat16) for x in heads(7)]
+    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *inputs)
+    exact = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *(x.float() for x in inputs))
+    assert all((a - b).norm() < 0.01 * b.norm() for a, b in zip(ours, exact, strict=True))
 
 
 @pytest.mark.parametrize("grad, limit", [(True, 2**25), (False, 2**25), (True, 2000)], ids=["gradients", "no gradients", "some rows at a time"])
