@@ -210,7 +210,7 @@ class Rewards:
         function = self.functions[name]
         try:
             if is_of_trl(function):
-                values = list(awaited(function(**as_trl(episodes))))
+                values = awaited(function(**as_trl(episodes)))
             else:
                 values = [awaited(function(e.trajectory)) for e in episodes]
         except UserError:
@@ -219,9 +219,9 @@ class Rewards:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(f"--rewards {name} raised {message_of(error)} "
                             f"({frame.filename}:{frame.lineno})") from error
-        if len(values) != len(episodes):
-            raise UserError(f"--rewards {name} returned {len(values)} rewards for {len(episodes)} "
-                            "completions")
+        if not hasattr(values, "__len__") or len(values) != len(episodes):
+            raise UserError(f"--rewards {name} returned {values!r:.60} for {len(episodes)} "
+                            "completions; give a list with a number or None for each")
         return values
 
     def _pay_one(self, episode, values: dict):

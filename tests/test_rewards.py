@@ -154,6 +154,9 @@ async def slow(completions, **kwargs):
 
 def few(completions, **kwargs):
     return [1.0]
+
+def one(completions, **kwargs):
+    return 0.5
 '''
 
 
@@ -222,7 +225,7 @@ def test_success_is_a_reward_where_nothing_else_says_it(functions):
 
 @pytest.mark.parametrize("name, told", [
     ("raises", r"--rewards raises raised KeyError: 'missing' \(.*mine.py:20\)"), ("short", r"--rewards short returned \[1.0\]; a reward is .* each of the 2 assistant turns"),
-    ("text", "--rewards text returned 'much'; a reward is a number"), ("few", "--rewards few returned 1 rewards for 2 completions")])
+    ("text", "--rewards text returned 'much'; a reward is a number"), ("few", r"--rewards few returned \[.*\] for 2 completions; give a list"), ("one", "--rewards one returned 0.5 for 2 completions; give a list")])
 def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
     with pytest.raises(UserError, match=told):
         episodes = [agent_episode(said("a", "b"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]
