@@ -34,7 +34,7 @@ check_installation()
 # Torch's threads wait for each other by spinning, 300,000 rounds by default. Where another busy
 # process holds the core of one of them, the others waste theirs: bench/beside.py.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from experiment.bars import NO_BAR, EpisodeBar
 from experiment.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RolloutFlags, RunFlags,
