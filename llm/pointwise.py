@@ -70,8 +70,10 @@ class _SwiGLU(torch.autograd.Function):
 @torch.no_grad()
 def inverse_rms(x, eps):
     """Return 1 / rms(x) (..., 1) of x (..., D) in float32."""
-    squares = [piece.float().square().mean(-1, keepdim=True) for piece, in pieces(x)]
-    return torch.cat(squares).add_(eps).rsqrt_().view(*x.shape[:-1], 1)
+    out = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    for x_piece, out_piece in pieces(x, out):
+        out_piece.copy_(x_piece.float().square().mean(-1, keepdim=True))
+    return out.add_(eps).rsqrt_()
 
 
 @torch.no_grad()

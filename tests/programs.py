@@ -80,5 +80,6 @@ def _program(words, cwd, variables, folder):
         os.dup2(os.open(f"{folder}/{name}", os.O_RDWR | os.O_APPEND), descriptor)
     sys.stdin = open(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` ignores
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")

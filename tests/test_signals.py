@@ -406,7 +406,6 @@ def test_an_error_between_two_updates_saves_no_half_step_and_says_so(place, whol
 
 
 def test_a_closed_terminal_ends_a_run_that_saves(place, tmp_path):  # noqa: F811
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it, and what it starts inherits that
     words = f"--model_path {place}/base --max_samples 20 --batch_size 4 --max_steps 4000 --eval_tasks 0 --lora_r 2 --output_dir r"
     first = Program(ROOT / "sft.py", *words.split(), cwd=tmp_path)
     wait_for_lines(first, tmp_path / "r")
