@@ -16,6 +16,7 @@ import re
 import string
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -211,6 +212,8 @@ class Rewards:
         try:
             if is_of_trl(function):
                 values = awaited(function(**as_trl(episodes)))
+                if isinstance(values, Iterable):
+                    values = list(values)
             else:
                 values = [awaited(function(e.trajectory)) for e in episodes]
         except UserError:
@@ -219,7 +222,7 @@ class Rewards:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(f"--rewards {name} raised {message_of(error)} "
                             f"({frame.filename}:{frame.lineno})") from error
-        if not hasattr(values, "__len__") or len(values) != len(episodes):
+        if not isinstance(values, list) or len(values) != len(episodes):
             raise UserError(f"--rewards {name} returned {values!r:.60} for {len(episodes)} "
                             "completions; give a list with a number or None for each")
         return values

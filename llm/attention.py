@@ -10,7 +10,7 @@ from experiment.process import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
 SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
-MAX_SCORES = 2**25  # of one row; the stock kernel needs no memory for more
+MAX_SCORES = 2**25  # of one row; with more it is left to the stock kernel, which keeps none
 
 
 def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None):
@@ -93,7 +93,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
             stock_attention, module, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if shared_prefix:
         attend = partial(packed_attention, attend, P, B)
-    # What layers free between tensors that they keep is a hole in glibc's heap: a tenth of
+    # What layers free between tensors that they keep is a hole in glibc's heap: a fifth of
     # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
     # tiny model's step: too long for every layer, or before the first, where none is kept yet.
     # It is done here because a hook of the layer would keep the fused decoder from being used.
@@ -119,8 +119,13 @@ def unpack(x, B):
     return x[0].unflatten(1, (B, -1)).transpose(0, 1)
 
 
+def after(prefix, x):
+    """Return the rows x (B, H, T, D), each with the prefix (1, H, P, D) in front."""
+    return torch.cat([prefix.expand(len(x), -1, -1, -1), x], 2)
+
+
 def causal_products(scaling, query, key, value, *prefix):
-    """Causal attention as two matrix products, which keeps no scores for the backward pass.
+    """Causal attention as matrix products, which computes its scores again in the backward pass.
 
     query (B, H, T, D), key (B, H_kv, T, D), value (B, H_kv, T, E). A prefix that all rows see is
     given as its key (1, H_kv, P, D) and value (1, H_kv, P, E). Returns (B, T, H, E).
@@ -130,7 +135,9 @@ def causal_products(scaling, query, key, value, *prefix):
 
 
 class _CausalProducts(torch.autograd.Function):
-    """O = W V with W = softmax(scaling Q K^T + bias). With G, the gradient of O:
+    """O = W V with W = softmax(scaling Q K^T + bias), whose bias hides later tokens.
+
+    With the gradient G of O the other gradients are
 
         dV = W^T G      dS = W * (G V^T - rowsum(W * G V^T))      dQ = scaling dS K
                                                                   dK = scaling dS^T Q
@@ -167,10 +174,10 @@ class _CausalProducts(torch.autograd.Function):
 
 
 def _weights(scaling, query, key, value, prefix_key, prefix_value):
-    """Yield, a few rows at a time, their slice and what the products are of.
+    """Yield, for a few rows at a time, their slice, scaling Q, K, V and W.
 
-    That is scaling Q (B, H_kv, H / H_kv * T, D), in which the heads that share a key are stacked,
-    K (B, H_kv, S, D) and V (B, H_kv, S, E) with the prefix in front, and W.
+    The heads of Q that share a key are stacked: (b, H_kv, H / H_kv * T, D). K (b, H_kv, S, D) and
+    V (b, H_kv, S, E) have the prefix in front.
     """
     B, H, T, D = query.shape
     P = prefix_key.shape[2]
@@ -180,8 +187,8 @@ def _weights(scaling, query, key, value, prefix_key, prefix_value):
     at_once = max(1, SCORES // (H * bias.nbytes))
     for start in range(0, B, at_once):
         rows = slice(start, start + at_once)
-        k, v = (F.pad(torch.cat([shared.expand(len(own), -1, -1, -1), own], 2), (0, 0, 0, spare))
-                for shared, own in ((prefix_key, key[rows]), (prefix_value, value[rows])))
+        k = F.pad(after(prefix_key, key[rows]), (0, 0, 0, spare))
+        v = F.pad(after(prefix_value, value[rows]), (0, 0, 0, spare))
         q = query[rows].reshape(len(k), k.shape[1], -1, D) * scaling
         scores = q @ k.mT
         scores.unflatten(2, (-1, T)).add_(bias)
@@ -189,11 +196,10 @@ def _weights(scaling, query, key, value, prefix_key, prefix_value):
 
 
 def stock_attention(module, mask, query, key, value, *prefix, **kwargs):
-    """`causal_products` by transformers' kernel, which may have a mask. Returns (B, T, H, D)."""
+    """The same as `causal_products` by transformers' kernel, with a mask if there is one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if prefix:
-        key, value = (torch.cat([shared.expand(len(own), -1, -1, -1), own], 2)
-                      for shared, own in zip(prefix, (key, value)))
+        key, value = map(after, prefix, (key, value))
     T, S = query.shape[2], key.shape[2]
     if mask is None and S > T:
         mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]

@@ -1,6 +1,6 @@
 """Gradient checkpointing: what runs again in the backward pass keeps only its input.
 
-A whole layer, a tile of an MLP, and attention on a CPU are run so.
+A whole layer and a tile of an MLP are run so, and a part of a head in int8.
 """
 from contextlib import nullcontext
 from functools import partial

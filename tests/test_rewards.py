@@ -157,6 +157,9 @@ def few(completions, **kwargs):
 
 def one(completions, **kwargs):
     return 0.5
+
+def lazy(completions, **kwargs):
+    yield from range(len(completions))
 '''
 
 
@@ -275,6 +278,9 @@ def test_what_an_assistant_said_in_the_prompt_is_no_completion():
 
 def test_an_async_function_is_awaited(functions):
     assert paid(f"{functions}:slow=0.5", said("a")).reward == 1.0
+    lazy = [agent_episode(said("a"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]  # TRL takes any iterable
+    loaded(f"{functions}:lazy").pay(lazy)
+    assert [e.trajectory.reward_parts["lazy"] for e in lazy] == [0.0, 1.0]
 
 
 def test_text_prompts_make_text_completions():
