@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from llm.memory import facts
 from lora import GRADIENT_SCALE
 
-CHUNK = 3 * 2**22  # logits that exist at once
+CHUNK = 2**23  # logits that exist at once
 CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
 GPU_PIECE = 2**23
 
