@@ -96,7 +96,10 @@ class OutputFolder:
         print(os.getpid(), file=self.lock, flush=True)
 
     def _check_start(self, values):
-        """Refuse to rename a folder that the new run starts from."""
+        """Refuse to rename a folder that the new run starts from, or in which it was started."""
+        if Path.cwd().is_relative_to(self.path):
+            raise UserError(f"{self.path}: --overwrite would rename the current folder; "
+                            "give another --output_dir")
         for name, value in values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue

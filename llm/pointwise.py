@@ -1,8 +1,8 @@
 """RMSNorm and SwiGLU of the Llama family that keep less for the backward pass.
 
-A norm keeps its input as it came and 1 / rms, an MLP its gate and up products. The rest is computed again
-in the backward pass, even the input that a merged adapter needs (`lora.recomputable`). The forward
-numbers equal the stock modules' to the bit.
+A norm keeps its input as it came and 1 / rms, an MLP its gate and up products. The rest is computed
+again in the backward pass, even the input that a merged adapter needs (`lora.recomputable`). The
+forward numbers equal the stock modules' to the bit.
 """
 from functools import cache, partial
 
