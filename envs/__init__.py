@@ -219,12 +219,11 @@ def limits(env_names: str | None) -> dict:
     """
     largest = {}
     for name in names_of(env_names):
-        stated = getattr(load(name), "limits", {})
+        stated = LIMITS | getattr(load(name), "limits", {})
         if unknown := stated.keys() - LIMITS:
             raise UserError(f"environment {name!r}: limits names {', '.join(sorted(unknown))}; it "
                             f"may state {', '.join(LIMITS)}")
-        for key, default in LIMITS.items():
-            largest[key] = max(stated.get(key, default), largest.get(key, 0))
+        largest = {key: max(stated[key], largest.get(key, 0)) for key in LIMITS}
     return largest
 
 

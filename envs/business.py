@@ -23,7 +23,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from experiment.seeds import in_test_split
+from experiment.seeds import split_of
 
 FEASIBILITY, RISK, RETURN, FEE = 0.25, 0.25, 0.5, 0.01
 LEAST_CHANCE = 70  # percent
@@ -201,6 +201,6 @@ class Business:
         tasks = {}
         while len(tasks) < min(n or 10_000, 80_000):
             case = rng.randrange(100_000, 1_000_000)
-            if in_test_split(str(case)) == (split == "test"):
+            if split_of(str(case)) == split:
                 tasks[case] = {"case": case, "level": cls.options["level"]}
         return list(tasks.values())

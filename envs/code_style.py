@@ -7,8 +7,6 @@ def style_findings(tree: ast.Module) -> list[str]:
     findings, read, bound = [], set(), {}
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) if name != name.lower():
-                findings.append((node.lineno, f"the function {name} is not in snake_case"))
             case ast.arguments(defaults=defaults):
                 findings += [(default.lineno, "a default is mutable") for default in defaults
                              if isinstance(default, ast.List | ast.Dict | ast.Set)]
@@ -17,8 +15,6 @@ def style_findings(tree: ast.Module) -> list[str]:
             case ast.Compare(ops=[ast.Eq() | ast.NotEq()],
                              comparators=[ast.Constant(None | True | False)]):
                 findings.append((node.lineno, "== with None, True or False"))
-            case ast.Global() | ast.Nonlocal():
-                findings.append((node.lineno, "a global or nonlocal variable"))
             case ast.Name(name, ast.Load()):
                 read.add(name)
             case ast.Name(name) | ast.alias(asname=str(name)) | ast.alias(name=name):

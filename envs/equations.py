@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from envs.terms import equation_in, parse_number, parse_side, parse_term, show
-from experiment.seeds import in_test_split
+from experiment.seeds import split_of
 
 # An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12
@@ -233,7 +233,7 @@ class Equations:
         while len(tasks) < (10_000 if n is None else n) and misses < 10_000:
             equation = cls._draw(cls.levels[rng.integers(len(cls.levels))], rng)
             misses += 1
-            if equation not in tasks and in_test_split(equation) == (split == "test"):
+            if equation not in tasks and split_of(equation) == split:
                 misses = 0
                 tasks[equation] = {"equation": equation, "noise_seed": int(rng.integers(2**31))}
         return list(tasks.values())

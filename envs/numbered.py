@@ -1,6 +1,6 @@
 """What the environments of other packages share: their tasks are numbered, their rewards ready."""
 from experiment.data import reading
-from experiment.seeds import in_test_split, shuffled
+from experiment.seeds import shuffled, split_of
 
 
 class Numbered:
@@ -35,7 +35,7 @@ class Numbered:
         tasks = {}
         for number in shuffled(range(len(entries)), seed):
             question = cls._question(entries[number])
-            if in_test_split(question) == (split == "test"):
+            if split_of(question) == split:
                 tasks[question] = {"number": number}
             if len(tasks) == n:
                 break

@@ -45,23 +45,20 @@ who am I     getpid 39 172  getppid 110 173  gettid 186 178  getuid 102 174  get
              sched_getaffinity 204 123  getrandom 318 278
 the end      exit 60 93  exit_group 231 94
 """
-# fcntl is allowed with these commands only. Others send signals (F_SETOWN) or lock files.
-FCNTL = (72, 25)
-COMMANDS = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 # openat is allowed without O_TRUNC, which also empties a file that is only opened to be read.
 # The first two Landlocks do not forbid that.
 OPENAT = (257, 56)
 O_TRUNC = 0o1000
-# To these a kernel that is too old for them would answer ENOSYS, and then the C library takes
-# another call: clone3, and all that are newer than this list.
-CLONE3, NEWEST = 435, 462
+# To all that are newer than this list the answer is ENOSYS, as a kernel gives it that is too old
+# for them. Then the C library takes another call.
+NEWEST = 462
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 X32 = 0x40000000  # x86_64 numbers from here on are another table, of 32-bit pointers
 
 KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x50000  # what a filter returns
 EPERM, ENOSYS = 1, 38
 LOAD, EQUAL, AT_LEAST, ANY, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
-NUMBER, ARCH, SECOND, THIRD = 0, 4, 24, 32  # offsets in seccomp_data
+NUMBER, ARCH, THIRD = 0, 4, 32  # offsets in seccomp_data
 
 READ = 0b1100  # Landlock: read a file, list a folder
 ALL = (1 << 13) - 1  # all that the first Landlock (Linux 5.13) knows; seccomp refuses the rest
@@ -135,12 +132,7 @@ def seccomp_filter(column: int, arch: int) -> bytes:
     program += answer(ANY, O_TRUNC, ERRNO | EPERM) + instruction(LOAD, NUMBER)
     for number in numbers(column):
         program += answer(EQUAL, number, ALLOW)
-    program += answer(EQUAL, CLONE3, ERRNO | ENOSYS) + answer(AT_LEAST, NEWEST, ERRNO | ENOSYS)
-    # All the others but fcntl are refused, as is fcntl with other commands.
-    program += instruction(EQUAL, FCNTL[column], 1, 0) + instruction(RETURN, ERRNO | EPERM)
-    program += instruction(LOAD, SECOND)
-    for command in COMMANDS:
-        program += answer(EQUAL, command, ALLOW)
+    program += answer(AT_LEAST, NEWEST, ERRNO | ENOSYS)
     return program + instruction(RETURN, ERRNO | EPERM)
 
 

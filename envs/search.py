@@ -26,7 +26,7 @@ from typing import Literal
 from envs.corpus import Corpus, read_corpus
 from envs.rewards import normalized
 from experiment.errors import UserError
-from experiment.seeds import in_test_split
+from experiment.seeds import split_of
 
 # Relation, what has it, the kind of its value, a sentence that states it.
 FACTS = """
@@ -236,7 +236,7 @@ class Search:
         tasks = []
         while len(tasks) < (n or 10_000):
             archive = "".join(rng.choices(string.ascii_lowercase, k=4))
-            if in_test_split(archive) == (split == "test"):
+            if split_of(archive) == split:
                 facts = draw_facts(archive, level)
                 for _ in range(LEVELS[level][1]):
                     tasks.append(draw_question(archive, level, facts, rng))

@@ -26,7 +26,7 @@ import re
 from itertools import pairwise
 from typing import Literal
 
-from experiment.seeds import in_test_split
+from experiment.seeds import split_of
 
 PRONOUNS = {"first": "i we me us my our mine ours myself ourselves".split(),
             "second": "you your yours yourself yourselves".split(),
@@ -235,7 +235,7 @@ class Writing:
         tasks = []
         while len(tasks) < (n or 10_000):
             words = sorted(rng.sample(NOUNS, 4))
-            if in_test_split(" ".join(words)) == (split == "test"):
+            if split_of(" ".join(words)) == split:
                 acrostic = rng.choice(ACROSTICS) if level == 2 else ""
                 sentences = len(acrostic) or rng.randint(4, 6)
                 tasks.append({

@@ -12,7 +12,7 @@ from experiment.data import reading
 from experiment.episodes import print_dropped
 from experiment.errors import UserError
 from experiment.files import finite
-from experiment.seeds import in_test_split, mix, shuffled
+from experiment.seeds import mix, shuffled, split_of
 
 CELLS = "envs.cells"  # only a .csv file needs it
 
@@ -236,7 +236,7 @@ def need(row: dict, *fields: str, otherwise: str = ""):
 
 def is_held_out(content) -> bool:
     """True for a tenth of all contents, by their hash."""
-    return in_test_split(_text(content))
+    return split_of(_text(content)) == "test"
 
 
 def unseen(held_out: list, training: list, content) -> list:
