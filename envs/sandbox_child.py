@@ -49,9 +49,9 @@ the end      exit 60 93  exit_group 231 94
 # The first two Landlocks do not forbid that.
 OPENAT = (257, 56)
 O_TRUNC = 0o1000
-# To all that are newer than this list the answer is ENOSYS, as a kernel gives it that is too old
-# for them. Then the C library takes another call.
-NEWEST = 462
+# To these a kernel that is too old for them would answer ENOSYS, and then the C library takes
+# another call: clone3, and all that are newer than this list.
+CLONE3, NEWEST = 435, 462
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 X32 = 0x40000000  # x86_64 numbers from here on are another table, of 32-bit pointers
 
@@ -132,7 +132,7 @@ def seccomp_filter(column: int, arch: int) -> bytes:
     program += answer(ANY, O_TRUNC, ERRNO | EPERM) + instruction(LOAD, NUMBER)
     for number in numbers(column):
         program += answer(EQUAL, number, ALLOW)
-    program += answer(AT_LEAST, NEWEST, ERRNO | ENOSYS)
+    program += answer(EQUAL, CLONE3, ERRNO | ENOSYS) + answer(AT_LEAST, NEWEST, ERRNO | ENOSYS)
     return program + instruction(RETURN, ERRNO | EPERM)
 
 

@@ -122,12 +122,6 @@ class SharedEngine(Engine):
         row.state = "prefill"
         self.owner[row.slot] = row
 
-    def leave(self, row):
-        """Let go of a row whose client does not wait any more."""
-        if row in self.waiting:
-            self.waiting.remove(row)
-        row.state = "ended"
-
     def admit(self):
         missing = len(self.waiting) - self.owner.count(None)
         for row in self.in_state("ended")[:max(missing, 0)]:
@@ -232,11 +226,12 @@ class Player:
             self.engine.enter(row)
 
     def leave(self, rows):
+        """Let go of rows whose client does not wait any more."""
         for row in rows:
-            if row in self.coming:
-                self.coming.remove(row)
-            else:
-                self.engine.leave(row)
+            row.state = "ended"
+            for queued in (self.coming, self.engine.waiting):
+                if row in queued:
+                    queued.remove(row)
 
     def fail(self, reason: str):
         """End all rows that the engine has. Those that have ended keep what they sampled."""

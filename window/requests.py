@@ -16,11 +16,10 @@ BASE = "base"  # the name of the model that was started
 # The order of messages in an episode.
 ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
 
-# Values that ask for nothing. Clients send them, also where nobody knows the parameter.
-NOTHING = {"stream": False, "echo": False, "best_of": 1, "top_k": -1, "top_logprobs": 0, "min_p": 0,
-           "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
-           "response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False,
-           "service_tier": "auto", "modalities": ["text"]}
+# Values that ask for nothing, as 0, false or an empty list of a parameter that is not ours does.
+# Clients send them, also where nobody knows the parameter.
+NOTHING = {"best_of": 1, "top_k": -1, "repetition_penalty": 1, "parallel_tool_calls": True,
+           "response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]}
 # What a client calls itself or its request.
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
@@ -47,8 +46,9 @@ class Body(BaseModel):
     def without_nothing(cls, given):
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items()
-                if value is not None and value != NOTHING.get(name) and name not in LABELS}
+        return {name: value for name, value in given.items() if value is not None
+                and (value or name in cls.model_fields)
+                and value != NOTHING.get(name) and name not in LABELS}
 
 
 class Sampled(Body):

@@ -9,7 +9,6 @@
 Another machine's run can have its episodes sampled here: `grpo.py --sampler http://host:8000`.
 """
 import asyncio
-import hmac
 import json
 import secrets
 import threading
@@ -87,7 +86,7 @@ class Server:
         """Let a client with the token in, and count its request until it is answered."""
         key = request.headers.get("authorization", "")
         wanted = f"Bearer {self.config.token}"
-        if self.config.token and not hmac.compare_digest(key.encode(), wanted.encode()):
+        if self.config.token and not secrets.compare_digest(key.encode(), wanted.encode()):
             raise Refusal(401, "the token is missing or wrong", "invalid_api_key")
         if self.requests >= REQUESTS:
             raise Refusal(429, f"{REQUESTS} requests are being answered; try again later",
