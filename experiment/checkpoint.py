@@ -20,9 +20,9 @@ MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
-# What state.json holds.
-STATE = ("step", "algorithm", "score", "before", "seconds", "schedule", "bad", "made_of", "lines",
-         "unlogged", "files", "checksum")
+# What state.json holds: attributes of a run, which a resumed run takes from there, and others.
+RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
+STATE = (*RESTORED, "algorithm", "score", "lines", "files", "checksum")
 
 
 def checkpoints(output_dir):

@@ -1,6 +1,7 @@
 """Episodes: what is wrong with one, one as text to read, and many of them in numbers."""
 import json
 import math
+from collections import defaultdict
 
 from experiment.errors import UserError, printable
 
@@ -89,23 +90,20 @@ def summarise(trajectories: list) -> dict:
     def total(name):
         return sum(t.info.get(name, 0) for t in trajectories)
 
-    solved = {}  # environment -> whether each of its episodes succeeded
+    # The success in each environment, and the parts of the reward.
+    solved, parts = defaultdict(list), defaultdict(list)
     for t in trajectories:
-        solved.setdefault(t.info.get("env"), []).append(t.info["success"])
-    apart = {f"success/{name}": mean(values) for name, values in solved.items()}
+        solved[f"success/{t.info.get('env')}"].append(t.info["success"])
+        for name, part in t.reward_parts.items():
+            parts[f"reward/{name}"].append(part)
     turns = sum(len(t.rewards) for t in trajectories)
     tried = total("tool_calls") + total("unreadable_calls")
-    parts = sorted({name for t in trajectories for name in t.reward_parts})
-    rewards = {}
-    for name in parts:
-        values = [t.reward_parts[name] for t in trajectories if name in t.reward_parts]
-        rewards[f"reward/{name}"] = mean(values)
     return {
         "episodes": len(trajectories),
         "success": mean(t.info["success"] for t in trajectories),
-        **(apart if len(apart) > 1 else {}),
+        **{name: mean(values) for name, values in solved.items() if len(solved) > 1},
         "reward": mean(t.reward for t in trajectories),
-        **rewards,
+        **{name: mean(parts[name]) for name in sorted(parts)},
         "turns": turns / len(trajectories),
         "actions": total("tool_calls") / len(trajectories),
         "structure": total("parsed_turns") / max(turns, 1),

@@ -20,7 +20,7 @@ from importlib import import_module
 from tqdm import tqdm
 
 from experiment.bars import NO_BAR, say
-from experiment.checkpoint import (check_room, fingerprints, ingredients, load_optimizer,
+from experiment.checkpoint import (RESTORED, check_room, fingerprints, ingredients, load_optimizer,
                                    optimizer_tensors, prune, trained_parameters, write_checkpoint)
 from experiment.config import code_flags, convert, options
 from experiment.distributed import join
@@ -39,8 +39,6 @@ LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 REPORT = "window.report"  # the room that shows a run, entered when it has finished
 RESUMING = "experiment.resuming"  # a new run does not need it
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
-# Attributes that a checkpoint's state.json holds, and that a resumed run takes from there.
-RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
 
 
 class Run:
