@@ -51,7 +51,7 @@ class Trajectory:
     messages: list[dict] = field(default_factory=list)  # as text; the last results may be only here
     info: dict = field(default_factory=dict)  # env, task, success, tool calls, tool errors
 
-    # As the key of a dict an episode is itself, whatever another one holds.
+    # Hashed by identity: two episodes of equal content are two keys of a dict.
     __hash__ = object.__hash__
 
     @property
@@ -78,7 +78,7 @@ class Trajectory:
 
 # -------------------------------------------------------------------------------- one episode
 def ends_on_fault(method):
-    """Wrap a method of Episode: a fault of the environment ends this episode and no other."""
+    """Wrap a function of an Episode: a fault of the environment ends this episode and no other."""
     @wraps(method)
     def wrapped(self, *arguments):
         try:
@@ -174,7 +174,7 @@ class Episode:
         self.calling = True
 
     def take_answer(self, text: str):
-        """Continue an answer without a tool call by the environment's reply, or end the episode."""
+        """Answer a turn that calls no tool with the environment's reply, or end the episode."""
         reply, gain = self.session.reply(text)
         self.trajectory.rewards[-1] += gain
         if reply is None or self.session.done:
@@ -281,7 +281,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     episodes = {}
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    with getattr(engine, "policy", decoded_here)(model), watch:
+    policy = getattr(engine, "load_policy", decoded_here)
+    with policy(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:

@@ -31,7 +31,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-# Before torch: it says how torch's threads wait.
+# Imported before torch: it sets how torch's threads wait.
 from experiment import (NO_BAR, MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, main, nearest, preference_learning_rate,
                         without_faults)

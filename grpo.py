@@ -2,15 +2,15 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations above it
-are pure functions. Left out: adaptive KL coefficients, value networks, and TRL's loss bnpo, which
-divides by the tokens of a micro-batch. DAPO's overlong penalty is `--rewards length`.
+are pure functions. Left out: adaptive KL coefficients, value networks, DAPO's overlong filtering
+(its penalty is `--rewards length`), and TRL's bnpo, which divides by the tokens of a micro-batch.
 
     python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
-Shapes: B sequences of T tokens, b of them in a micro-batch; N rewards. Column t of a (B, T) tensor
-belongs to token t. A mask is 1 exactly where the policy sampled the token. sg is stop_gradient.
-Five log-probs of the same tokens:
+Shapes: B sequences of T tokens, in a step or a micro-batch (b where both occur); N rewards. Column
+t of a (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token. sg
+is stop_gradient. Five names for log-probs of the same tokens:
 
     logprobs            of the policy in training
     sampled_logprobs    of the sampler, when the episode was played
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-# Before torch: it says how torch's threads wait.
+# Imported before torch: it sets how torch's threads wait.
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, check_accumulation, fill, flag, main, members,
                         unusable)
@@ -173,7 +173,7 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log(policy / reference).
 
-    On-policy, a token's gradient is that of its own KL given what precedes it, not of later ones'.
+    On-policy, a token's gradient is that of the KL at this token; later tokens' KL is left out.
 
     k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference).
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
@@ -188,8 +188,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     return k3 if kind == "k3" else k3 * masked(logprobs - old_logprobs, mask).exp()
 
 
-# A surrogate takes log_ratio = log(policy / old), logprobs, advantages and the mask, (B, T) each
-# and 0 where the mask is, and the clip range. It returns the tokens' losses (B, T) and what to log
+# A surrogate takes log_ratio = log(policy / old), logprobs and advantages, all 0 where the mask is
+# 0, the mask, (B, T) each, and the clip range. It returns the tokens' losses (B, T) and what to log
 # of them, numbers or booleans (B, T). It sees a micro-batch; `train` has the whole step.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
@@ -222,7 +222,7 @@ def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
 
 
 def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **_):
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau_pos where A > 0: arXiv 2511.20347 eq. 5."""
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau_pos where A > 0: arXiv 2511.20347 eq. 6."""
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, {}
 
@@ -240,8 +240,8 @@ def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0)
     return -phi * advantages * logprobs, {"phi": phi}
 
 
-# To add a loss, put a surrogate and a normalizer here: the choices of --loss. What else a surrogate
-# takes is bound like this: partial(cispo, clip_max=4).
+# The choices of --loss. To add one, put its surrogate and normalizer here, with any other argument
+# of the surrogate bound: partial(cispo, clip_max=4).
 LOSSES = {
     "grpo": (clipped, sequence_mean),  # arXiv 2402.03300 eq. 3
     "dapo": (clipped, token_mean),  # arXiv 2503.14476 eq. 8
@@ -316,7 +316,7 @@ def settle(config):
     # The first table that has a field wins, and what the user said wins over all.
     config = fill(config, *papers, tiny, sampler, envs.limits(config.env))
     if config.loss == "vespo" and config.importance_correction:
-        raise UserError("--importance_correction: vespo's weight is policy / sampler already")
+        raise UserError("--importance_correction: vespo weights by policy / sampler; leave it out")
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
     if config.rollout_ahead and not config.sampler:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
-# Before torch: it says how torch's threads wait.
+# Imported before torch: it sets how torch's threads wait.
 from experiment import UserError, give_back_memory
 
 import torch

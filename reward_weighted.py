@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-# Before torch: it says how torch's threads wait.
+# Imported before torch: it sets how torch's threads wait.
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main, members,
                         shift_and_scale, unusable, without_faults)

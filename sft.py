@@ -25,7 +25,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 
-# Before torch: it says how torch's threads wait.
+# Imported before torch: it sets how torch's threads wait.
 from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
                         auto, fill, flag, imitation_learning_rate, main)
 

@@ -115,7 +115,7 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
     """Run one tool call that the model asked for.
 
     Unknown tools, arguments that do not fit the signature and exceptions inside the tool are
-    answers to the model. Return the text for it, and the exception that the text tells or None.
+    answers to the model. Return the text for it, and the exception that the text reports, or None.
     """
     try:
         method = tools(env).get(name)

@@ -49,7 +49,7 @@ class Conformance:
         return game
 
     @cache
-    def success(self, agent) -> tuple[float, float]:
+    def mean_score(self, agent) -> tuple[float, float]:
         """Return the mean reward of an agent, and the share of tasks that it solves."""
         rewards, _, solved = zip(*(self.play(agent, task).score for task in self.held_out))
         return sum(rewards) / len(rewards), sum(solved) / len(solved)
@@ -95,7 +95,7 @@ class Conformance:
             return self.random_calls(game, but=[call["name"] for call in calls])
         copied = [{**call, "arguments": dict.fromkeys(call["arguments"], game.seen[-1])}
                   for call in calls]
-        return text and game.seen[-1], copied
+        return game.seen[-1] if text else "", copied
 
     def check_schemas(self):
         return True, ", ".join(tool["name"] for tool in self.tools) or "no tools"
@@ -124,7 +124,7 @@ class Conformance:
         return games[0]
 
     def check_success(self, agent, low, high):
-        _, solved = self.success(agent)
+        _, solved = self.mean_score(agent)
         return low <= solved <= high, f"solves {solved:.0%}"
 
     def check_seed(self):
@@ -146,8 +146,8 @@ class Conformance:
 
     def check_pay(self, agent):
         """Check that the agent is paid less than the expert."""
-        reward, solved = self.success(agent)
-        honest, _ = self.success(self.expert)
+        reward, solved = self.mean_score(agent)
+        honest, _ = self.mean_score(self.expert)
         words = f"mean reward {reward:.3g}, the expert's {honest:.3g}; solves {solved:.0%}"
         return reward < honest, words
 

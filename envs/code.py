@@ -15,7 +15,7 @@ from typing import Literal
 
 from envs.code_style import style_findings
 from envs.code_tasks import generate, read_row, read_tests
-from envs.sandbox import check, parse, run, same
+from envs.sandbox import check_sandbox, parse, run, same
 
 CODE = 8000  # characters of a function
 SLACK = 1.5  # times the reference's operations count as efficient
@@ -40,7 +40,7 @@ class Code:
 
     def reset(self, entry_point: str, test: str, question: str, canonical_solution: str = "",
               setup: str = "", noise: float = 0.0, noise_seed: int = 0, **_) -> str:
-        """Begin with a task in HumanEval's form, but that `canonical_solution` is the whole code.
+        """Begin with a task in HumanEval's form, except that `canonical_solution` is all the code.
 
         `setup` is run before the model's code. A share `noise` of the functions that the scripted
         expert writes is wrong; the one that it submits never is. `noise_seed` decides which.
@@ -54,7 +54,7 @@ class Code:
         self._setup = setup
         self._solution = canonical_solution
         self._code = None
-        self._results = None
+        self._examples_pass = None  # until run_tests
         self._reward_parts = {"correctness": 0.0, "efficiency": 0.0, "style": 0.0}
         self._noise = noise
         self._rng = random.Random(f"{noise_seed} {question}")
@@ -87,7 +87,7 @@ class Code:
         if self._name not in names:
             return f"error: the code defines no function {self._name}"
         self._code = code
-        self._results = None
+        self._examples_pass = None
         self._findings = style_findings(tree)
         return "\n".join(["written", *self._findings])
 
@@ -97,7 +97,7 @@ class Code:
             return "error: nothing is written yet"
         result = self._run(self._code, self._examples)
         passed = verdicts(result, self._examples)
-        self._results = all(passed)
+        self._examples_pass = all(passed)
         lines = [f"{sum(passed)} of {len(passed)} pass"]
         if result.status != "ok":
             lines.append(f"{result.status}: {result.error}")
@@ -151,7 +151,7 @@ class Code:
         if spent is None:
             return 0.0
         reference = count_operations(self._run(self._solution, self._hidden, count=True))
-        # A function that is not Python's executes no line.
+        # A reference that is a built-in function executes no line.
         return min(1.0, SLACK * reference / max(spent, 1)) if reference else 1.0
 
     # ------------------------------------------------------------------------- the rest of it
@@ -170,27 +170,27 @@ class Code:
             return []
         if self._code is None and self._rng.random() < self._noise:
             code = f"def {self._name}(*_):\n    return None\n"
-        elif self._code is None or self._results is False:
+        elif self._code is None or self._examples_pass is False:
             code = self._solution
         else:
-            return [{"name": "submit" if self._results else "run_tests", "arguments": {}}]
+            return [{"name": "submit" if self._examples_pass else "run_tests", "arguments": {}}]
         return [{"name": "write_function", "arguments": {"code": code}}]
 
     @staticmethod
     def _from_text(text: str) -> dict:
-        """Return a task without tests, of the function that "def name(" names, or solve."""
+        """Return a task without tests, of the function after "def", or else of `solve`."""
         name = re.search(r"def (\w+)\(", text)
         return {"question": text, "entry_point": name[1] if name else "solve", "test": ""}
 
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n generated rows. No function with the same constants is in both splits."""
-        check(cls.options["unsafe_code"])
+        check_sandbox(cls.options["unsafe_code"])
         return generate(cls.options["levels"].split("+"), split, 1000 if n is None else n, seed)
 
     @classmethod
     def _row(cls, row: dict) -> dict | None:
-        check(cls.options["unsafe_code"])
+        check_sandbox(cls.options["unsafe_code"])
         return read_row(row)
 
     def _run(self, code: str, tests=(), count=False):

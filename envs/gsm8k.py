@@ -17,7 +17,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
-from envs.sandbox import check, parse, run
+from envs.sandbox import check_sandbox, parse, run
 from experiment.data import read_rows
 from experiment.errors import UserError
 from experiment.seeds import shuffled
@@ -139,7 +139,7 @@ class GSM8K:
     def __init_subclass__(cls):
         """Give the class the python tool if its options say so."""
         if cls.options["tools"] == "calculator+python":
-            check(cls.options["unsafe_code"])
+            check_sandbox(cls.options["unsafe_code"])
             cls.python = python
             cls.system_prompt = cls.system_prompt.replace("calculator", "calculator or python")
 

@@ -116,7 +116,7 @@ def length(t, limits) -> list[float]:
 
 
 def repetition(t) -> float:
-    """Minus the share of an episode's word trigrams that are repeated (arXiv 2502.03373, C.2)."""
+    """Minus the share of an episode's repeated word trigrams, after arXiv 2502.03373, C.2."""
     counts = Counter()
     for turn in turns_of(t):
         words = t.messages[turn]["content"].lower().split()

@@ -5,11 +5,11 @@
 
 Every call starts one process and ends it (envs/sandbox_child.py). It sees no environment variable,
 no file but Python's library and the system's shared libraries, no network and no other process, and
-it can start nothing. Of it come values only, as JSON, and the text that it printed. What is right
-is decided here: the expected values never enter the process. Where the machine cannot confine it,
-nothing runs, unless `unsafe` says so.
+it can start nothing. Only values, as JSON, and the text that it printed come out of it. What is
+right is decided here: the expected values never enter the process. Where the machine cannot confine
+it, nothing runs, unless `unsafe` says so.
 
-What the code can still do: use the limits below up, and ask which file names exist.
+What the code can still do: use up the limits below, and find out which files exist.
 """
 import ast
 import json
@@ -68,7 +68,7 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
 
     Args:
         calls: (name, list of plain arguments) of each call, in this order in the same process.
-        seconds: what remains of the process is killed after so many.
+        seconds: the process is killed after so many.
         count: count the lines that each call executes, as its operations. They are the same every
             time, and None if the code stopped the counter. It may have done so unnoticed.
         unsafe: run the code without confinement.
@@ -108,7 +108,7 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
 
 
 @cache
-def check(unsafe: bool):
+def check_sandbox(unsafe: bool):
     """Raise UserError if this machine cannot run a model's code as `run` does."""
     run("pass", unsafe=unsafe)
 

@@ -44,8 +44,8 @@ FORMS = {relation: (f"{relation}: {{1}}.", f"The {relation} of {{}} is {{}}.", s
          for relation, _, _, sentence in FACTS}
 # The relation that a noisy expert takes for this one.
 MISTAKEN = {"founder": "engineer", "engineer": "founder", "senior": "junior", "junior": "senior"}
-# Level -> hops, questions asked of one archive, and how many it has of each of NAMES. Of many
-# questions on each the tiny model learns archives by heart instead of reading.
+# Level -> hops, questions asked of one archive, and how many it has of each of NAMES. With
+# many questions on each, the tiny model memorizes archives instead of reading.
 LEVELS = {1: (2, 1, (2, 6, 0)), 2: (2, 5, (6, 12, 4)), 3: (3, 10, (10, 20, 6))}
 NAMES = {"project": "Project {}", "person": "{}", "town": "{}burg"}
 SYLLABLES = "al bren cor dun el far gim hol ing kes lor mar nev os pel quin ros sten tor".split()
@@ -66,12 +66,12 @@ def draw_facts(archive: str, level: int) -> dict[str, dict[str, str]]:
     for (kind, form), size in zip(forms.items(), LEVELS[level][2]):
         names[kind] = [form.format(next(words)) for _ in range(size)]
     facts = defaultdict(dict)
-    for relation, kinds, of, _ in rng.sample(FACTS, len(FACTS)):
+    for relation, kinds, value_kind, _ in rng.sample(FACTS, len(FACTS)):
         for entity in chain.from_iterable(names[kind] for kind in kinds.split(",")):
-            if of == "date":
+            if value_kind == "date":
                 date = f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2019)}"
                 facts[entity][relation] = date if level > 1 else str(next(words))
-            elif others := [name for name in names[of] if name != entity]:
+            elif others := [name for name in names[value_kind] if name != entity]:
                 facts[entity][relation] = rng.choice(others)
     return facts
 

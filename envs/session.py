@@ -21,14 +21,14 @@ from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
-HANG_SECONDS = 30  # beyond the time-out, in which no thread could run: a call holds the lock
+HANG_SECONDS = 30  # beyond the time-out in which no thread ran: a call holds Python's lock
 
 
 class Watch:
     """What the environments of a rollout share: the time-out, the count of faults, and a timer.
 
-    A call that never gives back the interpreter's lock, as a catastrophic regular expression does
-    not, stops all threads: neither the time-out nor a signal is handled. The timer of faulthandler
+    A call that never releases the interpreter's lock, such as a catastrophic regular expression,
+    stops all threads: neither the time-out nor a signal is handled. The timer of faulthandler
     needs no lock. It prints where each thread is, which names the tool, and ends the process. While
     other threads run, one of them starts it anew each second.
 
@@ -38,7 +38,7 @@ class Watch:
 
     def __init__(self, timeout: float, earlier=None):
         self.timeout = timeout
-        self.is_open = self.is_closed = False  # /solve plays beside a watch that was never opened
+        self.is_open = self.is_closed = False  # /solve plays with a Watch that it never enters
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
@@ -127,7 +127,8 @@ def load_environments(tokenizer, env_names: str, generation_config=None,
 class Session:
     """One environment during one episode, and the only way to call into it.
 
-    Every method raises EnvironmentFault if the environment fails.
+    A tool that fails or is late answers with an error text. Any other failure of the environment
+    raises EnvironmentFault.
 
     Attributes:
         pays: False without get_reward(): `reward` then is the environment's own affair, as in TRL.
@@ -180,7 +181,7 @@ class Session:
         for call, (text, error, gain) in zip(self.calls, answers):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
-            # A UserError is ours as well: a sandbox that does not start any more.
+            # Nor is a UserError, though it is a ValueError: the sandbox does not start any more.
             if isinstance(error, UserError) or not isinstance(error, BY_ARGUMENTS):
                 fault = error and f"{self.place(call['name'])} raised {message_of(error)}"
                 self.watch.count((self.name, call["name"]), fault)
@@ -316,7 +317,7 @@ class Session:
             raise EnvironmentFault(fault)
 
     def _ask(self, function, *arguments):
-        """Return what the function returns."""
+        """Call the function in the thread, and return what it returns."""
         self._begin(function, *arguments)
         self._wait()
         self._check()

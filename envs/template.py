@@ -20,7 +20,7 @@ class HigherLower:
         Return the first user message.
         """
         self.number = number
-        # The smallest and the largest number that what the tool said leaves possible.
+        # The bounds that the tool's answers leave for the number.
         self.smallest, self.largest = 1, 99
         self.guesses = 0
         # Optional: set it to True, and the episode ends.
@@ -49,7 +49,7 @@ class HigherLower:
     def get_reward(self) -> float:
         """Return the total of the episode.
 
-        If trying could cost something, doing nothing is what would be learned.
+        If trying could cost reward, the model would learn to do nothing.
         """
         return self.reward
 
@@ -70,8 +70,8 @@ class HigherLower:
     def _expert(self) -> list[dict]:
         """Return the next calls of a scripted demonstrator for sft.py, [] when it has finished.
 
-        It may use only what the model sees, or imitating it teaches to guess. This one halves what
-        is left, and needs at most 7 of the 10 turns.
+        It may use only what the model sees, or the model learns to guess. This one halves what is
+        left, and needs at most 7 of the 10 turns.
         """
         if self.done:
             return []

@@ -8,7 +8,7 @@ range (count / least, or most / count), so that one good sentence earns little:
     person      of the personal pronouns, the share in the person that is asked for
     tense       of the verbs that follow a subject pronoun, the share in the tense that is asked
                 for; where they are fewer than half the sentences, the missing ones count as wrong
-    trigrams    the share of three words in a row that are no repetition
+    trigrams    the share of trigrams that are distinct
     acrostic    level 2: the share of its letters with which the sentences begin, in order
     rhyme       level 3: the share of sentences whose last word ends in the letters asked for, each
                 with another word
@@ -203,7 +203,7 @@ class Writing:
         return None if self._text else "Write with write_paragraph."
 
     def _expert(self) -> list[dict] | str:
-        """Return the outline, then a text of one sentence per 10 words, then the last word."""
+        """Return the outline, then a text of one sentence per 10 words, then an answer."""
         if self._text:
             return "It is finished."
         count = len(self._acrostic) or sum(self._range) // 20

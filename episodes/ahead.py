@@ -32,15 +32,15 @@ class Ahead:
     def __call__(self, step: int) -> list:
         self.run.log(staleness=int(self.coming is not None))
         if self.coming:
-            episodes = self.wait()
+            episodes = self.finish()
         else:
             episodes = self.collect(self.play, step=step, run=self.run)
         if step + 1 < self.run.total:
             self.start(step + 1)
         return episodes
 
-    def wait(self) -> list:
-        """Return the episodes. Log what their thread has measured."""
+    def finish(self) -> list:
+        """Wait for the episodes and return them. Log what their thread has measured."""
         began = time.monotonic()
         while not self.coming.done():
             self.run.check()
@@ -55,15 +55,16 @@ class Ahead:
     def start(self, step: int):
         """Play a step's groups in a thread, by the weights as they are now."""
         servers = self.play.keywords["engine"]
-        servers.policy(self.play.args[0])
-        # The trainer goes on writing into its run, and calls the collectives of its ranks.
+        servers.load_policy(self.play.args[0])
+        # A copy, because the trainer continues to write into its run and to use its ranks.
         self.shadow = copy(self.run)
         self.shadow.line, self.shadow.ranks = {}, self.ranks
         # They stay with this step's adapter, because the step of their run stays the same.
         servers = copy(servers)
         servers.run = self.shadow
         # `pay` below stands in for that of the rewards.
-        play = partial(self.play, engine=servers, run=self.shadow, rewards=self.rewards and self)
+        play = partial(self.play, engine=servers, run=self.shadow,
+                       rewards=self if self.rewards else None)
         self.coming = in_thread(partial(self.collect, play, step=step, run=self.shadow))
 
     def pay(self, episodes: list):

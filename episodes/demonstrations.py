@@ -97,7 +97,7 @@ def prompt_in(row: dict) -> list[dict] | None:
 
 # --------------------------------------------------------------------------------------- messages
 def as_messages(value, name: str, role: str | None = None) -> list[dict]:
-    """Return a field that holds messages, or with a role one message or its text, as a list."""
+    """Return a field's messages as a list. With a role it may also be one message, or its text."""
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
     if role and isinstance(value, dict):

@@ -22,8 +22,8 @@ def collect_groups(play, tasks, config, step, run):
     """Play the step's groups, and replace those outside the success-rate band by other tasks'.
 
     `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
-    episodes, group after group, with rewards as `reward_scaling` and `reward_bias` say: fewer if
-    prompts are too long, environments fail, or MAX_RESAMPLE rounds do not suffice.
+    episodes, group after group, their rewards shifted and scaled. They are fewer if prompts are too
+    long, environments fail, or MAX_RESAMPLE rounds do not suffice.
     """
     kept = []  # episodes
     drawn = dropped = 0  # groups

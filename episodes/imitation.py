@@ -88,9 +88,9 @@ def read_split(read, path, content, config):
     the hash of the content.
 
     Args:
-        read: a function: the items of a file.
+        read: a function that returns the items of a file.
         path: the file to learn from.
-        content: a function: what makes an item the same as another, as JSON can write it.
+        content: a function that returns what identifies an item, as a JSON value.
         config: its eval_dataset, max_samples and seed are read.
     """
     items = read(path)

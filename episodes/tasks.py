@@ -66,12 +66,12 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
-    """Return an environment's rows of a task file, or only those of the split, in random order."""
+def _tasks_of_file(name, names, cls, split, seed, path, eval_dataset, fields) -> list[dict]:
+    """Return an environment's rows of a file, shuffled: all with eval_dataset, else a split's."""
     def convert(row, place):
         if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
             return False, None
-        in_split = is_whole or is_held_out(row) == (split == "test")
+        in_split = eval_dataset or is_held_out(row) == (split == "test")
         if ".csv:" in place:
             row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
@@ -92,10 +92,10 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     return shuffled(rows, seed)
 
 
-def _as_task(cls, row: dict) -> dict:
-    """Return the arguments of `reset` that a row of a file holds, or raise ValueError."""
+def _as_task(cls, row: dict) -> dict | None:
+    """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
     required = envs.needed(cls)
-    hint = f"tasks of {cls.__name__} are read; --env names others"
+    hint = f"rows are read as tasks of {cls.__name__}; --env chooses another environment"
     try:
         task = cls._row(row) if hasattr(cls, "_row") else row
     except (KeyError, TypeError):
@@ -145,9 +145,9 @@ def recorded_env(trajectories: str) -> str | None:
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
-    Two tasks are the same if the prompt is, and the arguments that `reset` cannot do without; where
-    it needs none, if all are that held-out tasks have. The training tasks may be those of recorded
-    episodes (`info["task"]`).
+    Two tasks are the same if their prompt and the required arguments of `reset` are. If none is
+    required, all columns of the held-out tasks are compared. The training tasks may be those of
+    recorded episodes (`info["task"]`).
     """
     names = {task["env"] for task in held_out}
     required = set().union(*(envs.needed(envs.load(name)) for name in names))
@@ -242,7 +242,7 @@ def is_held_out(content) -> bool:
 def unseen(held_out: list, training: list, content) -> list:
     """Return the held-out items that are no training items, and print how many were dropped.
 
-    `content` is a function: what makes an item the same as another, as JSON can write it.
+    `content` is a function that returns what identifies an item, as a JSON value.
     """
     seen = {_text(content(item)) for item in training}
     kept = [item for item in held_out if _text(content(item)) not in seen]

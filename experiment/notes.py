@@ -184,12 +184,12 @@ def alarms(early, late):
         ("entropy", now.entropy < 0.3 * was.entropy and not now.success > 0.9,
          f"entropy fell from {was.entropy:.3g} to {now.entropy:.3g} nats a token, the policy "
          "hardly explores", "lower --learning_rate", "raise --entropy_coef", "raise --kl_coef",
-         "use --clip_eps_high 0.28"),
+         "raise --clip_eps_high (with --updates_per_step 2 or more)"),
         ("noise", now.entropy > max(3 * was.entropy, 0.5),
          f"entropy rose from {was.entropy:.3g} to {now.entropy:.3g} nats a token, sampling turns "
          "to noise", "lower --learning_rate", "lower --entropy_coef", "raise --kl_coef"),
         ("approx_kl", now.approx_kl > 0.1,
-         f"updates move the policy {now.approx_kl:.3g} nats a token away from the sampler",
+         f"updates move the policy {now.approx_kl:.3g} nats a token away from where a step began",
          "lower --learning_rate", "lower --updates_per_step"),
         ("kl", now.kl > 0.5,
          f"KL to the policy this run started from is {now.kl:.3g} nats a token",

@@ -12,7 +12,7 @@ and encoded again. All rows of a group ask one server, whose prefix cache then h
 
 Answers come in any order, so that a run is not repeated bit for bit, and no seeds are sent: with a
 seed vLLM samples each row by itself, and vLLM 0.32 for CPUs crashes when it splits such a prompt.
-The client is http.client, which can go on waiting after a time-out.
+The client is http.client, which can continue to wait after a time-out.
 """
 import json
 import os
@@ -125,7 +125,7 @@ class Servers:
         return ServerEngine(self, model, **sampling)
 
     # --------------------------------------------------------------------------------- the adapter
-    def policy(self, model):
+    def load_policy(self, model):
         """Let all servers load the model's adapter, once a step, by rank 0.
 
         Returns the context in which it is played.
@@ -294,15 +294,15 @@ class ServerEngine:
             row = self.queue.popleft()
             body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
             number = self.numbers[row.group]
-            turn = in_thread(persist, TRIES, self.servers.complete, body, number)
-            self.asked[turn] = row
+            future = in_thread(persist, TRIES, self.servers.complete, body, number)
+            self.asked[future] = row
 
     def step(self):
         """Return the rows whose turn has ended, perhaps none: signals are looked at in between."""
         rows = []
-        for turn in wait(self.asked, 0.1, FIRST_COMPLETED).done:
-            row = self.asked.pop(turn)
-            row.turn, row.logprobs = turn.result()
+        for future in wait(self.asked, 0.1, FIRST_COMPLETED).done:
+            row = self.asked.pop(future)
+            row.turn, row.logprobs = future.result()
             row.pending = row.pending + row.turn
             rows.append(row)
         self.ask_more()

@@ -14,7 +14,8 @@ TOKENS = 16  # sampled after each of them
 TOLERANCE = 0.25
 CHANGE = 4 * TOLERANCE  # what the random adapter shall change
 # std of what is added to B, doubled until it changes so much. An untrained model's probabilities
-# hardly depend on its weights, so there is a largest one; the tolerance is then a quarter of less.
+# hardly depend on its weights: the last std then ends the search, and the tolerance shrinks to a
+# quarter of the change.
 NOISE = 0.01, 0.02, 0.04, 0.08, 0.16, 0.32
 
 

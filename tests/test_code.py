@@ -271,7 +271,7 @@ def test_rows_of_humaneval_and_mbpp():
     assert isinstance(tests[2][1], float)
     row = read_row(HUMANEVAL)
     env = submitted(row, "def second(x, k=1):\n    return helper(x)[k]\n")  # what the prompt defines is there
-    assert env._results is None and not env._check()  # -- not of 0 is True, but 0 is not False
+    assert env._examples_pass is None and not env._check()  # -- not of 0 is True, but 0 is not False
     row = read_row({**HUMANEVAL, "test": HUMANEVAL["test"].replace("not candidate([1, 0])", "not candidate([1, False])")})
     env = submitted(row, "def second(x, k=1):\n    return helper(x)[k]\n")
     assert env._check() and env.get_reward() == pytest.approx(1.0)
@@ -322,7 +322,7 @@ def test_refused_without_confinement_and_unsafe_by_a_flag(monkeypatch, tmp_path)
     child = tmp_path / "child.py"
     child.write_text(sandbox.CHILD.read_text().replace("libc.syscall(444,", "libc.syscall(9999,"))
     monkeypatch.setattr(sandbox, "COMMAND", [*sandbox.COMMAND[:-1], str(child)])
-    sandbox.check.cache_clear()
+    sandbox.check_sandbox.cache_clear()
     try:
         (tmp_path / "rows.jsonl").write_text(json.dumps(MBPP) + "\n")
         for dataset in (None, str(tmp_path / "rows.jsonl")):
@@ -339,4 +339,4 @@ def test_refused_without_confinement_and_unsafe_by_a_flag(monkeypatch, tmp_path)
             envs.with_options(envs.load("gsm8k"), {"tools": "calculator+python"})
         assert "python" in envs.tools(envs.with_options(envs.load("gsm8k"), {"tools": "calculator+python", "unsafe_code": True}))
     finally:
-        sandbox.check.cache_clear()
+        sandbox.check_sandbox.cache_clear()

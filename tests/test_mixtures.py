@@ -202,7 +202,7 @@ def test_a_list_becomes_tasks_under_the_names_of_the_environment(here):
     rows = json.dumps([f"x + {i} = 9" for i in range(40)])
     train, test = (load_tasks("equations", split, None, 0, rows, fields="equation=prompt") for split in ("train", "test"))
     assert len(train) + len(test) == 40 and test and {row["env"] for row in train} == {"equations"}
-    with pytest.raises(UserError, match='^the list of rows:1: no "equation" field; has: prompt; tasks of Equations are read'):
+    with pytest.raises(UserError, match='^the list of rows:1: no "equation" field; has: prompt; rows are read as tasks of Equations'):
         load_tasks("equations", "train", None, 0, rows)
 
 

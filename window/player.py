@@ -31,7 +31,7 @@ class Choice(Row):
         chat: the Chat that reads its tokens.
         weights: the adapter that plays it, one of the values of `Player.adapters`.
         sampling: temperature, top_k and top_p.
-        stop_ids, stops: the ids and the texts that end it.
+        stop_ids, stops: the ids and the texts that end it, instead of the engine's stop ids.
         streams: True if the server wants to know of every token.
         news: the event that tells the server's thread to look.
         error: why it ended early, or None.
@@ -63,7 +63,7 @@ class Choice(Row):
 
     def show(self):
         """Read what was sampled until now."""
-        # In this order: the engine's thread may be sampling on.
+        # Read the state first: the engine's thread may sample meanwhile.
         has_ended = self.state == "ended"
         if not has_ended and not self.streams:
             return
@@ -112,8 +112,8 @@ class SharedEngine(Engine):
             return len(commonprefix([old.ids[:old.length], ids]))
 
         old = max(self.in_state("ended"), key=shared, default=None)
-        # Less of it would be a loss, should the other conversation come back. There is no way back
-        # to an earlier state.
+        # Sharing less than half would cost the other conversation its cache, should it come back. A
+        # recurrent state cannot be rewound: there the whole old row must be shared.
         if not old or shared(old) < (old.length if self.cache.keeps_states else old.length / 2):
             self.add([row])
             return
@@ -130,7 +130,7 @@ class SharedEngine(Engine):
 
 
 class Player:
-    """What the thread does.
+    """Decodes for all clients in one thread, and exchanges adapters.
 
     Rows of one adapter are decoded together. When another adapter is asked for, no more rows of the
     present one start; when the last has ended, the other one is merged and its rows play.
@@ -251,7 +251,7 @@ class Player:
         if name in self.adapters:
             raise ValueError(f"the adapter {name!r} has already been loaded")
         config = read_settings(folder)
-        # Rows may be playing.
+        # Take off the adapter that rows may be playing while `adapt` puts on the new one.
         self.exchange({})
         try:
             adapt(self.model, config, folder=folder)

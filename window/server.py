@@ -51,7 +51,7 @@ class Server:
         self.vocabulary = text_config.vocab_size
         self.context = min(limits.max_tokens,
                            getattr(text_config, "max_position_embeddings", limits.max_tokens))
-        # By the tools as JSON.
+        # One Chat for each list of tools, which is given as JSON.
         self.chat_of = lru_cache(64)(
             lambda tools: Chat(tokenizer, json.loads(tools), model.generation_config))
         self.plain = self.chat_of("[]")
@@ -65,24 +65,24 @@ class Server:
 
     def application(self) -> FastAPI:
         """Return the ASGI application."""
-        asked = APIRouter(dependencies=[Depends(self.place)])
-        asked.post("/v1/chat/completions")(self.chat_completions)
-        asked.post("/v1/completions")(self.completions)
-        asked.post("/v1/load_lora_adapter")(self.load)
-        asked.post("/v1/unload_lora_adapter")(self.unload)
-        asked.post("/solve")(self.solve)
-        asked.get("/v1/models")(self.models)
-        asked.get("/v1/models/{name:path}")(self.model)
+        router = APIRouter(dependencies=[Depends(self.guard)])
+        router.post("/v1/chat/completions")(self.chat_completions)
+        router.post("/v1/completions")(self.completions)
+        router.post("/v1/load_lora_adapter")(self.load)
+        router.post("/v1/unload_lora_adapter")(self.unload)
+        router.post("/solve")(self.solve)
+        router.get("/v1/models")(self.models)
+        router.get("/v1/models/{name:path}")(self.model)
         errors = HTTPException, RequestValidationError
         app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
-        app.include_router(asked)
+        app.include_router(router)
         # Anybody may ask these. The second is vLLM's name for it.
         for path in ("/healthz", "/health"):
             app.get(path)(self.health)
         return app
 
-    async def place(self, request: Request):
+    async def guard(self, request: Request):
         """Let a client with the token in, and count its request until it is answered."""
         key = request.headers.get("authorization", "")
         wanted = f"Bearer {self.config.token}"
@@ -151,7 +151,7 @@ class Server:
         if not prompt or max(prompt) >= self.vocabulary:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
-        choices = self.turns(body, prompt, stop_ids, 16)
+        choices = self.turns(body, prompt, stop_ids, default=16)  # as in OpenAI's API
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
@@ -179,7 +179,7 @@ class Server:
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
-            message, reason = message_of(choice, chat.tools)
+            message, reason = assistant_message(choice, chat.tools)
             shown.append({"index": i, "message": message, "finish_reason": reason,
                           "logprobs": self.logprobs(body, choice)})
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
@@ -194,7 +194,7 @@ class Server:
                 if not choice.reason and len(choice.text) <= characters:
                     continue
                 sent[choice] = len(choice.text), len(choice.logprobs)
-                delta, reason = message_of(choice, tools)
+                delta, reason = assistant_message(choice, tools)
                 delta["content"] = (delta["content"] or "")[characters:]
                 if tokens:
                     del delta["role"]
@@ -214,7 +214,7 @@ class Server:
             return None
         content = []
         for i, logprob in zip(choice.turn[tokens], choice.logprobs[tokens]):
-            # Of a token that is a part of a character the text does not have the bytes.
+            # Decoded alone, a token that is a part of a character does not show its bytes.
             content.append({"token": self.tokenizer.decode([i]), "logprob": logprob,
                             "bytes": None, "top_logprobs": []})
         return {"content": content}
@@ -295,8 +295,8 @@ def usage(choices) -> dict:
     return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
-def message_of(choice, tools) -> tuple[dict, str]:
-    """Return the message in a choice that has ended, and the reason of its end."""
+def assistant_message(choice, tools) -> tuple[dict, str | None]:
+    """Return the message in a choice, and why the choice ended, None if it has not."""
     content, calls, _ = parse_tool_calls(choice.text, tools) if tools else ("", [], [])
     if not calls:
         return {"role": "assistant", "content": choice.text}, choice.reason
