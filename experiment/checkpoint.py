@@ -19,6 +19,7 @@ DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, sepa
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or removed
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
 # What state.json holds: attributes of a run, which a resumed run takes from there, and others.
 RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
@@ -48,7 +49,7 @@ def write_checkpoint(path, training, moments, state):
         state: what state.json holds beside the fingerprints of these files.
     """
     from safetensors.torch import save_file
-    temporary = path.with_name(".tmp-step")
+    temporary = path.with_name(TEMPORARY)
     # A run that was killed while it wrote has left this folder.
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -121,7 +122,8 @@ def prune(output_dir):
     best = max(evaluated, key=scores.get, default=None)
     for path in list(scores)[:1 - KEPT]:
         if path != best:
-            shutil.rmtree(path)
+            # A run killed here leaves no half checkpoint: the next one written removes the rest.
+            shutil.rmtree(path.rename(path.with_name(TEMPORARY)))
 
 
 def check_room(output_dir, optimizer):

@@ -24,6 +24,9 @@ def main(config_class, train, doc):
         6       the environment is broken
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
+    # A shell may have closed them: `>&-`.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     # What the terminal cannot show is escaped, and every line is written at once, into a file too.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if not sys.stderr.isatty():

@@ -117,6 +117,22 @@ def test_a_checkpoint_that_this_version_has_not_written_is_refused_in_a_line(sto
     assert path.exists()
 
 
+def test_killed_while_an_old_checkpoint_is_removed_no_half_one_has_its_name(stopped, tmp_path, monkeypatch):  # noqa: F811
+    stopped(tmp_path / "run")
+    first, _ = checkpoints(tmp_path / "run")
+    for step in (3, 4, 5):
+        shutil.copytree(first, first.with_name(f"step_00000{step}"))
+
+    def killed(path):
+        (path / "optimizer.safetensors").unlink()
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        prune(tmp_path / "run")
+    whole = checkpoints(tmp_path / "run")
+    assert len(whole) == 4 and all(map(read_state, whole))
+
+
 def test_the_state_of_another_program_in_a_model_folder_is_named(place, tmp_path):  # noqa: F811
     shutil.copytree(place / "adapter", tmp_path / "adapter")
     (tmp_path / "adapter" / "state.json").write_text('{"made_of": ["base/config.json"], "epoch": 1}')
