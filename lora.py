@@ -223,6 +223,9 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by
 def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
     linears = linears_of(model)
+    if not linears:
+        raise UserError("an adapter needs Linears, and this model has none (GPT-2's layers are "
+                        "Conv1D); --lora_r 0 trains all weights")
     targets = target_names(targets)
     if targets == ["all-linear"]:
         targets = _text_targets(model, linears) or targets

@@ -50,6 +50,7 @@ import importlib.util
 import inspect
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from modulefinder import ModuleFinder
@@ -106,6 +107,15 @@ def __getattr__(name):
     if name not in ("StepResult", "call", "step", "valid_actions"):
         raise AttributeError(name)
     return getattr(importlib.import_module(STEPS), name)
+
+
+class Imports(ModuleFinder):
+    """Finds what a file imports, beside folders without __init__.py, on which Python's fails."""
+
+    def find_module(self, name, path, parent=None):
+        with suppress(AttributeError):
+            return super().find_module(name, path, parent)
+        raise ImportError(name)
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -186,7 +196,7 @@ def sources(config) -> list[str]:
         path = getattr(sys.modules[module_name], "__file__", None)
         # A class of a notebook has no file.
         if path:
-            finder = ModuleFinder([os.path.dirname(path)], excludes=LIBRARY)
+            finder = Imports([os.path.dirname(path)], excludes=LIBRARY)
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)
@@ -219,7 +229,9 @@ def limits(env_names: str | None) -> dict:
     """
     largest = {}
     for name in names_of(env_names):
-        stated = LIMITS | getattr(load(name), "limits", {})
+        # Another's class may call something else so.
+        stated = getattr(load(name), "limits", {})
+        stated = LIMITS | (stated if isinstance(stated, dict) else {})
         if unknown := stated.keys() - LIMITS:
             raise UserError(f"environment {name!r}: limits names {', '.join(sorted(unknown))}; it "
                             f"may state {', '.join(LIMITS)}")
@@ -246,6 +258,13 @@ def need_expert(env_names: str):
                 f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
                 "one (envs/template.py has an example), imitate recorded episodes with sft.py "
                 "--trajectories, or start from a real model: --model_path path/or/hub-id")
+
+
+def taken(cls, options: dict) -> dict:
+    """Return those of the options with which `reset` can be called."""
+    parameters = inspect.signature(cls.reset).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in options.items() if takes_any or name in parameters}
 
 
 def needed(cls) -> list[str]:

@@ -97,6 +97,9 @@ def _fit_arguments(name: str, method, arguments: dict) -> dict:
     fitted = {}
     for key, value in arguments.items():
         hint = hints.get(key, typing.Any)
+        # `unit: str = None` takes null.
+        if value is None and parameters[key].default is None:
+            hint = typing.Any
         try:
             fitted[key] = fit(value, hint)
         except (TypeError, ValueError):

@@ -1,6 +1,8 @@
 """Reading --env_options."""
 import inspect
 import json
+import re
+import typing
 
 import envs
 from envs.calls import hint_name
@@ -19,15 +21,18 @@ def parse(text: str, env_names: str | None) -> dict:
     arguments, types = {}, {}
     for cls in map(envs.load, envs.names_of(env_names)):
         arguments.update(inspect.signature(cls.reset).parameters)
+        types.update(typing.get_type_hints(cls.reset))
+        types.pop("return", None)
         types.update({name: type(value) for name, value in getattr(cls, "options", {}).items()})
         types.update(getattr(cls, "option_types", {}))
     # By convention **_ is thrown away, and **kwargs is read.
     for name in ("self", "_"):
         arguments.pop(name, None)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
-    known = ["--unsafe_code", *arguments, *types]
+    known = list(dict.fromkeys(["--unsafe_code", *arguments, *types]))
     options = {}
-    for item in filter(str.strip, text.split(",")):
+    # Not at the commas of a list: operators=["+", "-"].
+    for item in filter(str.strip, re.split(r",(?![^\[({]*[\])}])", text)):
         name, equals, value = (side.strip() for side in item.partition("="))
         if not equals:
             raise UserError(f"--env_options {name!r}: write name=value,name=value")

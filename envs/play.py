@@ -27,6 +27,7 @@ PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 class Config(EnvironmentFlags):
     env: str = flag("equations", "environment; also path/to/file.py:Class. NAME is --env NAME")
     tasks: str | None = flag(None, "task file; default: the environment's own tasks")
+    eval_dataset: str | None = flag(None, "file of test tasks; default: a tenth of the task file")
     seed: int = flag(0, "of the tasks", low=0)
 
 
@@ -37,6 +38,8 @@ class Setup:
         self.config = config
         if config.rewards:
             raise UserError("--rewards pays a model's episodes; here the environment pays alone")
+        if len(envs.names_of(config.env)) > 1:
+            raise UserError(f"--env {config.env}: one environment at a time")
         self.options = envs.options_of(config)
         self.cls = envs.with_options(envs.load(config.env), self.options)
         self.limits = envs.Limits(**envs.limits(config.env))
@@ -45,7 +48,7 @@ class Setup:
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks."""
         return load_tasks(self.config.env, split, n, self.config.seed, self.config.tasks,
-                          env_options=self.options, fields=self.config.fields)
+                          self.config.eval_dataset, self.options, self.config.fields)
 
 
 class Game:
@@ -66,8 +69,10 @@ class Game:
         make = setup.cls if env is None else lambda: env
         self.session = Session(setup.watch, setup.config.env, make, task)
         messages, self.turns_left = self.session.start()
-        question = messages[-1]["content"]
-        self.system_prompt = messages[0]["content"] if len(messages) > 1 else None
+        *first, last = messages
+        question = last["content"]
+        # A "prompt" may begin in the middle of a conversation.
+        self.system_prompt = "\n".join(message["content"] for message in first) or None
         self.seen = [question]
         self.record = [self.system_prompt, question]
         self.over = False

@@ -61,11 +61,16 @@ def marked(text: str) -> str:
     return marked("".join(answers[-1])) if answers else text.rpartition("####")[2]
 
 
-def reference_of(t) -> str | None:
-    """Return the reference in the task's column "answer" or "solution", or None."""
+def references_of(t) -> list[str]:
+    """Return what the task's column "answer" or "solution" accepts: it, and each item of a list."""
     task = t.info["task"]
     reference = task.get("answer", task.get("solution"))
-    return None if reference is None else marked(str(reference))
+    return [] if reference is None else [marked(str(text)) for text in alternatives(reference)]
+
+
+def alternatives(reference) -> list:
+    """Return a reference, and if it is a list of answers that are all right, each of them."""
+    return [reference, *(reference if isinstance(reference, list) else ())]
 
 
 def normalized(text: str) -> list[str]:
@@ -74,13 +79,15 @@ def normalized(text: str) -> list[str]:
     But a number keeps its sign, its point and its fraction bar: -7 is not 7, nor 1.5 15.
     """
     text = PUNCTUATION.sub("", text.lower())
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+    words = text.split()
+    # An answer may be the letter A.
+    return words if len(words) == 1 else re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def exact(t) -> float | None:
     """1 if the final answer equals the reference: SQuAD's exact match (arXiv 1606.05250)."""
-    reference = reference_of(t)
-    return None if reference is None else float(normalized(answer_of(t)) == normalized(reference))
+    references = references_of(t)
+    return float(normalized(answer_of(t)) in map(normalized, references)) if references else None
 
 
 def well_formed(t) -> float:
@@ -134,12 +141,12 @@ def math_verify(t) -> float | None:
         from math_verify import parse, verify
     except ImportError:
         raise UserError("--rewards math_verify: pip install math-verify") from None
-    reference = reference_of(t)
-    gold = parse(f"\\boxed{{{reference}}}") if reference is not None else []
-    if not gold:
+    golds = [gold for text in references_of(t) if (gold := parse(f"\\boxed{{{text}}}"))]
+    if not golds:
         return None
     answer = answer_of(t)
-    return float(any(verify(gold, parse(text)) for text in (answer, f"\\boxed{{{answer}}}")))
+    given = [parse(text) for text in (answer, f"\\boxed{{{answer}}}")]
+    return float(any(verify(gold, one) for gold in golds for one in given))
 
 
 BUILT_IN = {"environment": environment, "exact": exact, "format": well_formed,
@@ -211,7 +218,7 @@ class Rewards:
         function = self.functions[name]
         try:
             if is_of_trl(function):
-                values = awaited(function(**as_trl(episodes)))
+                values = awaited(function(**as_trl(episodes, function)))
                 if isinstance(values, Iterable):
                     values = list(values)
             else:

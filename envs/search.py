@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Literal
 
 from envs.corpus import Corpus, read_corpus
-from envs.rewards import normalized
+from envs.rewards import alternatives, normalized
 from experiment.errors import UserError
 from experiment.seeds import split_of
 
@@ -120,7 +120,7 @@ class Search:
     options = {"level": 1, "corpus": ""}
     option_types = {"level": Literal[1, 2, 3]}
 
-    def reset(self, question: str, answer: str, archive: str = "", level: int = 1,
+    def reset(self, question: str, answer: str | list[str], archive: str = "", level: int = 1,
               noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin with a question on an archive, or on the documents of the option `corpus`.
 
@@ -132,7 +132,7 @@ class Search:
         self.max_turns = 4 if is_short else 12
         self._results = 1 if is_short else 4  # of a search
         self._question = question
-        self._right = normalized(str(answer))
+        self._right = [normalized(str(text)) for text in alternatives(answer)]
         self._reward_parts = {"exact": 0.0, "f1": 0.0}
         self.done = False
         self._read = {}  # title -> what the tools have shown of the document
@@ -175,8 +175,8 @@ class Search:
             return "error: the episode is over"
         self.done = True
         words = normalized(answer)
-        self._reward_parts = {"exact": 0.5 * (words == self._right),
-                              "f1": 0.5 * f1(words, self._right)}
+        self._reward_parts = {"exact": 0.5 * (words in self._right),
+                              "f1": 0.5 * max(f1(words, right) for right in self._right)}
         return "right" if self._check() else "wrong"
 
     def get_reward(self) -> float:

@@ -4,11 +4,12 @@ The code of an environment is not ours. It may raise, exit, or never return. Wha
 at most its own episode, until it happens so often that the environment must be broken.
 """
 import faulthandler
+import inspect
 import queue
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent import futures
 from copy import deepcopy
 from importlib import import_module
@@ -42,6 +43,8 @@ class Watch:
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
+        # Name -> workers whose environments wait for their next episode.
+        self.idle = earlier.idle if earlier else defaultdict(list)
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # the fault that came too often, in words
 
@@ -151,10 +154,9 @@ class Session:
         self.done = False
         self.stuck = False
         self.member = "__init__()"
-        self.jobs = queue.SimpleQueue()
-        threading.Thread(target=work, args=(self.jobs,), daemon=True).start()
-        # The thread ends with the session.
-        weakref.finalize(self, self.jobs.put, None)
+        idle = watch.idle[name] if inspect.isclass(cls) else []
+        self.worker = idle.pop() if idle else Worker()
+        weakref.finalize(self, keep, self.worker, idle)
 
     @property
     def paid(self) -> float:
@@ -220,7 +222,9 @@ class Session:
 
     def _start(self):
         self._enter("__init__()")
-        self.env = self.cls()
+        if self.worker.env is None:
+            self.worker.env = self.cls()
+        self.env = self.worker.env
         self.pays = hasattr(type(self.env), "get_reward")
         # Its own copy: the other episodes of the task begin with what this one may change.
         observation = text_or_none(awaited(self._get("reset()")(**deepcopy(self.task))))
@@ -275,7 +279,9 @@ class Session:
         """Return what the running total gained since the last call."""
         before = self.reward
         # Environments also count in NumPy's numbers, which JSON does not take.
-        self.reward = float(self._get("reward", 0.0)) if self.pays else 0.0
+        reward = self._get("reward", 0.0) if self.pays else 0.0
+        # A tool may have this name.
+        self.reward = 0.0 if callable(reward) else float(reward)
         return self.reward - before
 
     # --------------------------------------------------------------------------- and around it
@@ -293,7 +299,7 @@ class Session:
                 # Its traceback would hold the session.
                 outcome.set_exception(error.with_traceback(None))
             self.watch.call_ended(self)
-        self.jobs.put(run)
+        self.worker.jobs.put(run)
 
     def _wait(self):
         """Wait for the thread. If one of its calls takes too long, it is left behind."""
@@ -301,6 +307,7 @@ class Session:
             left = self.began + self.watch.timeout - time.monotonic()
             if left <= 0:
                 self.stuck = True
+                self.worker.env = None
                 self.watch.abandoned.append(self.place(self.member))
                 break
             futures.wait([self.outcome], left)
@@ -314,6 +321,7 @@ class Session:
             fault = f"{self.place(self.member)} raised {message_of(error)}"
         self.watch.count((self.name, self.phase), fault)
         if fault:
+            self.worker.env = None
             raise EnvironmentFault(fault)
 
     def _ask(self, function, *arguments):
@@ -324,12 +332,33 @@ class Session:
         return self.outcome.result()
 
 
+class Worker:
+    """The thread in which an environment lives, and the environment, None before it is made."""
+
+    def __init__(self):
+        self.env = None
+        self.jobs = queue.SimpleQueue()
+        threading.Thread(target=work, args=(self.jobs,), daemon=True).start()
+        # The thread ends with its worker.
+        weakref.finalize(self, self.jobs.put, None)
+
+
 def work(jobs: queue.SimpleQueue):
-    """Do the jobs of a session one after another, until one is None. This is its thread."""
+    """Do the jobs of a worker one after another, until one is None."""
     while job := jobs.get():
         job()
         # Waiting for the next job must not keep the session alive.
         del job
+
+
+def keep(worker: Worker, idle: list):
+    """Keep an environment that holds something to be closed, such as a client, for other episodes.
+
+    An OpenEnv client never gives back its session with the server, which has only so many. In TRL,
+    too, such an environment is made once and reset often.
+    """
+    if any(hasattr(value, "close") for value in getattr(worker.env, "__dict__", {}).values()):
+        idle.append(worker)
 
 
 def text_or_none(value) -> str | None:

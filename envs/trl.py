@@ -51,8 +51,10 @@ def is_of_trl(function) -> bool:
         p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def as_trl(episodes: list) -> dict:
+def as_trl(episodes: list, function) -> dict:
     """Return the arguments that TRL 1.16 calls a reward function with (`_calculate_rewards`).
+
+    A column that these tasks leave empty is None for each, as in TRL.
 
     Prompts and completions are messages, or text where the task's column "prompt" is text.
     """
@@ -77,7 +79,9 @@ def as_trl(episodes: list) -> dict:
             # What an episode's info says already, such as "success", stays.
             t.info.setdefault(column, str(value))
 
-    names = set().union(*tasks) - {"prompt", "completion"}
+    wanted = [p.name for p in inspect.signature(function).parameters.values()
+              if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = set().union(wanted, *tasks) - {"prompt", "completion"}
     columns = {name: [task.get(name) for task in tasks] for name in names}
     # A group's id begins with the step.
     state = SimpleNamespace(global_step=int(trajectories[0].group_id.rpartition("-")[0]))

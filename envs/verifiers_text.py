@@ -31,6 +31,8 @@ class Question(Numbered):
         rewards = [inspect.signature(reward).parameters for reward in tasks[0].hooks("reward")]
         if (vf.environment_class(name) is not vf.SingleAgentEnv or taskset.toolsets(taskset.config)
                 or tasks[0].toolsets(tasks[0].config) or type(tasks[0]).setup is not vf.Task.setup
+                or type(tasks[0]).finalize is not vf.Task.finalize
+                or any(isinstance(t.data.prompt, list) and len(t.data.prompt) > 1 for t in tasks)
                 or any("runtime" in parameters for parameters in rewards)):
             raise ValueError("it needs tools, a runtime or turns that verifiers plays itself")
         return tasks

@@ -45,7 +45,8 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         else:
             rows = _tasks_of_environment(env_name, cls, split, share, seed)
         # Data chooses among the environments that the user named, and no other code.
-        columns.append([{**row, "env": env_name, **(env_options or {})} for row in rows])
+        options = envs.taken(cls, env_options or {})
+        columns.append([{**row, "env": env_name, **options} for row in rows])
     if path and len(names) > 1:
         return shuffled(list(chain.from_iterable(columns)), seed)[:n]
     return list(chain.from_iterable(zip(*columns)))[:n]

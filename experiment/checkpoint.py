@@ -224,6 +224,9 @@ def base_of(adapter):
     if not base or not isinstance(base, str):
         raise UserError(f"{path}: no base_model_name_or_path; "
                         "write the base model's folder or hub id there")
+    if os.path.isabs(base) and not os.path.isdir(base):
+        raise UserError(f"{path}: its base model {base}: no such folder; "
+                        "write its folder or hub id as base_model_name_or_path")
     return base
 
 

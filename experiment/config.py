@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import json
 import operator
 import os
 import re
@@ -16,6 +17,7 @@ from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiment.data import LISTS
 from experiment.errors import UserError
 
 # Permissions for one call: a file neither gives nor repeats them.
@@ -257,13 +259,23 @@ class RunFlags:
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)
 
     def __post_init__(self):
-        """Let a YAML file name the home folder ~, and Python code an environment's class.
+        """Let a YAML file name the home folder ~, and Python code give objects for their names.
 
-        The class becomes a name by which envs.load finds it again. config.yaml holds it.
+        These are classes, functions and lists of them, and rows of data. config.yaml holds text.
         """
         self.output_dir = os.path.expanduser(self.output_dir)
-        if inspect.isclass(self.env):
-            self.env = f"{self.env.__module__}:{self.env.__qualname__}"
+        for name in ("env", "rewards"):
+            setattr(self, name, _named(getattr(self, name, None)))
+        for name in LISTS:
+            if isinstance(getattr(self, name, None), list):
+                setattr(self, name, json.dumps(getattr(self, name)))
+
+
+def _named(value):
+    """Return the name by which a class or function is found again, with commas those of a list."""
+    if isinstance(value, list):
+        return ",".join(map(_named, value))
+    return f"{value.__module__}:{value.__qualname__}" if callable(value) else value
 
 
 # ----------------------------------------------------------------------------------- reading values

@@ -29,6 +29,8 @@ def main(config_class, train, doc):
     sys.stderr = sys.stderr or open(os.devnull, "w")
     # What the terminal cannot show is escaped, and every line is written at once, into a file too.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    if hasattr(sys.stdin, "reconfigure"):  # a test or a closed one has not
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")

@@ -31,6 +31,9 @@ def csv_rows(path):
             yield number, dict(zip(header, cells))
         elif cells:
             header = [name.strip() for name in cells]
+            if len(header) == 1 and re.search("[;\t]", header[0]):
+                raise UserError(f"{path}:{number}: one column, {header[0][:60]!r}; separate the "
+                                "columns by commas")
             if len(set(header)) < len(header):
                 raise UserError(f"{path}:{number}: the header names a column twice")
 

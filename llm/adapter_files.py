@@ -31,6 +31,8 @@ UNDERSTOOD = {
     "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
     "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
     "qalora_group_size", "runtime_config", "ensure_weight_tying"}
+# The keys that choose among the Linears of the names in target_modules.
+PLACES = {"layers_to_transform", "exclude_modules"}
 # The words by which the metadata of the tensors say in which form the base was stored.
 FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 
@@ -141,7 +143,11 @@ def _load_adapter(model, folder):
     with reading(path):
         saved = load_file(path)
     check_finite(path, saved)
-    for name, p in adapter_tensors(model).items():
+    needed = adapter_tensors(model)
+    # PEFT's names where the model was not loaded as a text model.
+    saved = {name if name in needed else name.replace(".language_model.", ".", 1): tensor
+             for name, tensor in saved.items()}
+    for name, p in needed.items():
         stored = tuple(saved[name].shape) if name in saved else "missing"
         if stored != p.shape:
             short = name.removeprefix("base_model.model.").removesuffix(".weight")
@@ -164,12 +170,17 @@ def read_settings(folder: str) -> dict:
     path = Path(folder, TENSORS)
     with reading(path), safe_open(path, "pt") as file:
         config["quantized_base"] = (file.metadata() or {}).get("base", "")
+        # A pattern, or a rule beside the names: which Linears it chose, the tensors say.
+        if isinstance(config["target_modules"], str) or any(config.get(key) for key in PLACES):
+            config["target_modules"] = sorted({
+                name.removeprefix("base_model.model.").partition(".lora_")[0]
+                for name in file.keys()})
     return config
 
 
 def _check_plain_lora(config):
     """Raise ValueError if this is anything but plain LoRA on Linears that are named."""
-    odd = [key for key, value in config.items() if value and key not in UNDERSTOOD]
+    odd = [key for key, value in config.items() if value and key not in UNDERSTOOD | PLACES]
     init = config.get("init_lora_weights", True)
     # PiSSA, OLoRA, LoftQ and CorDA change the base too.
     if init not in (True, False, "gaussian", "eva", "orthogonal"):

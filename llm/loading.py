@@ -1,9 +1,11 @@
 """Loading a model: `load_model(path)` returns it ready to train, with its tokenizer."""
 import inspect
 import os
+import shutil
 import sys
 import tempfile
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
@@ -76,6 +78,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         stream = import_module(STREAMING).Stream(layers_of(model), device)
     model.to(device).requires_grad_(False)
     model.facts = Facts(source, seed, chosen)
+    _switch_dropout_off(model)
     _check_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
     if adapter["r"]:
@@ -105,6 +108,9 @@ def merge(source: str, folder: str, dtype: str = "auto"):
         whole = os.path.join(beside, "model")
         model.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
+        # A model with a vision tower is loaded with these, too.
+        for path in Path(model.facts.source).glob("*processor_config.json"):
+            shutil.copy(path, whole)
         os.replace(whole, folder)
 
 
@@ -219,6 +225,19 @@ def _check_tokenizer(model, tokenizer, path):
     if tokenizer.vocab_size > vocabulary or added:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
                         "they belong to different models")
+
+
+def _switch_dropout_off(model):
+    """Switch off the dropout that config.json asks for: an update sees the policy that sampled.
+
+    That of the adapter (--lora_dropout) comes later. The config stays as it is, for `save_model`.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith(("dropout", "pdrop", "layerdrop")) and type(value) is float:
+                vars(module)[name] = 0.0
 
 
 def _use_causal_attention(model):

@@ -13,10 +13,12 @@ from unittest import mock
 import torch
 from torch import nn
 
+from experiment.data import read_json
 from experiment.errors import UserError, first_line
 from llm.checkpointing import layers_of
 from llm.memory import QUANTIZATION, Techniques
 from llm.tiny import make_tiny
+from lora import ROUTERS
 
 READER = "llm.tensor_reader"  # what reads the weights' file itself
 # What is read of a model on the hub, beside its weights.
@@ -125,7 +127,12 @@ def auto_class(config):
 def read_tokenizer(source: str):
     from transformers import AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        # Where a model with a vision tower had its template before chat_template.jinja.
+        path = os.path.join(source, "chat_template.json")
+        if not tokenizer.chat_template and os.path.exists(path):
+            tokenizer.chat_template = read_json(path).get("chat_template")
+        return tokenizer
     except Exception as error:
         raise UserError(f"{source}: no tokenizer could be read ({first_line(error)})") from None
 
@@ -183,7 +190,8 @@ def fill(model, read, device, chosen: Techniques):
                 model.set_input_embeddings(forms.Int8Embedding(table, factor))
             else:
                 model.set_output_embeddings(forms.Int8Head(table, tensors.get("bias")))
-        elif chosen.load_in_4bit and module is not head and forms.fits_4bit(module):
+        elif (chosen.load_in_4bit and module is not head and forms.fits_4bit(module)
+              and ROUTERS.isdisjoint(name.split("."))):
             model.set_submodule(name, forms.Linear4bit(**tensors).to(place))
         else:
             placed = {leaf: tensor.to(place) for leaf, tensor in tensors.items()}

@@ -217,6 +217,17 @@ def test_a_file_of_a_package_may_import_relatively_and_a_run_notes_what(tmp_path
     assert sorted(envs.sources(config)) == [str(tmp_path / "my.py"), str(tmp_path / "near.py")]
 
 
+@pytest.mark.parametrize("line", ["from texts.clean import ANSWER", "import tomllib; ANSWER = 42"])
+def test_folders_without_init_beside_a_file_hinder_nothing(tmp_path, line):
+    """Python's ModuleFinder raises AttributeError where it meets one."""
+    for folder in ("texts", "tomllib"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "texts" / "clean.py").write_text("ANSWER = 42\n")
+    (tmp_path / "my.py").write_text(f"{line}\nclass Environment:\n    answer = ANSWER\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
+    config = SimpleNamespace(env=f"{tmp_path / 'my.py'}:Environment", rewards=None)
+    assert envs.load(config.env).answer == 42 and envs.sources(config) == [str(tmp_path / "my.py")]
+
+
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):
     assert envs.limits("gsm8k") == {**envs.LIMITS, "max_new_tokens": 512, "max_tokens": 2048}
     assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.limits("equations")["max_new_tokens"] == 64
@@ -233,6 +244,24 @@ def test_limits_are_the_largest_that_the_environments_state(tmp_path):
 
 def options_of(text, env_names="equations", unsafe_code=False):
     return envs.options_of(SimpleNamespace(env=env_names, env_options=text, unsafe_code=unsafe_code))
+
+
+def test_options_are_what_the_type_hints_say_and_each_environment_gets_its_own(monkeypatch):
+    class Hard:
+        def reset(self, hard: bool = False, name: str = "a", signs: tuple = ()):
+            pass
+
+        def get_reward(self):
+            pass
+
+        @staticmethod
+        def _tasks(split, n, seed):
+            return [{"hard": True}]
+    monkeypatch.setattr(envs, "load", lambda name, load=envs.load: Hard if name == "hard" else load(name))
+    options = options_of('hard=False,name=5,signs=["+", "-"],noise=0.5', "hard,equations")
+    assert options == {"hard": False, "name": "5", "signs": ("+", "-"), "noise": 0.5}
+    hard, equation = load_tasks("hard,equations", "train", 2, 0, env_options=options)
+    assert hard == {"env": "hard", "hard": False, "name": "5", "signs": ("+", "-")} and equation["noise"] == 0.5
 
 
 def test_options_reach_reset(monkeypatch):

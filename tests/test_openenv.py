@@ -48,7 +48,7 @@ def wait_for(port, process):
     raise TimeoutError("no server after a minute")
 
 
-def played(monkeypatch, name, rewards, turns, group_size):
+def played(monkeypatch, name, rewards, turns, group_size, run=None):
     """Play the same turns in `group_size` episodes at once: each has its own session with the server."""
     env = f"{FILE}:{name}"
     chat = Chat(TOKENIZER, envs.schemas(envs.load(env)))
@@ -56,7 +56,7 @@ def played(monkeypatch, name, rewards, turns, group_size):
     make = agent.Row
     monkeypatch.setattr(agent, "Row", lambda prompt, **options: make(prompt, forced=list(forced), **options))
     config = SimpleNamespace(env=env, rewards=rewards, max_turns=4, max_new_tokens=400, max_tokens=4000)
-    return rollout(MODEL, TOKENIZER, env, [{"prompt": "Use the tool. ", "env": env}], group_size, limits=LIMITS, rewards=envs.rewards_of(config))
+    return rollout(MODEL, TOKENIZER, env, [{"prompt": "Use the tool. ", "env": env}], group_size, limits=LIMITS, rewards=envs.rewards_of(config), run=run)
 
 
 def call(name, **arguments):
@@ -67,6 +67,16 @@ def test_a_synchronous_client(monkeypatch):
     for t in played(monkeypatch, "EchoToolEnv", f"{FILE}:reward_func=2", [call("echo", message="Hi"), call("echo", message="Hello"), "done"], 3):
         assert [m["content"] for m in t.messages if m["role"] == "tool"] == ["1: Hi", "2: Hello"], t.info
         assert t.reward == pytest.approx(1.0) and t.reward_parts == {"reward_func": 0.5} and t.messages[0]["content"] == "Use the tool. "
+
+
+def test_a_server_has_only_so_many_sessions_and_a_run_plays_more_episodes(monkeypatch):
+    """Of the server's 16 sessions 8 are taken; a client never gives back its own, so environments are kept."""
+    run = SimpleNamespace(watch=None, checkpoint=True, rollout_seconds=0.0, check=lambda: None,
+                          ranks=SimpleNamespace(share=range, gather=lambda episodes: [episodes]))
+    for _ in range(4):
+        for t in played(monkeypatch, "EchoToolEnv", f"{FILE}:reward_func=2", [call("echo", message="Hi"), "done"], 8, run):
+            assert [m["content"] for m in t.messages if m["role"] == "tool"] == ["1: Hi"], t.info
+    assert len(run.watch.idle[f"{FILE}:EchoToolEnv"]) == 8
 
 
 @pytest.mark.parametrize("moves, reward", [((-1, -1, 0), 1.0), ((-1, 0, 0), 0.0)])

@@ -54,7 +54,8 @@ def test_the_final_answer(text, answer):
 
 @pytest.mark.parametrize("text, task, value", [
     ("The  Eiffel Tower!", {"answer": "eiffel tower"}, 1.0), ("Eiffel", {"answer": "eiffel tower"}, 0.0), ("#### 72", {"answer": "48 + 24 = 72\n#### 72"}, 1.0),
-    ("-7", {"answer": 7}, 0.0), ("1.5", {"answer": 15}, 0.0), ("1/2", {"answer": "12"}, 0.0), ("-1.5.", {"answer": -1.5}, 1.0), ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), (r"\boxed{7}", {"solution": r"As $x = 3 + 4$, it is $\boxed{7}$."}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0)])
+    ("-7", {"answer": 7}, 0.0), ("1.5", {"answer": 15}, 0.0), ("1/2", {"answer": "12"}, 0.0), ("-1.5.", {"answer": -1.5}, 1.0), ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), (r"\boxed{7}", {"solution": r"As $x = 3 + 4$, it is $\boxed{7}$."}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0),
+    ("Roma!", {"answer": ["Rome", "Roma"]}, 1.0), ("Oslo", {"answer": ["Rome", "Roma"]}, 0.0), ("A", {"answer": "A"}, 1.0), ("", {"answer": "A"}, 0.0), ("the", {"answer": "A"}, 0.0)])
 def test_exact_match(text, task, value):
     assert rewards.exact(said(text, task=task)) == value
 

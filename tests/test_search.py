@@ -60,6 +60,10 @@ def test_the_first_answer_is_final_and_ends_the_episode():
     assert env.get_reward() == 0 and not env._check()
 
 
+def test_one_of_several_right_answers_is_right():
+    assert answered("Roma", ["Rome", "Roma"]) == {"exact": 0.5, "f1": 0.5} and answered("Oslo", ["Rome", "Roma"]) == {"exact": 0.0, "f1": 0.0}
+
+
 # ---------------------------------------------------------------------------------------------------------- the corpus
 def test_bm25_by_hand():
     corpus = Corpus({"a": "red red fish", "b": "red bird", "c": "blue bird sings"})

@@ -356,7 +356,7 @@ def ask(shown: str = "") -> str | None:
         return None
     if not sys.stdin.isatty():
         # Nobody has seen it on a terminal.
-        print(text)
+        print(printable(text))
     return text
 
 

@@ -79,7 +79,7 @@ class Server:
         app.include_router(router)
         # Anybody may ask these. The second is vLLM's name for it.
         for path in ("/healthz", "/health"):
-            app.get(path)(self.health)
+            app.api_route(path, methods=["GET", "HEAD"])(self.health)
         return app
 
     async def guard(self, request: Request):
