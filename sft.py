@@ -183,8 +183,8 @@ def teach_tiny(config, run) -> str:
     if run.ranks.first(base.exists):
         return str(base)
     envs.need_expert(config.env or "equations")
-    print(f"tiny model: made in {base}, and taught the format by {TINY_SFT['max_steps']} SFT steps "
-          "on noisy demonstrations")
+    print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
+          "teach it the format")
     folder = run.folder / "schooling"
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
                        env_options=config.env_options, unsafe_code=config.unsafe_code,

@@ -234,7 +234,7 @@ def limits(env_names: str | None) -> dict:
         stated = LIMITS | (stated if isinstance(stated, dict) else {})
         if unknown := stated.keys() - LIMITS:
             raise UserError(f"environment {name!r}: limits names {', '.join(sorted(unknown))}; it "
-                            f"may state {', '.join(LIMITS)}")
+                            f"may state {', '.join(LIMITS)}; max_turns is the class's own")
         largest = {key: max(stated[key], largest.get(key, 0)) for key in LIMITS}
     return largest
 

@@ -7,6 +7,7 @@
 import json
 import unicodedata
 from functools import lru_cache
+from importlib import import_module
 from typing import NamedTuple
 
 import envs
@@ -15,9 +16,8 @@ from episodes.tasks import need, read_as
 from experiment.data import reading
 from experiment.episodes import without_faults
 from llm.chat import Chat
-from llm.recorded import recorded_ids
 
-
+RECORDED = "llm.recorded"  # only conversations in files need it
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
                   "observation": "tool"}
@@ -148,6 +148,7 @@ class Encoder:
                 if system and messages[0].get("role") != "system":
                     messages = [{"role": "system", "content": system, "loss": 0}, *messages]
                 tools = self.schemas if row.get("tools") is None else read_tools(row["tools"])
+                recorded_ids = import_module(RECORDED).recorded_ids
                 token_ids, loss_mask = recorded_ids(self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
                           messages=messages, group_id=place, info={"env": self.env, "task": row})

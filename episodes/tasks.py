@@ -89,7 +89,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, eval_dataset, fields) ->
         print(f"{path}: {dropped} tests cannot be read: dropped ({split})")
     if not rows:
         raise UserError(f"{path}: {name}: no rows for it, or too few rows to hold some out; give "
-                        "--eval_dataset path/to/test.jsonl")
+                        "--eval_dataset path/to/test.jsonl, or --eval_tasks 0")
     return shuffled(rows, seed)
 
 
@@ -154,6 +154,8 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     required = set().union(*(envs.needed(envs.load(name)) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
     keys = required or set().union(*held_out) - {"env"}
+    if not keys:  # `reset` draws each task anew
+        return held_out
 
     def content(task):
         return {key: task[key] for key in task if key in keys or key == "prompt"}

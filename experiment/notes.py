@@ -14,7 +14,8 @@ HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncate
 COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count": "pairs"}
 SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
 # Of a run, for the next one.
-KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "dtype")
+KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "rewards",
+              "dtype")
 STEP_NUMBERS = ("success", "reward", "entropy", "kl")
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
@@ -97,6 +98,9 @@ def next_command(program, config, *words):
         # What is held out of other data is no file of tasks, nor are its columns theirs.
         if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
             continue
+        # A list of prompts is in the run's config.yaml.
+        if name == "tasks" and str(value).startswith("["):
+            continue
         if value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]
     return shlex.join(words)
@@ -125,7 +129,7 @@ def first_notes(metrics, config, model, has_expert):
             if getattr(config, name, None):
                 words += [f"--{name}", getattr(config, name)]
         advice = f"SFT first: {shlex.join(words)}" if has_expert else (
-            "a model that knows tools is a better start, or an _expert() for sft.py to imitate "
+            "A model that knows tools is a better start, or an _expert() for sft.py to imitate "
             "(envs/template.py has one)")
         notes.append(
             f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "

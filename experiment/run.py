@@ -224,7 +224,7 @@ class Run:
         else:
             self.made_of = fingerprints(self._ingredients()) if self.writes else {}
             self.schedule, self.before = total, evaluate()
-            if self.before:
+            if headline(self.before):
                 say(f"before: {headline(self.before)}")
         if self.algorithm != "sft":
             for note in first_notes(self.before, self.config, state.model, self.has_expert):
@@ -400,7 +400,10 @@ class Run:
         print_table(self.before, self.after, self.total, self.seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         command = next_command(next_step, self.config, *words)
-        print(f"written: {self.config.output_dir}\nnext:    {command}")
+        print(f"written: {self.config.output_dir}")
+        # No program finds the class of a notebook.
+        if not str(self.config.env).startswith("__main__:"):
+            print(f"next:    {command}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),
                   "before": self.before, "after": self.after,

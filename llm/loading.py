@@ -73,9 +73,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     model, tokenizer = read_model(source, kept, device, chosen, seed)
     if continues and _holds(path, "tokenizer_config.json"):
         tokenizer = read_tokenizer(path)
-    stream = None
-    if chosen.stream_layers:
-        stream = import_module(STREAMING).Stream(layers_of(model), device)
+    stream = (import_module(STREAMING).Stream(layers_of(model), device)
+              if chosen.stream_layers else None)
     model.to(device).requires_grad_(False)
     model.facts = Facts(source, seed, chosen)
     _switch_dropout_off(model)
@@ -92,7 +91,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     _use_techniques(model.eval(), chosen, stream)
     if device.type != "meta":
         probe(model, source)
-    return model, tokenizer  # model.train() switches dropout on
+    return model, tokenizer  # model.train() switches the adapter's dropout on
 
 
 def merge(source: str, folder: str, dtype: str = "auto"):

@@ -151,7 +151,7 @@ def test_the_schooling_says_one_line(short_schooling, tmp_path, capfd):
     grpo.train(grpo.Config(output_dir=str(tmp_path / "r"), lora_r=2, max_steps=0, eval_tasks=2, max_new_tokens=8, max_turns=1))
     out, errors = capfd.readouterr()
     lines = out.splitlines()
-    assert lines[0] == f"tiny model: made in {tmp_path}/r/base, and taught the format by 3 SFT steps on noisy demonstrations"
+    assert lines[0] == f"tiny model: made in {tmp_path}/r/base; 3 SFT steps on noisy demonstrations teach it the format"
     assert "training and decoding checked in" in lines[1] and lines[2].startswith("playing 2 episodes") and out.count("written: ") == out.count("next: ") == 1 and errors == ""
 
 

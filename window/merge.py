@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 
+from experiment.data import read_yaml
 from experiment.errors import UserError
 from llm.loading import DTYPES, merge
 
@@ -20,6 +21,13 @@ PARSER.add_argument(
     help="of the weights; auto: as the base is stored; the run's: the weights that it trained with")
 
 
+def env_of(source: str) -> list[str]:
+    """Return --env and the environment of a run's folder, or nothing for another folder."""
+    path = os.path.join(source, "config.yaml")
+    values = {name: value for _, name, value in read_yaml(path)} if os.path.exists(path) else {}
+    return ["--env", values["env"]] if values.get("env") else []
+
+
 def main(words: list[str]) -> int:
     """Run the command and return its exit status."""
     args = PARSER.parse_args(words)
@@ -28,8 +36,8 @@ def main(words: list[str]) -> int:
         if os.path.lexists(args.folder) and os.listdir(args.folder):
             raise UserError(f"{args.folder}: is not empty; give a new folder")
         merge(args.source, args.folder, args.dtype)
-        print("merged into a plain model folder. Talk to it:\n"
-              f"  python agent.py --model_path {shlex.quote(args.folder)}")
+        words = ["python", "agent.py", "--model_path", args.folder, *env_of(args.source)]
+        print(f"merged into a plain model folder. Talk to it:\n  {shlex.join(words)}")
     except KeyboardInterrupt:
         print(f"lora.py: interrupted; {args.folder} is as it was", file=sys.stderr)
         return 130
