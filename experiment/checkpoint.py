@@ -6,6 +6,7 @@ the sha256 of all other files, those of the files that the run began with, and a
 """
 import hashlib
 import os
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -224,7 +225,7 @@ def base_of(adapter):
     if not base or not isinstance(base, str):
         raise UserError(f"{path}: no base_model_name_or_path; "
                         "write the base model's folder or hub id there")
-    if os.path.isabs(base) and not os.path.isdir(base):
+    if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
         raise UserError(f"{path}: its base model {base}: no such folder; "
                         "write its folder or hub id as base_model_name_or_path")
     return base
