@@ -19,8 +19,9 @@ public method with type hints and a Google-style docstring is a tool; `get_rewar
 the total of the episode, and may be missing where --rewards names functions. A task's "prompt",
 text or messages, comes before what `reset` returns, or is left to a `reset` that takes an argument
 "prompt" and returns text. All calls of an episode, the constructor's too, come from one thread.
-They may be async: those run in one loop that all episodes share. All else is optional and invisible
-to TRL:
+They may be async: those run in one loop that all episodes share. Each episode has its own instance;
+one that holds something with a close(), such as a client, is kept and reset for a later episode, as
+TRL does with all. All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends

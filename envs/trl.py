@@ -54,9 +54,8 @@ def is_of_trl(function) -> bool:
 def as_trl(episodes: list, function) -> dict:
     """Return the arguments that TRL 1.16 calls a reward function with (`_calculate_rewards`).
 
-    A column that these tasks leave empty is None for each, as in TRL.
-
-    Prompts and completions are messages, or text where the task's column "prompt" is text.
+    Prompts and completions are messages, or text where the task's column "prompt" is text. A
+    column that the function asks for and these tasks leave empty is None for each.
     """
     trajectories = [e.trajectory for e in episodes]
     tasks = [t.info["task"] for t in trajectories]
@@ -82,7 +81,9 @@ def as_trl(episodes: list, function) -> dict:
     wanted = [p.name for p in inspect.signature(function).parameters.values()
               if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     names = set().union(wanted, *tasks) - {"prompt", "completion"}
-    columns = {name: [task.get(name) for task in tasks] for name in names}
+    # Of several environments the column "env" has chosen this one.
+    rows = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
+    columns = {name: [row.get(name) for row in rows] for name in names}
     # A group's id begins with the step.
     state = SimpleNamespace(global_step=int(trajectories[0].group_id.rpartition("-")[0]))
     return {**columns, "prompts": prompts, "completions": completions,

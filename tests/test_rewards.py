@@ -211,6 +211,18 @@ def test_the_environment_may_weigh_nothing_or_less(functions):
         assert paid(f"environment=veto,{functions}:half", said("a"), total=total).reward == reward
 
 
+def test_a_trl_function_gets_none_for_a_column_that_these_tasks_leave_empty_and_the_env():
+    seen = []
+
+    def mathematics(prompts, completions, ground_truth, env, **columns):
+        seen.append((ground_truth, env, sorted(columns)))
+        return [1.0] * len(completions)
+    episode = agent_episode(said("a", task={"question": "?"}, env="box"), SimpleNamespace(pays=False, env=None))
+    rewards.Rewards({"mathematics": mathematics}, {}).pay([episode])
+    (truth, env, others), = seen
+    assert (truth, env) == ([None], ["box"]) and "question" in others and episode.trajectory.reward == 1.0
+
+
 @pytest.mark.parametrize("text, total, reward", [("yes", 2.0, 2.5), ("no", 2.0, 0.0), ("no", -2.0, -1.5)])
 def test_a_veto_takes_what_is_positive(functions, text, total, reward):
     t = paid(f"{functions}:allowed=veto,{functions}:half", said(text), total=total)
