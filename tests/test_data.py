@@ -76,7 +76,7 @@ HEADER = "input_text,b\n"
 
 @pytest.mark.parametrize("data, says", [
     ("", ": no rows"), (HEADER, ": no rows"), (HEADER + "1,2\n1,2,3\n", ":3: 3 fields, the header has 2; quote a field that holds a comma"),
-    (HEADER + "1\n", ":2: 1 fields, the header has 2"), ("a,a\n1,2\n", ":1: the header names a column twice"), (HEADER + '"x\ny",2\n1,2,3\n', ":4: 3 fields"),
+    (HEADER + "1\n", ":2: 1 fields, the header has 2"), ("a,a\n1,2\n", ":1: the header names a column twice"), ("a;b\n1;2\n", ":1: one column, 'a;b'; separate the columns by commas"), (HEADER + '"x\ny",2\n1,2,3\n', ":4: 3 fields"),
     (HEADER + '1,2\n"open,2\n3,4\n', ":3: cannot be read (Error: unexpected end of data)"), (HEADER + '"a"b,2\n', ":2: cannot be read (Error: "),
     (HEADER.encode() + b"1,2\ncaf\xe9,2\n", ":3: byte 0xe9 is not UTF-8; save the file as UTF-8"), (HEADER.encode("utf-16"), ":1: byte 0xff is not UTF-8")])
 def test_broken_csv_files(tmp_path, data, says):

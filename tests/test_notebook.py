@@ -83,6 +83,13 @@ def test_a_cell_runs_twice_with_a_class_as_its_environment(tiny, tmp_path):
         "__main__ has no class Guess with reset(); a class of a notebook or function is found in a file: --env path/to/file.py:ClassName")
 
 
+def test_lists_and_functions_stand_for_their_names_and_rows_for_a_data_set():
+    cls = envs.load("equations")
+    config = grpo.Config(env=[cls, "gsm8k"], rewards=[test_the_name_of_a_class_is_one_that_finds_it], dataset=[{"prompt": "2 + 2?"}])
+    assert config.env == "envs.equations:Equations,gsm8k" and config.rewards == f"{__name__}:test_the_name_of_a_class_is_one_that_finds_it"
+    assert config.dataset == '[{"prompt": "2 + 2?"}]'
+
+
 def test_the_name_of_a_class_is_one_that_finds_it():
     for name in ("equations", "envs/template.py:HigherLower"):
         cls = envs.load(name)

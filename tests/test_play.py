@@ -57,3 +57,12 @@ def test_columns_have_the_names_that_are_given_and_rewards_are_refused(tmp_path)
     assert setup.tasks("train", 1) == [{"equation": "3x + 7 = 16", "env": "equations"}]
     with pytest.raises(UserError, match="here the environment pays alone"):
         Setup(Config(rewards="exact"))
+
+
+def test_one_environment_is_played_at_a_time_and_test_tasks_may_have_their_own_file(tmp_path):
+    with pytest.raises(UserError, match="--env equations,search: one environment at a time"):
+        Setup(Config(env="equations,search"))
+    for name, equation in (("train", "3x + 7 = 16"), ("test", "2x = 4")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"equation": equation}) + "\n")
+    setup = Setup(Config(tasks=str(tmp_path / "train.jsonl"), eval_dataset=str(tmp_path / "test.jsonl")))
+    assert [task["equation"] for task in setup.tasks("test", 5)] == ["2x = 4"]

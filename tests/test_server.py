@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -412,6 +413,8 @@ def test_models_and_health(served, client):
     assert model.id == "base" and model.max_model_len == 1024 and model.root == "tiny"
     for path in ("healthz", "health"):  # the second is what a sampler asks while it waits
         assert served.client.get(f"{served.url}/{path}", cast_to=object) == {"status": "ok"}
+        head = urllib.request.Request(f"{served.url}/{path}", method="HEAD")  # what load balancers ask
+        assert urllib.request.urlopen(head).status == 200
     assert client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
 
 
