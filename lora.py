@@ -223,9 +223,6 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by
 def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
     linears = linears_of(model)
-    if not linears:
-        raise UserError("an adapter needs Linears, and this model has none (GPT-2's layers are "
-                        "Conv1D); --lora_r 0 trains all weights")
     targets = target_names(targets)
     if targets == ["all-linear"]:
         targets = _text_targets(model, linears) or targets
@@ -234,8 +231,8 @@ def _targeted(model, targets):
         names = [name for name in linears if f".{name}".endswith(f".{target}")]
         if not names:
             ends = ", ".join(sorted({name.split(".")[-1] for name in linears}))
-            raise UserError(f"--lora_target_modules: no Linear called {target}; "
-                            f"the model has: {ends or 'none'}")
+            raise UserError(f"--lora_target_modules: no Linear called {target}; the model has: "
+                            f"{ends or 'none; --lora_r 0 trains all weights'}")
         chosen.update(names)
     # In the model's order, in which their A are drawn.
     return {name: linears[name] for name in linears if name in chosen}, targets
