@@ -154,8 +154,6 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     required = set().union(*(envs.needed(envs.load(name)) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
     keys = required or set().union(*held_out) - {"env"}
-    if not keys:  # `reset` draws each task anew
-        return held_out
 
     def content(task):
         return {key: task[key] for key in task if key in keys or key == "prompt"}

@@ -171,9 +171,7 @@ def read_settings(folder: str) -> dict:
     with reading(path), safe_open(path, "pt") as file:
         config["quantized_base"] = (file.metadata() or {}).get("base", "")
         # Of a pattern, or names with a rule beside, the tensors say which Linears it chose.
-        names = config["target_modules"]
-        are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not are_names or any(config.get(key) for key in PLACES):
+        if isinstance(config["target_modules"], str) or any(config.get(key) for key in PLACES):
             config["target_modules"] = sorted({
                 name.removeprefix("base_model.model.").partition(".lora_")[0]
                 for name in file.keys()})
@@ -190,6 +188,9 @@ def _check_plain_lora(config):
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
         raise ValueError("only plain LoRA adapters are read here; "
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
+    names = config["target_modules"]
+    if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
+        raise ValueError("target_modules must be a list of names, or a pattern")
     if type(config["r"]) is not int or not config["lora_alpha"] / config["r"] > 0:
         raise ValueError("lora_alpha and r must be above 0, and r a whole number")
 
