@@ -50,10 +50,14 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
 def _rows(source, columns):
     """Yield (place, row) of one source, with the names of columns that --fields gives."""
     place = "the list of rows" if source.startswith("[") else source
+    missing = set(columns.values())
     for line, row in read_rows(source):
+        missing -= row.keys()
         renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         kept = {name: value for name, value in row.items() if name not in columns.values()}
         yield f"{place}:{line}", {**kept, **renamed}
+    if missing:
+        say_once(f"note: {place}: no row has {', '.join(sorted(missing))}, which --fields names")
 
 
 def _columns(fields):

@@ -268,6 +268,14 @@ def test_tasks_beside_other_data_take_the_same_names(here, place, capsys):
     assert load_tasks(monkey.env, "test", 3, 0, monkey.dataset, monkey.eval_dataset, fields=monkey.fields)[0]["noise"] == 0.5
 
 
+def test_a_column_that_no_row_has_is_named(here, capsys):
+    write("a.jsonl", [{"problem": "1 + 1", "n": 1}, {"n": 2}])
+    assert list(read_data("a.jsonl", "question=problem")) == [("a.jsonl:1", {"n": 1, "question": "1 + 1"}), ("a.jsonl:2", {"n": 2})]
+    assert "note:" not in capsys.readouterr().out
+    list(read_data("a.jsonl", "question=problm"))
+    assert capsys.readouterr().out == "note: a.jsonl: no row has problm, which --fields names\n"
+
+
 def test_data_in_the_folder_to_overwrite_is_found_behind_its_weight(here, place):
     run(grpo, place, [])
     write("run/a.jsonl", EQUATIONS)
