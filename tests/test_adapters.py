@@ -206,7 +206,7 @@ class Doubles(vf.Taskset[Task, Config]):
         n = 0
         while True:
             n += 1
-            yield Task(Data(prompt=f"{{self.config.factor}} times {{n % 300}}?", system_prompt="A number.", answer=self.config.factor * (n % 300)), self.config.task)
+            yield Task(Data(prompt={prompt}, system_prompt="A number.", answer=self.config.factor * (n % 300)), self.config.task)
 '''
 
 
@@ -217,8 +217,8 @@ def taskset(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "TRAINING", 50)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def write(name, setup="pass", runtime=""):
-        (tmp_path / f"{name}.py").write_text(TASKSET.format(setup=setup, runtime=runtime))
+    def write(name, setup="pass", runtime="", prompt='f"{self.config.factor} times {n % 300}?"'):
+        (tmp_path / f"{name}.py").write_text(TASKSET.format(setup=setup, runtime=runtime, prompt=prompt))
         return f"verifiers:{name}"
     return write
 
@@ -236,7 +236,9 @@ def test_a_taskset_of_verifiers_is_played_with_its_own_rewards(taskset):
     assert not questions[0] & questions[1] and len(questions[0]) + len(questions[1]) == 300
 
 
-@pytest.mark.parametrize("n, changes", enumerate([{"setup": "async def setup(self, runtime): pass"}, {"runtime": ", runtime: vf.Runtime"}]))
+@pytest.mark.parametrize("n, changes", enumerate([{"setup": "async def setup(self, runtime): pass"}, {"runtime": ", runtime: vf.Runtime"},
+                                                  {"setup": "async def finalize(self, trace, runtime): pass"},
+                                                  {"prompt": '[vf.UserMessage(content="1"), vf.AssistantMessage(content="2"), vf.UserMessage(content=str(n))]'}]))
 def test_what_needs_more_than_a_text_is_refused(n, changes, taskset):
     with pytest.raises(UserError, match="needs tools, a runtime or turns"):
         setup(taskset(f"needs_more_{n}", **changes)).tasks("train", 1)
