@@ -110,15 +110,6 @@ def __getattr__(name):
     return getattr(importlib.import_module(STEPS), name)
 
 
-class Imports(ModuleFinder):
-    """Finds what a file imports, beside folders without __init__.py, on which Python's fails."""
-
-    def find_module(self, name, path, parent=None):
-        with suppress(AttributeError):
-            return super().find_module(name, path, parent)
-        raise ImportError(name)
-
-
 # ------------------------------------------------------------------------------------- loading
 def names_of(env_names: str | None) -> list[str]:
     """Return the names in "equations, gsm8k", and none for None."""
@@ -187,6 +178,15 @@ def rewards_of(config):
         return importlib.import_module(REWARDS).load(config)
 
 
+class Imports(ModuleFinder):
+    """A ModuleFinder that skips a folder without __init__.py, where Python's own fails."""
+
+    def find_module(self, name, path, parent=None):
+        with suppress(AttributeError):
+            return super().find_module(name, path, parent)
+        raise ImportError(name)
+
+
 def sources(config) -> list[str]:
     """Return the files of environments and rewards, and what they import from their folders."""
     paths = []
@@ -230,7 +230,7 @@ def limits(env_names: str | None) -> dict:
     """
     largest = {}
     for name in names_of(env_names):
-        # Another's class may call something else so.
+        # In a class that was written for TRL the name may mean something else.
         stated = getattr(load(name), "limits", {})
         stated = LIMITS | (stated if isinstance(stated, dict) else {})
         if unknown := stated.keys() - LIMITS:

@@ -49,7 +49,9 @@ def problem(episode: dict) -> str | None:
 
     Raises TypeError or AttributeError for a field of another type.
     """
-    hash(episode["group_id"]), episode["info"].items(), episode["messages"][:1]
+    for name, kind in (("group_id", str | int), ("info", dict), ("messages", list)):
+        if not isinstance(episode[name], kind):
+            return f"{name} is a {type(episode[name]).__name__}"
     token_ids, loss_mask = episode["token_ids"], episode["loss_mask"]
     lengths = len(token_ids), len(loss_mask), len(episode["logprobs"])
     if not token_ids or len(set(lengths)) > 1:

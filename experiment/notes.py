@@ -14,8 +14,7 @@ HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncate
 COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count": "pairs"}
 SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
 # Of a run, for the next one.
-KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "rewards",
-              "dtype")
+KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "rewards", "dtype")
 STEP_NUMBERS = ("success", "reward", "entropy", "kl")
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",

@@ -144,7 +144,7 @@ def _load_adapter(model, folder):
         saved = load_file(path)
     check_finite(path, saved)
     needed = adapter_tensors(model)
-    # PEFT's names where the model was not loaded as a text model.
+    # PEFT names them so where it had loaded the model with its vision tower.
     saved = {name if name in needed else name.replace(".language_model.", ".", 1): tensor
              for name, tensor in saved.items()}
     for name, p in needed.items():
