@@ -8,11 +8,13 @@ The models have random weights. The parts, in the order of their value (bench/gp
 
     machine   bandwidth and rate of products, measured: the limit
     cap       an allocation beyond --cap raises
+    families  tiny models of all families of tests/test_models.py play and learn as on the CPU
     correct   log-probabilities of engine and trainer, and gradients, against float32 on the CPU
     grpo      two steps of grpo.py under the cap, with tool calls: allocated memory beside counted, ratio, seconds
     decode    tokens/s against `model.generate` (and `generate_batch`), and against the limit
     trl       bench/vs_trl.py on this model, where TRL is installed
     graphs    what the driver keeps for each CUDA graph
+    memory    what a step takes at every setting of --memory, as the README's table counts it
     update    tokens/s of forward and backward
     sampler   only if --parts names it: bench/sampler.py, where a vLLM on the last GPU samples for the first one
 
@@ -36,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,9 +47,10 @@ sys.path.insert(0, str(ROOT))
 from bench.gpu_parts import SHAPES, failure  # noqa: E402
 
 # part -> seconds that it may take
-LIMITS = {"machine": 120, "cap": 30, "correct": 120, "grpo": 150, "decode": 100, "trl": 200, "graphs": 60, "update": 60,
-          "sampler": 900}
+LIMITS = {"machine": 120, "cap": 30, "families": 150, "correct": 120, "grpo": 150, "decode": 100, "trl": 200, "graphs": 60,
+          "update": 60, "memory": 200, "sampler": 900}
 PARTS = tuple(LIMITS)[2:]
+SETTINGS = "plain", "checkpoint", "4bit", "small", "stream"
 ENGINES = "engine", "generate", "generate_batch"
 SIZES = "cap", "rows", "tokens", "prompt", "length", "repeats"
 
@@ -182,6 +186,8 @@ def main(args) -> int:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
     keep(result, "cap", "cap", run_part(args, "cap"))
+    if "families" in args.parts:
+        keep(result, "families", "families", run_part(args, "families"))
     for shape in args.shapes:
         kept = result["shapes"].setdefault(shape, {})
         with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
@@ -192,8 +198,13 @@ def main(args) -> int:
                 keep(kept, "model", f"{shape} model", failure(error))
                 continue
             keep(kept, "model", f"{shape} model", {"seconds": round(time.time() - began, 1)})
-            for part in [part for part in PARTS if part in args.parts]:
-                if part == "decode":
+            for part in [part for part in PARTS[1:] if part in args.parts]:
+                if part == "memory":  # side by side: what torch reserves in one process is not changed by another
+                    with ThreadPoolExecutor() as pool:
+                        taken = {setting: pool.submit(run_part, args, "memory", folder, setting) for setting in SETTINGS}
+                    for setting, taking in taken.items():
+                        keep(kept.setdefault("memory", {}), setting, f"{shape} memory {setting}", taking.result())
+                elif part == "decode":
                     decoded = kept.setdefault("decode", {})
                     for kind in args.engines:
                         keep(decoded, kind, f"{shape} decode {kind}",

@@ -15,9 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-import weakref
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -229,6 +229,48 @@ def compare_with_cpu(args, folder: str, options: dict) -> dict:
             "gradient_norm": norm, "gradient_norm_of_cpu": expected_norm, "tokens": int(mask.sum()), "graphs": graphs}
 
 
+def families(args) -> dict:
+    """Let tiny random models of all families of tests/test_models.py play and learn here, and on the CPU in float32.
+
+    `engine` is the largest difference of a log-probability, over three turns with groups, from stock transformers on
+    the CPU, `gradients` the relative difference of the adapter's gradients from the same code on the CPU.
+    """
+    import torch
+    sys.path.insert(0, str(ROOT / "tests"))
+    import test_models
+    from llm.engine import make_engine
+    from lora import merged
+    engines, result, checks = [], {}, {}
+
+    def engine(model, **options):
+        engines[:] = [make_engine(model, tokens=64, static=True, **options)]
+        return engines[0]
+
+    test_models.Engine = engine
+    for family in test_models.FAMILIES:
+        try:
+            there, model = test_models.adapted(family), test_models.adapted(family).to(device())
+            with merged(model):
+                turns = test_models.play(model)
+            plain, gap = test_models.stock(family, there), 0.0
+            for row, played in turns.items():
+                ids, _, _ = played[-1]
+                with torch.no_grad():
+                    logits = plain(input_ids=torch.tensor([ids + played[-1][1]]), use_cache=False).logits[0]
+                for ids, turn, logprobs in played:
+                    at = range(len(ids) - 1, len(ids) - 1 + len(turn))
+                    expected = logits.log_softmax(-1)[at, turn]
+                    gap = max(gap, (expected - torch.tensor(logprobs)).abs().max().item())
+            ours, theirs = test_models.our_gradients(model).cpu(), test_models.our_gradients(there)
+            result[family] = {"engine": gap, "gradients": ((ours - theirs).norm() / theirs.norm()).item(),
+                              "graphs": not engines[0].model.facts.refuses_graphs}
+            checks[f"{family}: as on the CPU"] = max(gap, result[family]["gradients"]) < 1e-3
+        except Exception as error:
+            result[family] = failure(error)
+        args.keep({**result, "checks": checks})
+    return {**result, "checks": checks}
+
+
 def trainer_numbers(model, ids, mask):
     """Return the log-probabilities (B, T) of the update and all adapters' gradients as one vector, on the host."""
     import torch
@@ -273,47 +315,90 @@ def grpo(args, folder: str, shape: str) -> dict:
     What was allocated stands beside what bench/memory.py counts for the same flags. `graphs` has the number of CUDA
     graphs of every rollout, `outside_torch_mib` the most that was taken while they were there.
     """
-    import torch
-    from transformers import AutoTokenizer
-
-    import agent
-    import grpo
     memory, episodes = SHAPES[shape][1:]
-    memory = memory_under_cap(memory)
     set_cap(args)
-    words, prompt = words_of_prompt(AutoTokenizer.from_pretrained(folder), args.prompt)
-    turn = args.length - prompt
-    agent.Row = forced_rows(AutoTokenizer.from_pretrained(folder), turn)
-    graphs, outside = [], []
-    agent.make_engine = watched(agent.make_engine, graphs, outside)
-    tasks, held_out, out = (Path(folder) / name for name in ("tasks.jsonl", "held_out.jsonl", "run"))
-    tasks.write_text("".join(json.dumps({"words": words, "number": i}) + "\n" for i in range(8)))
-    held_out.write_text("".join(json.dumps({"words": words - 1, "number": i}) + "\n" for i in range(4)))
-    options = {"lora_r": 16, "dtype": "bfloat16", "tasks_per_step": 1, "group_size": episodes, "batch_size": 1,
-               "max_new_tokens": turn, "max_tokens": args.length, "max_steps": 2, "eval_tasks": 4, "memory": memory}
-    config = grpo.Config(model_path=folder, env=f"{__file__}:Essay", dataset=str(tasks), eval_dataset=str(held_out),
-                         output_dir=str(out), overwrite=True, **options)
-    grpo.train(config)
-    steps, metrics = (json_lines(out / name) for name in ("timing.jsonl", "metrics.jsonl"))
-    episodes = json_lines(out / "trajectories.jsonl")
-    names = "tokens", "grad_norm", "first_ratio", "sampler_gap", "entropy", "loss"
-    result = {"stop_reasons": Counter(episode["stop_reason"] for episode in episodes), "flags": options, "prompt": prompt, "steps": steps, "graphs": graphs,
-              "metrics": [{name: m[name] for name in names if name in m} for m in metrics if "grad_norm" in m]}
+    result, config = steps_of_grpo(args, folder, memory_under_cap(memory), episodes, args.prompt, args.length, 2, eval_tasks=4)
     checks = {"gradients": all(m["grad_norm"] > 0 for m in result["metrics"]),
-              "a tool is called in every episode": all(episode["info"]["tool_calls"] for episode in episodes),
-              "an episode has all its tokens": max(len(episode["token_ids"]) for episode in episodes) == args.length,
+              "a tool is called in every episode": result.pop("a tool is called in every episode"),
+              "an episode has all its tokens": result["longest"] == args.length,
               "the trainer's probabilities are the engine's": all(
                   abs(m["first_ratio"] - 1) < 0.1 for m in result["metrics"])}
     if device().type == "cuda":
-        checks["graphs"] = memory == "stream" or max(graphs) > 1
-        result |= {"allocated_mib": torch.cuda.max_memory_allocated() / MIB, "outside_torch_mib": max(outside),
-                   "reserved_mib": torch.cuda.max_memory_reserved() / MIB, "cap_mib": args.cap}
+        checks["graphs"] = memory == "stream" or max(result["graphs"]) > 1
+        result["cap_mib"] = args.cap
     args.keep({**result, "checks": checks})
     result["counted_mib"] = counted(config)
     if device().type == "cuda":
         # cuBLAS keeps workspaces of 8 to 32 MiB, one for each thread and stream: the count does not have them.
         checks["allocated as counted"] = result["allocated_mib"] < 1.02 * max(result["counted_mib"].values()) + 100
     return {**result, "checks": checks}
+
+
+def memory(args, folder: str, setting: str) -> dict:
+    """Take a step as the README's table of memory has it, without a cap: 8 episodes of 2,048 tokens, one in an update.
+    The last 256 are written, or it would take long.
+
+    `reserved_mib` is what torch's allocator took for it, `card_mib` what nvidia-smi shows of this process at its most,
+    with CUDA's context and the graphs.
+    """
+    if setting in ("4bit", "small", "stream") and not has_bitsandbytes():
+        return {"skipped": "bitsandbytes is missing"}
+    prompt, length = (args.prompt, args.length) if device().type == "cpu" else (1792, 2048)
+    card, done = [0.0], threading.Event()
+    watch = threading.Thread(target=watch_card, args=(card, done))
+    watch.start()
+    try:
+        result, config = steps_of_grpo(args, folder, setting, 8, prompt, length, 1, eval_tasks=0)
+    finally:
+        done.set()
+        watch.join()
+    result["card_mib"] = card[0]
+    args.keep(result)
+    result["counted_mib"] = counted(config)
+    return result
+
+
+def watch_card(most: list, done):
+    """Keep the most MiB that nvidia-smi shows of this process in most[0] until `done`. 0 where there is none."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    while shutil.which("nvidia-smi") and not done.wait(0.5):
+        lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+        rows = [line.split(",") for line in lines if line.startswith(f"{os.getpid()},")]
+        most[0] = max([most[0], *(float(row[1]) for row in rows if row[1].strip().isdigit())])
+
+
+def steps_of_grpo(args, folder: str, memory: str, episodes: int, prompt: int, length: int, steps: int,
+                  eval_tasks: int):
+    """Take so many steps of so many episodes of `length` tokens -> what was measured, the run's Config."""
+    import torch
+    from transformers import AutoTokenizer
+
+    import agent
+    import grpo
+    words, prompt = words_of_prompt(AutoTokenizer.from_pretrained(folder), prompt)
+    turn = length - prompt
+    agent.Row = forced_rows(AutoTokenizer.from_pretrained(folder), turn)
+    graphs, outside = [], []
+    watched(agent, graphs, outside)
+    run = Path(tempfile.mkdtemp(dir=folder))  # a folder of its own: the settings of `memory` run side by side
+    tasks, held_out, out = (run / name for name in ("tasks.jsonl", "held_out.jsonl", "run"))
+    tasks.write_text("".join(json.dumps({"words": words, "number": i}) + "\n" for i in range(8)))
+    held_out.write_text("".join(json.dumps({"words": words - 1, "number": i}) + "\n" for i in range(4)))
+    options = {"lora_r": 16, "dtype": "bfloat16", "tasks_per_step": 1, "group_size": episodes, "batch_size": 1,
+               "max_new_tokens": turn, "max_tokens": length, "max_steps": steps, "eval_tasks": eval_tasks, "memory": memory}
+    config = grpo.Config(model_path=folder, env=f"{__file__}:Essay", dataset=str(tasks), eval_dataset=str(held_out),
+                         output_dir=str(out), overwrite=True, **options)
+    grpo.train(config)
+    timing, metrics, played = (json_lines(out / f"{name}.jsonl") for name in ("timing", "metrics", "trajectories"))
+    names = "tokens", "grad_norm", "first_ratio", "sampler_gap", "entropy", "loss"
+    result = {"stop_reasons": Counter(episode["stop_reason"] for episode in played), "flags": options, "prompt": prompt,
+              "steps": timing, "graphs": graphs, "longest": max(len(episode["token_ids"]) for episode in played),
+              "a tool is called in every episode": all(episode["info"]["tool_calls"] for episode in played),
+              "metrics": [{name: m[name] for name in names if name in m} for m in metrics if "grad_norm" in m]}
+    if device().type == "cuda":
+        result |= {"allocated_mib": torch.cuda.max_memory_allocated() / MIB, "outside_torch_mib": max(outside, default=0),
+                   "reserved_mib": torch.cuda.max_memory_reserved() / MIB}
+    return result, config
 
 
 def words_of_prompt(tokenizer, tokens: int) -> tuple[int, int]:
@@ -344,17 +429,22 @@ def forced_rows(tokenizer, turn: int):
     return row
 
 
-def watched(make_engine, graphs: list, outside: list):
-    """Return `make_engine`, whose engines leave the number of their graphs and the memory outside torch as they go."""
-    def note(of_engine):
-        graphs.append(sum(map(bool, of_engine.values())))
-        outside.append(outside_torch())
+def watched(agent, graphs: list, outside: list):
+    """Let the engines of `agent` leave the number of graphs that each captures, and the memory outside torch then."""
+    from llm.static_engine import StaticEngine
+    make_engine, capture = agent.make_engine, StaticEngine.capture
 
     def make(*positional, **named):
-        engine = make_engine(*positional, **named)
-        weakref.finalize(engine, note, getattr(engine, "graphs", {}))
-        return engine
-    return make
+        graphs.append(0)
+        return make_engine(*positional, **named)
+
+    def captured(engine, *key):
+        graph = capture(engine, *key)
+        graphs[-1] += graph is not None
+        outside.append(outside_torch())
+        return graph
+
+    agent.make_engine, StaticEngine.capture = make, captured
 
 
 def counted(config) -> dict:
@@ -452,14 +542,14 @@ def decode_once(args, model, kind: str, rows: int, tokens: int) -> tuple[float, 
 
 
 def trl(args, folder: str, shape: str) -> dict:
-    """Run bench/vs_trl.py on this model, where TRL and PEFT are installed."""
+    """Run bench/vs_trl.py on this model, where TRL and PEFT are installed. Gradients are what `correct` compares."""
     if not (importlib.util.find_spec("trl") and importlib.util.find_spec("peft")):
         return {"skipped": "trl or peft is not installed"}
     sizes = (2, 2, 8) if shape.startswith("toy") else (8, 8, 128)
     names = "--prompts", "--samples", "--tokens"
     flags = [str(word) for pair in zip(names, sizes) for word in pair]
     done = subprocess.run([sys.executable, str(ROOT / "bench" / "vs_trl.py"), "--model_path", folder, *flags,
-                           "--rounds", "1"], cwd=ROOT, capture_output=True, text=True)
+                           "--rounds", "3", "--no_gradients"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise RuntimeError(f"vs_trl.py exits {done.returncode}: {done.stderr.strip()[-2000:]}")
@@ -552,7 +642,7 @@ def main(call: str, path: str):
     args = SimpleNamespace(**json.loads(call))
     args.keep = lambda result: Path(path).write_text(json.dumps(result))
     functions = {"machine": machine, "cap": cap, "correct": correct, "grpo": grpo, "decode": decode, "trl": trl,
-                 "graphs": graphs, "update": update, "sampler": sampler}
+                 "graphs": graphs, "update": update, "sampler": sampler, "families": families, "memory": memory}
     try:
         result = functions[args.part](args, *args.rest)
     except Exception as error:

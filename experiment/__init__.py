@@ -5,6 +5,7 @@ each other directly.
 """
 import os
 import sys
+import warnings
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +36,8 @@ check_installation()
 # process holds the core of one of them, the others waste theirs: bench/beside.py.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# Torch 2.11 says on a GPU that the thread of its first backward pass had no context yet.
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 from experiment.bars import NO_BAR, EpisodeBar
 from experiment.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RolloutFlags, RunFlags,

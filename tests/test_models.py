@@ -140,8 +140,8 @@ def our_gradients(model):
     """Of the weighted log-probabilities of the rows, in one batch that is padded on the right."""
     ids = torch.tensor([row + [0] * (15 - len(row)) for row in ROWS])
     mask = torch.tensor([[0] * 6 + [1] * (len(row) - 6) + [0] * (15 - len(row)) for row in ROWS])
-    logprobs, _ = token_logprobs(model, ids, mask)
-    grads = torch.autograd.grad((logprobs * WEIGHT).sum(), [p for p in model.parameters() if p.requires_grad])
+    logprobs, _ = token_logprobs(model, ids.to(model.device), mask.to(model.device))
+    grads = torch.autograd.grad((logprobs.cpu() * WEIGHT).sum(), [p for p in model.parameters() if p.requires_grad])
     return torch.cat([grad.double().flatten() for grad in grads])
 
 
