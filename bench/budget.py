@@ -4,7 +4,7 @@
 meta device, where tensors have shapes and no numbers. That takes seconds for a model of any size.
 `Bytes` meanwhile adds up the storages that live at the same time. The result agrees with torch's
 allocator on a CPU within 1 %. Three things are not counted: what a kernel allocates inside itself,
-CUDA's context (300 to 500 MiB), and what the allocator rounds up.
+CUDA's context (500 MiB and more), and what the allocator rounds up.
 """
 import gc
 from contextlib import contextmanager, nullcontext

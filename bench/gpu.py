@@ -1,6 +1,6 @@
 """What a GPU gives, in ten minutes and unattended: is it right, does it fit, how fast is it? No network, no weights.
 
-    python bench/gpu.py                               Qwen2.5's shapes of 0.5B and 1.5B, until --minutes are used up
+    python bench/gpu.py                               Qwen2.5-0.5B's shape; nine minutes on an H100
     python bench/gpu.py --shapes 7B --parts grpo      some of it: what an earlier call has found stays in the file
     python bench/gpu.py --shapes toy --rows 1 2 --tokens 16 --length 96 --prompt 64     on any CPU, a few minutes
 
@@ -14,8 +14,8 @@ The models have random weights. The parts, in the order of their value (bench/gp
     decode    tokens/s against `model.generate` (and `generate_batch`), and against the limit
     trl       bench/vs_trl.py on this model, where TRL is installed
     graphs    what the driver keeps for each CUDA graph
-    memory    what a step takes at every setting of --memory, as the README's table counts it
     update    tokens/s of forward and backward
+    memory    what a step takes at every setting of --memory, as the README's table counts it
     sampler   only if --parts names it: bench/sampler.py, where a vLLM on the last GPU samples for the first one
 
 Every part is a process of its own with a time limit of its own. After each one bench/results/gpu_NAME.json is written
@@ -58,7 +58,7 @@ SIZES = "cap", "rows", "tokens", "prompt", "length", "repeats"
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", help="of the result; default: the GPU's, or cpu")
-    parser.add_argument("--shapes", nargs="+", default=["0.5B", "1.5B"], choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", default=["0.5B"], choices=SHAPES)
     parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES[:2]), choices=ENGINES, help="of the part decode")
     parser.add_argument("--cap", type=int, default=3584, help="MiB that torch may reserve in the part grpo")
