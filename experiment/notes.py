@@ -165,6 +165,7 @@ class Alarms:
         """Return what was observed, and what of the advice can be followed here."""
         kept = [words for words in advice if self.flags.issuperset(re.findall(r"--(\w+)", words))
                 and (self.has_expert or "sft.py" not in words)]
+        observed += f" (means of {WINDOW} steps)"
         return f"{observed}; people {', or '.join(kept)}" if kept else observed
 
     def read(self, path):
