@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from envs import Limits, limits_of, options_of, rewards_of
-from envs.calls import shorten
+from envs.calls import shortened
 from envs.session import Session, Watch, load_environments
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
@@ -182,6 +182,10 @@ class Episode:
         self.trajectory.messages.append({"role": "user", "content": reply})
         return self.append(self.chat.reply(reply, self.stop_id))
 
+    def tokens_of(self, texts: list[str]) -> list[int]:
+        """Return the tokens that show the model these results of its calls."""
+        return self.chat.results(self.calls, texts + self.errors, self.stop_id)
+
     @ends_on_fault
     def take_results(self):
         """Wait for the results of the turn's calls, and append them."""
@@ -189,20 +193,17 @@ class Episode:
         self.calling = False
         results = self.session.results()
         t.info["timeouts"] = int(self.session.stuck)
-        # A token has about three characters.
-        budget = 3 * (self.limits.max_tool_tokens - self.tool_tokens) // max(len(self.calls), 1)
-        texts = []
-        for call, (text, error, gain) in zip(self.calls, results, strict=True):
-            texts.append(shorten(text, budget))
+        left = self.limits.max_tool_tokens - self.tool_tokens
+        texts, ids = shortened([text for text, _, _ in results], left, self.tokens_of)
+        for call, text, (_, error, gain) in zip(self.calls, texts, results, strict=True):
             t.info["tool_errors"] += error
             t.rewards[-1] += gain
-            result = {"role": "tool", "name": call["name"], "content": texts[-1], "reward": gain}
+            result = {"role": "tool", "name": call["name"], "content": text, "reward": gain}
             t.messages.append(result)
         for error in self.errors:
             t.messages.append({"role": "tool", "name": "", "content": error, "reward": 0.0})
         if self.session.done:
             return self.finish("done")
-        ids = self.chat.results(self.calls, texts + self.errors, self.stop_id)
         self.tool_tokens += len(ids)
         if self.tool_tokens > self.limits.max_tool_tokens:
             return self.finish("max_tool_tokens")
@@ -304,7 +305,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature, top_k=top_k, top_p=top_p)
             play_all(engine, started, run, on_end, rewards)
-        watch.check()
+    watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
         trajectories = [t for played in run.ranks.gather(trajectories) for t in played]

@@ -19,7 +19,8 @@ public method with type hints and a Google-style docstring is a tool; `get_rewar
 the total of the episode, and may be missing where --rewards names functions. A task's "prompt",
 text or messages, comes before what `reset` returns, or is left to a `reset` that takes an argument
 "prompt" and returns text. All calls of an episode, the constructor's too, come from one thread.
-They may be async: those run in one loop that all episodes share. Each episode has its own instance;
+They may be async: those run in one loop that all episodes share. Episodes overlap: what one changes
+of the process, such as sys.stdout, the others meet. Each episode has its own instance;
 one that holds something with a close(), such as a client, is kept and reset for a later episode, as
 TRL does with all. All else is optional and invisible to TRL:
 
@@ -201,7 +202,12 @@ def sources(config) -> list[str]:
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)
-            paths += [module.__file__ for module in finder.modules.values() if module.__file__]
+            found = {name: module.__file__ for name, module in finder.modules.items()}
+            for name, file in found.items():
+                loaded = getattr(sys.modules.get(name), "__file__", file)
+                if name != "__main__" and file != loaded:
+                    raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
+            paths += filter(None, found.values())
     return paths
 
 
@@ -219,7 +225,9 @@ def _import_file(path: str):
     try:
         spec.loader.exec_module(module)
     finally:
+        # A method may import a neighbour later. It comes last: other files do not mean it.
         sys.path.remove(folder)
+        sys.path.append(folder)
     return module
 
 

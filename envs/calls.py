@@ -12,8 +12,9 @@ from functools import cache
 from experiment.data import whole
 from experiment.errors import UserError, first_line
 
+SHORTEST = 40  # characters of a result that are shown in any case
 # What a tool raises about the arguments that it was given.
-BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError
+BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, AssertionError
 
 
 def tools(env) -> dict:
@@ -37,7 +38,11 @@ def schemas(env) -> list[dict]:
             out[-1]["function"]["name"] = name
         # transformers raises DocstringParsingException and TypeHintParsingException.
         except Exception as error:
-            raise UserError(f"tool {name}: {first_line(error)}") from None
+            code = inspect.unwrap(method).__code__
+            raise UserError(
+                f"{code.co_filename}:{code.co_firstlineno}: tool {name}: {first_line(error)}; its "
+                "docstring describes each argument under `Args:`, in Google style; a method whose "
+                "name begins with _ is no tool") from None
     return out
 
 
@@ -137,9 +142,12 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
 
 
 def is_done(env) -> bool:
-    """True once the environment has ended the episode. A tool may also be called `done`."""
+    """True once the environment has ended the episode.
+
+    A tool may also be called `done`, and in a class that was written for TRL it may be a list.
+    """
     done = getattr(env, "done", False)
-    return bool(done) and not callable(done)
+    return not callable(done) and not isinstance(done, (list, dict, set, str)) and bool(done)
 
 
 def message_of(error: BaseException) -> str:
@@ -175,9 +183,24 @@ def _event_loop():
     return loop
 
 
+def shortened(texts: list[str], tokens: int, encode) -> tuple[list[str], list[int]]:
+    """Return a turn's results, shortened until encode(texts) has at most `tokens`, and those.
+
+    With the least of every text they may still be more.
+    """
+    # A token has about three characters, of numbers and of Chinese fewer.
+    limit = 3 * tokens // max(len(texts), 1)
+    while True:
+        shown = [shorten(text, limit) for text in texts]
+        ids = encode(shown)
+        if len(ids) <= tokens or limit <= SHORTEST:
+            return shown, ids
+        limit //= 2
+
+
 def shorten(text: str, limit: int) -> str:
     """Return about `limit` characters of a tool's result: its head, how much was cut, its tail."""
-    limit = min(max(limit, 40), 4000)
+    limit = min(max(limit, SHORTEST), 4000)
     if len(text) <= limit:
         return text
     cut = f"\n[... {len(text) - limit} characters cut ...]\n"

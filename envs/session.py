@@ -5,7 +5,9 @@ at most its own episode, until it happens so often that the environment must be 
 """
 import faulthandler
 import inspect
+import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -47,9 +49,11 @@ class Watch:
         self.idle = earlier.idle if earlier else defaultdict(list)
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # the fault that came too often, in words
+        self.mixed = False  # True if calls turn out to have changed what all of them share
 
     def __enter__(self):
         self.is_open = True
+        self.shared = sys.stdout, os.getcwd()
         threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
@@ -57,6 +61,9 @@ class Watch:
         with self.lock:
             self.is_open, self.is_closed = False, True
             faulthandler.cancel_dump_traceback_later()
+            # Calls that overlap and each put back what they met leave another's behind.
+            self.mixed = self.shared != (sys.stdout, os.getcwd())
+            sys.stdout = self.shared[0]
 
     def _keep_alive(self):
         while self.is_open:
@@ -102,7 +109,13 @@ class Watch:
                 "tool_timeout in its `limits`")
 
     def check(self):
-        """Raise EnvironmentFault if calls of one kind met a fault again and again."""
+        """Raise EnvironmentFault if calls changed each other's, or met faults again and again."""
+        if self.mixed:
+            raise EnvironmentFault(
+                "tools changed sys.stdout (contextlib.redirect_stdout?) or the working directory "
+                "while those of other episodes ran, in threads of the same process, so that their "
+                "results are mixed up; hold a threading.Lock of the module while it is changed, "
+                "or run such code in a process of its own")
         if self.broken:
             raise EnvironmentFault(
                 f"{MAX_FAULTS} faults in a row: the environment is broken, and the model cannot "
@@ -183,8 +196,9 @@ class Session:
         for call, (text, error, gain) in zip(self.calls, answers):
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
-            # Nor is a UserError, though it is a ValueError: the sandbox does not start any more.
-            if isinstance(error, UserError) or not isinstance(error, BY_ARGUMENTS):
+            # Nor are some ValueErrors: the sandbox does not start, signals need the main thread.
+            misused = isinstance(error, UserError) or "main thread" in str(error)
+            if misused or not isinstance(error, BY_ARGUMENTS):
                 fault = error and f"{self.place(call['name'])} raised {message_of(error)}"
                 self.watch.count((self.name, call["name"]), fault)
         if not self.stuck:
@@ -229,6 +243,10 @@ class Session:
         # Its own copy: the other episodes of the task begin with what this one may change.
         observation = text_or_none(awaited(self._get("reset()")(**deepcopy(self.task))))
         system_prompt = text_or_none(self._get("system_prompt"))
+        self._read_done()
+        self.member = "reset()"
+        if self.done:
+            raise ValueError("done is still True after it")
         messages = [{"role": "user", "content": observation or ""}]
         if "prompt" in self.task:
             messages = import_module(envs.TRL).opening(self.env.reset, self.task, observation or "")

@@ -1,5 +1,7 @@
 """What TRL's data, environments and reward functions expect: prompts in rows, and arguments."""
 import inspect
+import sys
+from functools import cache
 from types import SimpleNamespace
 
 
@@ -15,8 +17,12 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
-        raise ValueError('"prompt" must be text or a list of {"role": ..., "content": ...}')
+        raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
+    if last["role"] == "system":
+        messages, last = prompt, {"role": "user", "content": ""}
+    if last["role"] != "user":
+        raise ValueError(f'the last message of "prompt" must be the user\'s, not {last["role"]}')
     return [*messages, {**last, "content": last["content"] + observation}]
 
 
@@ -83,6 +89,8 @@ def as_trl(episodes: list, function) -> dict:
     names = set().union(wanted, *tasks) - {"prompt", "completion"}
     # Of several environments the column "env" has chosen this one.
     rows = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
+    for name in sorted(names.difference(*rows)):
+        note_missing(function.__name__, name, ", ".join(sorted(set().union(*tasks))))
     columns = {name: [row.get(name) for row in rows] for name in names}
     # A group's id begins with the step.
     state = SimpleNamespace(global_step=int(trajectories[0].group_id.rpartition("-")[0]))
@@ -90,6 +98,13 @@ def as_trl(episodes: list, function) -> dict:
             "completion_ids": [t.token_ids[t.loss_mask.index(1):] for t in trajectories],
             "environments": [e.session.env for e in episodes], "trainer_state": state,
             "log_metric": log_metric, "log_extra": log_extra}
+
+
+@cache
+def note_missing(function: str, column: str, columns: str):
+    """Say once that no task of a step has a column that a reward function asks for."""
+    print(f"note: --rewards {function}: no task has a column {column!r}, so it gets None; columns: "
+          f"{columns}", file=sys.stderr)
 
 
 def trl_message(message: dict) -> dict:

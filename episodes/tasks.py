@@ -18,7 +18,7 @@ CELLS = "envs.cells"  # only a .csv file needs it
 
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
-               eval_dataset: str | None = None, env_options: dict | None = None,
+               eval_dataset: str | bool | None = None, env_options: dict | None = None,
                fields: str | None = None) -> list[dict]:
     """Return at most n tasks, in an order fixed by the seed: arguments of `reset`, and their "env".
 
@@ -27,8 +27,8 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         split: "train" or "test". The two never share a row of a file.
         dataset: task files (experiment/mixtures.py), or None: the environment makes the tasks. Of
             several environments, a row's "env" says which one it is for.
-        eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
-            hash of its content.
+        eval_dataset: the file of the test rows, or True: there are none, or None: every tenth row
+            of `dataset`, by the hash of its content.
         env_options: what `envs.options_of` returns. Every row gets them.
         fields: "question=problem,...", where the files have other names of columns.
     """
@@ -173,7 +173,8 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     There are none without an environment. Where n is 0, because other data is learned from, all
     rows of --tasks are held out.
     """
-    files = (config.tasks, config.eval_dataset)
+    # Without an evaluation no row is held out.
+    files = (config.tasks, config.eval_dataset or not config.eval_tasks)
     if not n:
         files = (None, config.eval_dataset or config.tasks)
     options = (config.seed, *files, envs.options_of(config), config.fields)
@@ -232,7 +233,8 @@ def need(row: dict, *fields: str, otherwise: str = ""):
             if kinds:
                 raise ValueError(f"{kinds[0]}; the row has: {columns}")
             hint = otherwise and f"; {otherwise}"
-            raise ValueError(f'no "{name}" field; has: {columns}{hint}')
+            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
+            raise ValueError(f"{wrong}; has: {columns}{hint}")
 
 
 def is_held_out(content) -> bool:

@@ -27,6 +27,7 @@ import agent
 from episodes.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, collate, evaluate, rollout
+from envs.calls import shorten, shortened
 from experiment import without_faults
 from window import chat as talk
 from window import traces
@@ -396,6 +397,15 @@ def test_max_tool_tokens(monkeypatch):
         t = play(monkeypatch, [call("pay", amount=1)], [call("pay", amount=1)], "fine", limits=limits)
         assert (t.stop_reason, len(t.rewards)) == (stop, turns) and t.loss_mask[-1] == 1
         check_invariants(t, limits)
+
+
+@pytest.mark.parametrize("text", [str([{"x": 1.25 * i, "y": 7.5 * i} for i in range(60)]), "数据" * 400])
+def test_a_result_of_dense_tokens_is_shortened_further(text):
+    """Three characters a token is what prose has: numbers and Chinese would have ended the episode."""
+    chat = chat_of("box")
+    texts, ids = shortened([text, text], 300, lambda texts: chat.results([call("look"), call("look")], texts, END))
+    assert len(ids) <= 300 and len(text) > len(texts[0]) > 40 and "characters cut" in texts[0]
+    assert shortened([text], 5, TOKENIZER.encode)[0] == [shorten(text, 40)]  # the least that is shown
 
 
 def test_a_sampled_turn_start_is_malformed(monkeypatch):

@@ -203,9 +203,23 @@ def test_a_file_may_hold_dataclasses(tmp_path):
 
 def test_a_file_may_import_its_neighbours(tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("ANSWER = 42\n")
-    (tmp_path / "my.py").write_text("import neighbour_of_mine\nclass Environment:\n    answer = neighbour_of_mine.ANSWER\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
+    (tmp_path / "my.py").write_text("import neighbour_of_mine\nclass Environment:\n    answer = neighbour_of_mine.ANSWER\n    def reset(self):\n        import later_neighbour_of_mine as later\n        return later.TEXT\n    def get_reward(self):\n        return 0.0\n")
+    (tmp_path / "later_neighbour_of_mine.py").write_text("TEXT = 'late'\n")
     before = list(sys.path)
-    assert envs.load(f"{tmp_path / 'my.py'}:Environment").answer == 42 and sys.path == before
+    cls = envs.load(f"{tmp_path / 'my.py'}:Environment")
+    assert cls.answer == 42 and cls().reset() == "late" and sys.path == [*before, str(tmp_path)]
+
+
+def test_two_neighbours_of_the_same_name_are_not_mixed_up(tmp_path):
+    names = []
+    for folder, word in (("one", "apple"), ("two", "pear")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "words_of_mine.py").write_text(f"WORD = {word!r}\n")
+        (tmp_path / folder / f"env_{folder}.py").write_text("from words_of_mine import WORD\nclass Environment:\n    def reset(self):\n        return WORD\n    def get_reward(self):\n        return 0.0\n")
+        names.append(f"{tmp_path / folder / f'env_{folder}.py'}:Environment")
+    assert len(envs.sources(SimpleNamespace(env=names[0], rewards=None))) == 2
+    with pytest.raises(UserError, match="env_two.py imports .*two/words_of_mine.py, but words_of_mine is .*one/words_of_mine.py; rename one"):
+        envs.sources(SimpleNamespace(env=",".join(names), rewards=None))
 
 
 @pytest.mark.parametrize("line, name", [("from .near import ANSWER", "ANSWER"), ("from . import near", "near.ANSWER")])
@@ -439,7 +453,7 @@ def test_schemas_name_the_method_that_lacks_something():
                 query: what
             """
     for cls in (NoDoc, NoHint, NoArg):
-        with pytest.raises(UserError, match="^tool find: [^\n]+$"):
+        with pytest.raises(UserError, match=r"test_envs.py:\d+: tool find: [^\n]+ `Args:`[^\n]+$"):
             envs.schemas(cls)
 
 

@@ -1,6 +1,10 @@
 """envs/session.py: one thread makes all calls of an episode, and a call that holds the interpreter's lock ends the process."""
+import contextlib
 import gc
+import io
+import signal
 import sqlite3
+import sys
 import threading
 import time
 
@@ -228,3 +232,112 @@ def test_a_call_that_holds_the_interpreters_lock_ends_the_process_and_is_named(t
     timed_out, slept, alive = done.stdout.splitlines()
     assert "TimeoutError" in timed_out and "slept" in slept and alive == "alive"
     assert done.stderr.startswith("Timeout (0:00:02.2") and 'bomb.py", line 10 in search' in done.stderr, done.stderr
+
+
+# ------------------------------------------------------------------------------- what episodes share: process and thread
+class Captures:
+    """Python as many write it as a tool: what is printed goes to a buffer in place of sys.stdout."""
+    limits = {"max_new_tokens": 64}
+
+    def reset(self, n, **_):
+        self.n = n
+        return f"Print {n}."
+
+    def python(self, code: str) -> str:
+        """Run Python.
+
+        Args:
+            code: what to run
+        """
+        buffer = io.StringIO()
+        with contextlib.redirect_stdout(buffer):
+            time.sleep(0.05 * (1 + int(code)))  # the last to begin ends last
+            print(code)
+        return buffer.getvalue()
+
+    def limit(self) -> str:
+        """Work for a second at most."""
+        return str(signal.signal(signal.SIGALRM, signal.SIG_DFL))
+
+    def get_reward(self) -> float:
+        return 0.0
+
+    def _expert(self):
+        return [{"name": "python", "arguments": {"code": str(self.n)}}]
+
+
+class Locked(Captures):
+    """The same with the lock that the message advises."""
+    LOCK = threading.Lock()
+
+    def python(self, code: str) -> str:
+        """Run Python.
+
+        Args:
+            code: what to run
+        """
+        with self.LOCK:
+            return super().python(code)
+
+
+def captured(cls):
+    """Let eight episodes print a number each. Returns the results."""
+    with Watch(5.0) as watch:
+        sessions = [Session(watch, cls.__name__, cls, {"n": n}) for n in range(8)]
+        for session in sessions:
+            session.start()
+        for session in sessions:
+            session.submit(session.expert()[1])
+        texts = [text for session in sessions for text, _, _ in session.results()]
+    watch.check()
+    return texts
+
+
+def test_tools_that_change_what_the_process_shares_are_found_out():
+    """Results of other episodes would be trained on, and the program's own lines go into a buffer."""
+    stdout = sys.stdout
+    with pytest.raises(EnvironmentFault, match="tools changed sys.stdout .* hold a threading.Lock"):
+        captured(Captures)
+    assert sys.stdout is stdout
+    assert captured(Locked) == [f"{n}\n" for n in range(8)]
+
+
+def test_a_signal_in_a_tool_is_not_the_models_fault():
+    """Signals need the main thread. Ten such answers in a row end the run."""
+    with Watch(5.0) as watch:
+        session = Session(watch, "captures", Captures, {"n": 1})
+        session.start()
+        for _ in range(10):
+            session.submit([{"name": "limit", "arguments": {}}])
+            assert "main thread" in session.results()[0][0]
+        with pytest.raises(EnvironmentFault, match="limit on task .* raised ValueError: signal only works"):
+            watch.check()
+
+
+class Ends(Shop):
+    """A kept instance (it holds a connection) that never begins anew."""
+
+    def sell(self, name: str) -> str:
+        """Sell something.
+
+        Args:
+            name: what
+        """
+        self.done = True
+        return "sold"
+
+
+def test_an_instance_that_is_kept_has_to_begin_anew():
+    with Watch(5.0) as watch:
+        for _ in range(2):
+            session = Session(watch, "ends", Ends, {})
+            if _:
+                with pytest.raises(EnvironmentFault, match=r"reset\(\) on task .* done is still True after it"):
+                    session.start()
+            else:
+                session.start()
+                session.submit([{"name": "sell", "arguments": {"name": "hat"}}])
+                session.results()
+                assert session.done
+            del session
+            gc.collect()

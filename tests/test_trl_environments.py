@@ -1,6 +1,7 @@
 """TRL's example environments (tests/trl_environments.py) run here as they are, and our environments in TRL's trainer."""
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import envs
 import grpo
 from agent import Limits, rollout
 from envs.trl import opening
-from episodes.tasks import load_tasks
+from episodes.tasks import load_tasks, train_and_held_out
 from experiment.errors import UserError
 from llm.chat import Chat
 from llm.tiny import make_tiny
@@ -128,6 +129,15 @@ def test_a_row_of_no_such_environment_or_prompt_is_an_error_with_its_line(tmp_pa
         load_tasks(f"{FILE}:WordleEnv,{FILE}:CatchEnv", "train", None, 0, rows(tmp_path, row))
 
 
+def test_without_an_evaluation_no_row_is_held_out(tmp_path):
+    """Data of games is one row again and again: a tenth of all texts would be held out whole."""
+    config = grpo.Config(env=f"{FILE}:WordleEnv", dataset=rows(tmp_path, *[{"prompt": f"Play {i}."} for i in range(50)]), eval_tasks=0)
+    train, held_out = train_and_held_out(config, 100)
+    assert len(train) == 50 and held_out == []
+    train, held_out = train_and_held_out(replace(config, eval_tasks=20), 100)
+    assert len(train) + len(held_out) == 50 and held_out
+
+
 def test_an_environment_without_get_reward_needs_rewards():
     config = SimpleNamespace(env=f"{FILE}:WordleEnv", rewards=None)
     with pytest.raises(UserError, match=r"^--env .*WordleEnv: there is no get_reward\(\): write one .*, or name functions with --rewards"):
@@ -139,6 +149,27 @@ def test_a_prompt_that_reset_names_is_the_environments(tmp_path):
     cls = envs.load(f"{tmp_path / 'mine.py'}:Mine")
     assert opening(cls.reset, {"prompt": "a"}, "")[0]["content"] == "a"  # it returned nothing: TRL shows the prompt
     assert opening(cls.reset, {"prompt": "a"}, "A")[0]["content"] == "A" and opening(envs.load(f"{FILE}:WordleEnv").reset, {"prompt": "a"}, "A")[0]["content"] == "aA"
+
+
+@pytest.mark.parametrize("prompt, observation, shown", [
+    ([{"role": "system", "content": "Rules."}], "Go.", [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Go."}]),
+    ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Let me think."}], "", "the last message .* the user's, not assistant"),
+    ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}, {"role": "tool", "content": "4"}], "", "the last message .* not tool")])
+def test_a_prompt_ends_with_the_users_message(prompt, observation, shown):
+    """The template would show the last one as the user's, whoever's it is."""
+    if isinstance(shown, list):
+        assert opening(lambda: None, {"prompt": prompt}, observation) == shown
+    else:
+        with pytest.raises(ValueError, match=shown):
+            opening(lambda: None, {"prompt": prompt}, observation)
+
+
+def test_a_column_that_no_task_has_is_said_once(monkeypatch, capsys):
+    """A renamed column would be None for ever. One that other rows have may be missing in a batch, as in TRL."""
+    for _ in range(2):
+        t = played(monkeypatch, "EchoToolEnv", "asks_for_truth", {"prompt": ASK, "answer": "x"}, "done")
+    assert t.reward == 0.0
+    assert capsys.readouterr().err.count("note: --rewards asks_for_truth: no task has a column 'ground_truth', so it gets None; columns: answer, prompt") == 1
 
 
 @pytest.mark.parametrize("line", ["from envs.openspiel_env import OpenSpielEnv", "from agent import MyAgent", "import episodes.mine"])

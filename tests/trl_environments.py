@@ -412,3 +412,8 @@ def catch_reward(environments, **kwargs) -> list[float | None]:
 
 def correctness(completions, answer, **kwargs):
     return [float(completion[-1]["content"] == expected) for completion, expected in zip(completions, answer)]
+
+
+def asks_for_truth(completions, ground_truth, **_):
+    """Its data calls the column "answer"."""
+    return [0.0 if truth is None else 1.0 for truth in ground_truth]
