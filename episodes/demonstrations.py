@@ -5,6 +5,7 @@
     read_trajectories    recorded episodes, which have their token ids
 """
 import json
+import re
 import unicodedata
 from functools import lru_cache
 from importlib import import_module
@@ -18,6 +19,7 @@ from experiment.episodes import without_faults
 from llm.chat import Chat
 
 RECORDED = "llm.recorded"  # only conversations in files need it
+LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content)['"]\s*:""")
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
                   "observation": "tool"}
@@ -66,14 +68,16 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
 
     Other rows are read by the environment's `_conversation`.
     """
+    # In a table of several forms the columns of the others are null.
+    given = {name for name in row if row[name] is not None}
     for name in ("messages", "conversations"):
-        if name in row:
+        if name in given:
             return as_messages(row[name], name)
-    if "completion" in row:
-        need(row, "prompt")
+    if "completion" in row and not given & {"output", "text"}:
+        need(row, "prompt", "completion")
     prompt = prompt_in(row)
     for name in ("completion", "output"):
-        if name in row and prompt:
+        if name in given and prompt:
             return without_loss(prompt) + as_messages(row[name], name, "assistant")
     if hasattr(env, "_conversation"):
         return env._conversation(row)
@@ -91,6 +95,8 @@ def prompt_in(row: dict) -> list[dict] | None:
             return as_messages(row[name], name, "user")
     if row.get("instruction") is None:
         return None
+    if row.get("history"):
+        raise ValueError('"history" is not read; give the conversation as "messages"')
     parts = [row["instruction"], row.get("input")]
     return as_messages("\n\n".join(filter(None, parts)), "instruction", "user")
 
@@ -99,6 +105,8 @@ def prompt_in(row: dict) -> list[dict] | None:
 def as_messages(value, name: str, role: str | None = None) -> list[dict]:
     """Return a field's messages as a list. With a role it may also be one message, or its text."""
     if role and isinstance(value, str):
+        if LIKE_MESSAGES.match(value):
+            raise ValueError(f'"{name}" has its messages as text; give them in .jsonl or .parquet')
         return [{"role": role, "content": value}]
     if role and isinstance(value, dict):
         value = [value]
@@ -170,7 +178,7 @@ class Encoder:
 def read_tools(tools) -> list[dict]:
     """Return function schemas, which may be given as JSON text, or raise ValueError."""
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = json.loads(tools or "[]") if isinstance(tools, str) else tools
         # ShareGPT's tools are the functions alone.
         tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         if all(type(t["function"]["name"]) is str for t in tools):

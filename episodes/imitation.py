@@ -38,7 +38,14 @@ def read_dataset(config) -> tuple[list, list]:
     if not config.dataset:
         return [], []
     read = partial(read_demonstrations, config=config)
-    return read_split(read, config.dataset, attrgetter("row"), config)
+    learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
+
+    def content(conversation):
+        """Return what is learned. Rows with an id of their own may say the same."""
+        messages, row, _ = conversation
+        return [messages, row.get("tools"), row.get("system")]
+
+    return learned, unseen(held_out, learned, content)
 
 
 def demonstrations(config, conversations, tokenizer, vocabulary: int):
@@ -102,8 +109,9 @@ def read_split(read, path, content, config):
         if not learned:
             # One or two rows may all be in that tenth.
             learned, held_out = held_out, []
-    return (shuffled(learned, config.seed)[:config.max_samples],
-            shuffled(held_out, config.seed)[:HELD_OUT])
+    chosen = shuffled(learned, config.seed)[:config.max_samples]
+    print_dropped(learned, chosen, "are not learned from: --max_samples")
+    return chosen, shuffled(held_out, config.seed)[:HELD_OUT]
 
 
 def drop_long(episodes, max_tokens):

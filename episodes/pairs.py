@@ -29,8 +29,11 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     """
     encode = Encoder(tokenizer, config)
     pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
-    return [(encode(chosen), encode(rejected))
-            for chosen, rejected in tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)]
+    pairs = tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)
+    encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
+    kept = [pair for pair in encoded if pair[0].token_ids != pair[1].token_ids]
+    print_dropped(encoded, kept, "pairs have the same tokens on both sides: dropped")
+    return kept
 
 
 def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:

@@ -261,8 +261,12 @@ class RunFlags:
     def __post_init__(self):
         """Let a YAML file name the home folder ~, and Python code give objects for their names.
 
-        These are classes, functions and lists of them, and rows of data. config.yaml holds text.
+        These are paths, classes, functions and lists of them, and rows of data. config.yaml holds
+        text.
         """
+        for name, value in vars(self).items():
+            if isinstance(value, os.PathLike):
+                setattr(self, name, os.fspath(value))
         self.output_dir = os.path.expanduser(self.output_dir)
         for name in ("env", "rewards"):
             setattr(self, name, _named(getattr(self, name, None)))

@@ -318,7 +318,7 @@ class Run:
         self._append("metrics.jsonl", [{"step": step, **metrics}])
         self._append("timing.jsonl", [{"step": step, **timing}])
         for sentence in self.alarms.add(metrics):
-            say(f"ALARM, step {step}: {sentence}")
+            say(f"ALARM, step {step + 1}: {sentence}")
 
     def _append(self, name, lines):
         if self.writes:

@@ -118,7 +118,13 @@ def list_rows(text):
 
 
 def rows_as_json(node):
-    """Return the JSON of a YAML list of rows. A row that is one word or number is text."""
+    """Return the JSON of a YAML list of rows, or the names of a list of files, with commas.
+
+    A row that is one word or number is text.
+    """
+    files = [str(row.value) for row in node.value]
+    if all(name.startswith("hub:") or name.endswith((".jsonl", *READERS)) for name in files):
+        return ",".join(files)
     for row in node.value:
         row.style = "quoted"
     return as_json(node)

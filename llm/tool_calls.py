@@ -47,7 +47,7 @@ def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]
     These forms are read: `<tool_call>` around JSON, around Qwen's `<function=...>` or around GLM's
     `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama, ATEM, Mistral, MiniMax, Phi, Hunyuan; a
     text that is itself a JSON call, a list of them, or `[f(x=1)]`. Prose and other JSON are an
-    answer. A closed thought at the start is part of it, whatever it mentions. A tagged value, as in
+    answer, and without tools ({}) all JSON is. A closed thought at the start is part of it, whatever it mentions. A tagged value, as in
     `<parameter=n>42`, is read as JSON if it can be, but as text where the tool's schema says so
     (`tools`: name -> schema, as in `Chat.tools`).
 
@@ -142,6 +142,8 @@ def _attempt(text, opener, tools=None):
     Returns:
         The calls, a text for each that could not be read, and where to continue.
     """
+    if tools == {} and not opener[0]:
+        return [], [], opener.end()
     start = _SPACE.match(text, opener.end()).end()
     try:
         raw_calls, end = _read(text, opener, start, tools)

@@ -156,6 +156,15 @@ def test_yaml_refuses(tmp_path, text, message):
     assert refusal("--config", str(path)) == str(path) + message
 
 
+def test_a_list_of_files_in_yaml_is_files_and_paths_in_python_are_text(tmp_path):
+    (tmp_path / "c.yaml").write_text("dataset:\n- a.jsonl\n- hub:x/y\n- b.parquet\n")
+    assert parse(grpo.Config, ["--config", str(tmp_path / "c.yaml")], "").dataset == "a.jsonl,hub:x/y,b.parquet"
+    (tmp_path / "c.yaml").write_text("dataset: [Say one., Say two.]\n")
+    assert parse(grpo.Config, ["--config", str(tmp_path / "c.yaml")], "").dataset == '["Say one.", "Say two."]'
+    config = grpo.Config(model_path=tmp_path, dataset=tmp_path / "a.jsonl", output_dir=tmp_path / "o")
+    assert [config.model_path, config.dataset, config.output_dir] == [str(tmp_path), str(tmp_path / "a.jsonl"), str(tmp_path / "o")]
+
+
 def test_yaml_that_is_no_yaml(tmp_path):
     (tmp_path / "y.yaml").write_bytes(b"seed: \xff\xfe\n")
     assert "y.yaml:1: byte 0xff is not UTF-8; save the file as UTF-8" in refusal("--config", str(tmp_path / "y.yaml"))

@@ -417,13 +417,20 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"messages": [ASK, ANSWER], "tools": "f"}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER], "tools": [{"nom": "f"}]}, TOOLS_FORM),
     ({"messages": [ASK, ANSWER, ANSWER]}, "message 2: need user after an answer, got assistant"),
-    ({"prompt": "How many?", "completion": None}, '"completion" must be text or a list of {"role": ..., "content": ...}'),
+    ({"prompt": "How many?", "completion": None}, '"completion" is null; has: prompt, completion'),
     ({"prompt": 3, "completion": "42"}, '"prompt" must be text or a list of {"role": ..., "content": ...}'),
     ({"prompt": ["How many?"], "completion": "42"}, '"prompt" must be text or a list of {"role": ..., "content": ...}'),
     ({"prompt": [ASK], "completion": [{**ANSWER, "loss": 0}]}, 'nothing to train: no assistant message without "loss": 0'),
     ({"question": "How many?", "answer": "many"},
      '"answer" has no number; give 72, or a solution that ends in #### 72, not \'many\''),
     ({"question": "How many?"}, "no 'answer' in it"),
+    ({"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "b"}, '"prompt" has its messages as text; give them in .jsonl or .parquet'),  # a table that pandas wrote as .csv
+    ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, '"completion" has its messages as text; give them in .jsonl or .parquet'),
+    ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
+    ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
+    ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f", "arguments": "{}"}}]},
+     'message 1: "function_call" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
+    ({"messages": [ASK, {**ANSWER, "train": False}]}, 'message 1: "train" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
 ])
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem):
     good = {"messages": [ASK, ANSWER]}
@@ -509,6 +516,34 @@ def test_rows_to_learn_from_with_two_environments_are_tried_in_both(tmp_path):
     result = sft.train(sft.Config(dataset=path, env="equations,equations_hard", output_dir=str(tmp_path / "o"), max_steps=1,
                                   batch_size=2, eval_tasks=2))
     assert result["success_after"] == 0 and result["held_out_loss"]
+
+
+def test_a_table_of_several_forms_has_nulls(tokenizer, tmp_path):
+    forms = [{"messages": [ASK, ANSWER]}, {"prompt": "a", "completion": "b", "tools": ""}, {"instruction": "a", "output": "b"}]
+    columns = set().union(*forms)
+    rows = [{name: row.get(name) for name in columns} for row in forms]
+    assert len(read(write(tmp_path, rows * 3), tokenizer)) >= 6
+
+
+def test_what_is_learned_is_not_held_out_under_another_id(tokenizer, tmp_path, capsys):
+    path = write(tmp_path, [{"id": i, "prompt": f"q{i % 20}", "completion": f"a{i % 20}"} for i in range(200)])
+    learned, held_out = ({t.messages[0]["content"] for t in read(path, tokenizer, split)} for split in ("train", "test"))
+    assert learned and not learned & held_out and "held-out rows are also in the training data: dropped" in capsys.readouterr().out
+
+
+def test_rows_that_are_left_out_are_counted(tokenizer, tmp_path, capsys):
+    path = write(tmp_path, [{"prompt": f"q{i}", "completion": "a"} for i in range(60)])
+    assert len(read(path, tokenizer, n=30)) == 30
+    assert " are not learned from: --max_samples" in capsys.readouterr().out
+
+
+def test_an_answer_in_json_is_no_call_where_there_are_no_tools(tokenizer, tmp_path):
+    answers = ['{"name": "Ada", "parameters": {"age": 36}}', '[{"name": "f", "arguments": {}}]', "[print(x=1)]"]
+    for answer in answers:
+        t, = read(write(tmp_path, [{"prompt": "As JSON.", "completion": answer}]), tokenizer)
+        assert answer in tokenizer.decode(t.token_ids) and "<tool_call>" not in tokenizer.decode(t.token_ids)
+        assert parse_tool_calls(answer, {}) == (answer, [], []) and parse_tool_calls(answer)[1]
+    assert parse_tool_calls('<tool_call>{"name": "f"}</tool_call>', {})[1]
 
 
 def test_held_out_solutions_are_the_environments_held_out_tasks(tokenizer, tmp_path):

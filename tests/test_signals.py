@@ -339,7 +339,7 @@ def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):
     for step in range(20):
         book.write_line(step, {**HEALTHY, "entropy": 0.07 if step < 6 else 0.001, "actions": 3.0 if step < 10 else 0.0}, {})
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
-    assert [re.sub(" fell.*", "", line) for line in alarms] == ["ALARM, step 9: entropy", "ALARM, step 13: tool calls an episode"]
+    assert [re.sub(" fell.*", "", line) for line in alarms] == ["ALARM, step 10: entropy", "ALARM, step 14: tool calls an episode"]
 
 
 # ------------------------------------------------------------------------------------------- whatever ends a run saves it

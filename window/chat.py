@@ -98,7 +98,7 @@ def settle(config: Config) -> Config:
 
 
 def as_the_run(config: Config) -> Config:
-    """Take dtype, environment, tasks and options of the run that wrote the model, if one did."""
+    """Take dtype, environment, tasks, options and limits of the run that wrote the model."""
     written = run_config(config.model_path)
     run = {name: value for _, name, value in read_yaml(written)} if written else {}
     taken = {}
@@ -115,6 +115,8 @@ def as_the_run(config: Config) -> Config:
         taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options",
                                            "fields")
                  if run.get(name) and not getattr(config, name)}
+        taken |= {name: int(run[name]) for name in ("max_turns", "max_new_tokens", "max_tokens")
+                  if run.get(name) and not getattr(config, name)}
     # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
