@@ -25,6 +25,7 @@ def main(config_class, train, doc):
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
     # A shell may have closed them: `>&-`.
+    sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     # What the terminal cannot show is escaped, and every line is written at once, into a file too.

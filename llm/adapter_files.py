@@ -27,7 +27,7 @@ ADDED = "added.safetensors"
 # The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that
 # are set are refused.
 UNDERSTOOD = {
-    "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
+    "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
     "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
     "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
     "qalora_group_size", "runtime_config", "ensure_weight_tying"}

@@ -153,6 +153,11 @@ class Chat:
         """Return the ids that follow an answer: a user message, then the generation prompt."""
         return self._answer_end.suffix(self._template.ids(self._answered(text)), sampled_stop)
 
+    @property
+    def shows_one_call(self) -> bool:
+        """True if the template has no place for a second call in a turn (Llama 3, gpt-oss)."""
+        return self.native_tools and not self._many_calls
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text in which control tokens count as such."""
         return self._template.encode(text)

@@ -219,8 +219,11 @@ def _check_tokenizer(model, tokenizer, path):
                         "use an instruct model, or put chat_template.jinja beside it")
     vocabulary = len(model.get_input_embeddings().weight)
     # A special token that the template does not write needs no embedding: Gemma 3's for images.
+    written = str(tokenizer.chat_template)
+    for name in ("bos_token", "eos_token"):
+        written = written.replace(name, getattr(tokenizer, name) or "")
     added = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i >= vocabulary
-             and (not token.special or token.content in str(tokenizer.chat_template))]
+             and (not token.special or token.content in written)]
     if tokenizer.vocab_size > vocabulary or added:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
                         "they belong to different models")

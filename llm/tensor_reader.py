@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (WeightConverter, WeightRenaming, dot_natural_key,
                                              rename_source_key)
 
+from experiment.data import read_json
 from experiment.errors import UserError
 
 
@@ -24,7 +25,7 @@ def check_stored(folder: str):
         for name in file.keys():
             dtype = file.get_slice(name).get_dtype()
             # A causal mask, attn.bias, is of bytes in some.
-            if dtype.startswith(("F8", "F6", "F4", "I8", "U8")) and not name.endswith("bias"):
+            if dtype.startswith(("F8", "F6_", "F4", "I8", "U8")) and not name.endswith("bias"):
                 raise UserError(f"{folder}: {name} is stored as {dtype}: the model is quantized, "
                                 "and its config.json does not say how; give the original one")
 
@@ -40,9 +41,15 @@ def tensor_reader(folder: str, model):
     parameters = model.state_dict()
     float32_names = model._get_dtype_plan(model.dtype)
     sources_of = defaultdict(list)  # name -> (stored name, pattern that it matched, file) of each
-    # Some folders hold shards as well, which may be older. Transformers reads the whole file.
-    whole = Path(folder, "model.safetensors")
-    for path in [whole] if whole.exists() else Path(folder).glob("model*.safetensors"):
+    # Other files may be shards of an older version. Transformers reads the whole file, if there is
+    # one, or what the index names.
+    paths = [Path(folder, "model.safetensors")]
+    index = Path(folder, "model.safetensors.index.json")
+    if not paths[0].exists():
+        paths = Path(folder).glob("model*.safetensors")
+        if index.exists():
+            paths = {Path(folder, name) for name in read_json(index)["weight_map"].values()}
+    for path in paths:
         file = safe_open(path, "pt")
         for stored in file.keys():
             name, pattern = rename_source_key(

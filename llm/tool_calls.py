@@ -17,7 +17,7 @@ MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 _SPACE = re.compile(r"\s*")
-_SEMICOLON = re.compile(r"\s*;?\s*")
+_SEPARATOR = re.compile(r"\s*[;,]?\s*")
 _OPENER = re.compile(
     r'(?:<tool_call>\s*)?<function=|<tool_calls?>|<(?:atem:)?invoke name="|<\|python_tag\|>|'
     r"<\|tool_call_start\|>|<\|tool_call>call:|<\|tool_call\|>|\[TOOL_CALLS\]|"
@@ -34,7 +34,7 @@ _TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>|\[ARGS\])?\s*')
 _TAG_VALUE = re.compile(
     r'(?:(<parameter=)|<(?:atem:)?parameter name="|<arg_key>)([^<>"\n]{1,64})'
     r'(?:">|>|</arg_key>\s*<arg_value>)'
-    r"(?(1)\n?)(.*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
+    r"(?(1)\n?)((?:(?!\n<parameter=).)*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
 _GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 _QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
@@ -47,9 +47,9 @@ def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]
     These forms are read: `<tool_call>` around JSON, around Qwen's `<function=...>` or around GLM's
     `<arg_key>`; the markup of gpt-oss, Gemma 4, LFM, Llama, ATEM, Mistral, MiniMax, Phi, Hunyuan; a
     text that is itself a JSON call, a list of them, or `[f(x=1)]`. Prose and other JSON are an
-    answer, and without tools ({}) all JSON is. A closed thought at the start is part of it, whatever it mentions. A tagged value, as in
-    `<parameter=n>42`, is read as JSON if it can be, but as text where the tool's schema says so
-    (`tools`: name -> schema, as in `Chat.tools`).
+    answer, and without tools ({}) all JSON is. A closed thought at the start is part of it,
+    whatever it mentions. A tagged value, as in `<parameter=n>42`, is read as JSON if it can be, but
+    as text where the tool's schema says so (`tools`: name -> schema, as in `Chat.tools`).
 
     Returns:
         The text outside the calls, the calls as {"name": str, "arguments": dict}, and one error
@@ -81,10 +81,15 @@ def check_call(raw) -> dict:
     if not isinstance(raw, dict):
         raise ValueError("a tool call must be an object with a name and arguments")
     if isinstance(raw.get("function"), dict):
-        raw = raw["function"]
+        raw = {**raw, **raw["function"]}
     name = raw.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:50]!r} is not a function name")
+    # With its arguments elsewhere a call would be made without any; with a description it is an
+    # echo of the tool's definition.
+    if "arguments" not in raw and ("description" in raw or "parameters" not in raw
+                                   and raw.keys() - {"name", "id", "type", "index", "function"}):
+        raise ValueError(f'the arguments of {name} must stand under "arguments"')
     arguments = raw.get("arguments", raw.get("parameters", {}))
     # OpenAI writes the arguments as JSON inside a JSON string.
     if isinstance(arguments, str):
@@ -126,7 +131,9 @@ def _end_of_thought(text):
         return 0
     if not text.lstrip().startswith("<think>"):
         # The generation prompt may have opened the thought. But a </think> inside a call, as the
-        # value of an argument, closes none.
+        # value of an argument, closes none, nor does that of a later thought.
+        if "<think>" in before:
+            return 0
         if before.lstrip().startswith(("{", "[")):
             return 0
         for opener in islice(_OPENER.finditer(before), MAX_CALLS):
@@ -208,7 +215,7 @@ def _read_json(text, position):
                 raise
             return [*calls, None], _next_tag(text, position)
         calls += value if isinstance(value, list) else [value]
-        position = _SEMICOLON.match(text, end).end()
+        position = _SEPARATOR.match(text, end).end()
     return calls, position
 
 
@@ -260,15 +267,24 @@ def _tagged_value(raw, function, key):
     """
     json_text = _PYTHON_WORDS.get(raw.strip(), raw.strip())
     # The schemas of a data file may have any form.
-    with suppress(LookupError, TypeError):
-        schema = function["parameters"]["properties"][key]
-        if schema["type"] == "string" and not (json_text == "null" and schema.get("nullable")):
+    with suppress(LookupError, TypeError, AttributeError):
+        kinds = _kinds(function["parameters"]["properties"][key])
+        if kinds - {"null"} == {"string"} and not (json_text == "null" and "null" in kinds):
             return raw
     with suppress(ValueError):
         value, end = _json(json_text, 0)
         if not isinstance(value, str) and end == len(json_text):
             return value
     return raw
+
+
+def _kinds(schema) -> set:
+    """Return the types that a schema allows; pydantic writes str | None as anyOf."""
+    kinds = {"null"} if schema.get("nullable") else set()
+    for choice in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        kind = choice.get("type", [])
+        kinds |= {kind} if isinstance(kind, str) else set(kind)
+    return kinds
 
 
 def _read_python(source):

@@ -278,7 +278,7 @@ def prompt_tuning(tiny, folder):
     (missing, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
     (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
     (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (misshapen, "no weights for model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),
-    (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"),
+    (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"), (peft_adapter(revision="abc"), "revision"),
     (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
     (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "lora_A is (4, 128), the model needs (8, 128)"), (missing_tensor, "v_proj.lora_A is missing"),
     (spare_tensor, "no place"), (broken_adapter_config, "adapter_config.json"), (corrupt_adapter, "adapter_model.safetensors"),
@@ -543,5 +543,10 @@ def test_a_special_token_without_an_embedding_is_no_other_models_tokenizer(tiny,
     ids = Chat(again, []).prompt([{"role": "user", "content": "an <image_soft_token>"}])
     assert max(ids) < len(again) - 1 and again.decode(ids).count("<image_soft_token>") == 1
     (folder / "chat_template.jinja").write_text("<image_soft_token>" + tokenizer.chat_template)
+    with pytest.raises(UserError, match="they belong to different models"):
+        load(folder)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})  # which templates name by a variable
+    tokenizer.chat_template = "{{ bos_token }}" + make_tiny()[1].chat_template
+    tokenizer.save_pretrained(folder)
     with pytest.raises(UserError, match="they belong to different models"):
         load(folder)

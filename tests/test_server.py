@@ -27,6 +27,7 @@ from envs import Limits, load  # noqa: E402
 from experiment.errors import UserError  # noqa: E402
 from experiment.seeds import mix  # noqa: E402
 from llm import load_model, save_model  # noqa: E402
+from llm.chat import Chat  # noqa: E402
 from llm.engine import Engine, Row  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import player, server as served_by  # noqa: E402
@@ -227,6 +228,37 @@ def test_tools_a_call_its_result_and_the_answer(served, client):
     turn = chat.turn("", calls)
     expected = [*chat.prompt(HELLO), *turn, *chat.results(calls, ["5"], turn[-1])]
     assert answer.usage.prompt_tokens == len(expected)
+
+
+def test_a_call_that_is_cut_is_no_call(served, client):
+    """Half of a call in tags can be read, without the arguments that were still to come."""
+    chat = served.server.chat_of(json.dumps([ADD]))
+    half = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    served.script[:] = [[*chat.encode(half), *chat.turn("", [])]]
+    reply = client.chat.completions.create(model="base", messages=HELLO, tools=[ADD], max_tokens=len(chat.encode(half)))
+    assert reply.choices[0].finish_reason == "length" and not reply.choices[0].message.tool_calls
+    assert "<function=add>" in reply.choices[0].message.content
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+def test_one_call_where_the_client_or_the_template_takes_one(served, client, monkeypatch, one_call):
+    """Llama's template shows one: with two the conversation could not come back."""
+    monkeypatch.setattr(Chat, "shows_one_call", one_call)
+    for parallel in (True, False):
+        served.script[:] = [call_turn(served, {"a": 2, "b": 3}, {"a": 4, "b": 5})]
+        reply = client.chat.completions.create(model="base", messages=HELLO, tools=[ADD], max_tokens=300, parallel_tool_calls=parallel)
+        assert len(reply.choices[0].message.tool_calls) == (2 if parallel and not one_call else 1)
+
+
+def test_a_plain_text_begins_as_its_tokenizer_begins_it(served, client, monkeypatch):
+    """Llama, Gemma and Mistral begin with BOS, which vLLM's default writes too."""
+    tokenizer = served.server.tokenizer
+    plain = client.completions.create(model="base", prompt="hello", max_tokens=1).usage.prompt_tokens
+    monkeypatch.setattr(type(tokenizer), "bos_token_id", 1, raising=False)
+    call = type(tokenizer).__call__
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda self, text, **options: {"input_ids": [1]} if text == "" else call(self, text, **options))
+    assert client.completions.create(model="base", prompt="hello", max_tokens=1).usage.prompt_tokens == plain + 1
+    assert client.completions.create(model="base", prompt=[1, 9], max_tokens=1).usage.prompt_tokens == 2
 
 
 def test_a_function_without_parameters_and_one_that_is_none(served, client):

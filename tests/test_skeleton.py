@@ -1,6 +1,7 @@
 """llm/model_files.py: a model that is read one tensor at a time is the stock model of its weights."""
 from pathlib import Path
 
+import json
 import pytest
 import torch
 from memory_helpers import IDS, load
@@ -68,6 +69,14 @@ def test_shards_are_read_and_a_missing_tensor_is_named(wide, tmp_path):
     save_file({n: tensors[n] for n in names[3::2]}, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=names[1]):
         load(tmp_path, load_in_4bit=True)
+    # Of shards those that the index names: others may be of an older version.
+    save_file({n: tensors[n] for n in names[1::2]}, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+    save_file({n: tensors[n] + 1 for n in names}, tmp_path / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    index = {n: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, n in enumerate(names)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    d = load(tmp_path, load_in_4bit=True)
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), d.state_dict().values()))
+    (tmp_path / "model.safetensors.index.json").unlink()
     # A whole file beside shards is what transformers reads.
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     save_file({n: tensors[n] + 1 for n in names}, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})

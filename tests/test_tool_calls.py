@@ -146,6 +146,10 @@ def tagged(body):
         '{"name": "f", "arguments": null}': "got NoneType",
         '{"name": "f", "arguments": "[1]"}': "got list",
         '{"name": "f", "arguments": "{"}': "not valid JSON",
+        '{"name": "f", "args": {"a": 1}}': 'must stand under "arguments"',  # it would run without any
+        '{"name": "f", "a": 1}': 'must stand under "arguments"',
+        '{"type": "function", "function": {"name": "f", "description": "Do f.", "parameters": {"type": "object"}}}': "must stand under",  # its definition
+        "<function=f><parameter=a>\n1\n<parameter=b>\n2\n</parameter></function>": "unexpected '<parameter=a>",  # a tag left open
         '{"name": 3, "arguments": {}}': "not a function name",
         '{"name": "rm -rf /", "arguments": {}}': "not a function name",
         '{"name": "f<|im_end|>", "arguments": {}}': "not a function name",
@@ -188,6 +192,28 @@ def test_bad_calls_become_short_errors(body, why):
     assert calls == [good] and len(errors) == 1 and content.startswith("Hm.") and content.endswith("ok")
     assert why in errors[0] and errors[0].startswith("error: ") and len(errors[0]) <= 300
     assert errors[0].isprintable() and errors[0].encode()
+
+
+def test_arguments_beside_the_function_are_its_own():
+    text = '<tool_call>{"type": "function", "function": {"name": "f"}, "arguments": {"a": 1}}</tool_call>'
+    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": 1}}], [])
+
+
+def test_calls_with_commas_between_them_and_before_a_later_thought():
+    call = '{"name": "f", "arguments": {}}'
+    for text in (f"{call}, {call}", f"[TOOL_CALLS]{call}, {call}", f"<|tool_call|>{call}; {call}"):
+        assert [len(part) for part in parse_tool_calls(text)[1:]] == [2, 0]
+    # An untrained model invents the result and thinks about it.
+    invented = f"<tool_call>{call}</tool_call>\n<tool_response>5</tool_response>\n<think>Got 5.</think>\nIt is 5."
+    assert len(parse_tool_calls(invented)[1]) == 1
+
+
+@pytest.mark.parametrize("optional", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}, {"type": "string", "nullable": True}])
+def test_optional_text_is_text_in_every_spelling(optional):
+    """A zip code is no number. Pydantic writes `str | None` as anyOf."""
+    values = [parse_tool_calls(TAGGED["qwen"] % raw, schema(a=optional))[1][0]["arguments"]["a"] for raw in ("01234", "12345", "null")]
+    assert values == ["01234", "12345", None]
+    assert parse_tool_calls(TAGGED["qwen"] % "12", schema(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}))[1][0]["arguments"]["a"] == 12
 
 
 LONG = "9" * 5000

@@ -170,6 +170,7 @@ def test_a_model_that_learned_no_environment_is_chatted_with(tmp_path, capsys):
 @pytest.mark.parametrize("words, says", [
     (["--num_tasks", 3], "--num_tasks 3: of which environment? --env names one of equations, "), (["--dataset", "t.jsonl", "--env", "none"], "--dataset t.jsonl: of which"),
     (["--serve", "--num_tasks", 3, "--env", "equations"], "--serve answers what clients ask; leave out --num_tasks"),
+    (["--serve", "--temperature", 0, "--seed", 3], "--serve answers what clients ask; leave out --temperature, --seed"),
     (["--output", "t.jsonl", "--env", "equations"], "say with --num_tasks how many"), (["--system_prompt", "hi", "--env", "equations"], "--env none is a plain chat")])
 def test_a_flag_that_would_do_nothing_is_refused(words, says):
     done = run(ROOT / "agent.py", *words)

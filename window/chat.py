@@ -147,8 +147,10 @@ def check(config: Config, names: list[str]):
     if names and config.system_prompt:
         raise UserError(f"--system_prompt: environment {config.env} has its own; --env none is a "
                         "plain chat")
-    if config.serve and (config.num_tasks or config.system_prompt):
-        raise UserError("--serve answers what clients ask; leave out --num_tasks, --system_prompt")
+    asked = ("num_tasks", "system_prompt", "temperature", "top_k", "top_p", "seed", "group_size")
+    given = [f"--{name}" for name in asked if getattr(config, name) != getattr(Config, name)]
+    if config.serve and given:
+        raise UserError(f"--serve answers what clients ask; leave out {', '.join(given)}")
     if config.output and not config.num_tasks:
         raise UserError(f"--output {config.output}: say with --num_tasks how many tasks to play")
 

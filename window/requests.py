@@ -18,8 +18,8 @@ ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
 
 # Values that ask for nothing, as 0, false or an empty list of a parameter that is not ours does.
 # Clients send them, also where nobody knows the parameter.
-NOTHING = {"best_of": 1, "top_k": -1, "repetition_penalty": 1, "parallel_tool_calls": True,
-           "response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]}
+NOTHING = {"best_of": 1, "top_k": -1, "repetition_penalty": 1, "service_tier": "auto",
+           "response_format": {"type": "text"}, "modalities": ["text"]}
 # What a client calls itself or its request.
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
@@ -135,6 +135,7 @@ class ChatCompletion(Turns):
     messages: list[Message]
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = {}

@@ -147,7 +147,11 @@ class Server:
             [prompt] = prompt
         if isinstance(prompt, str):
             with refused("prompt"):
+                start = [i for i in self.tokenizer("")["input_ids"]
+                         if i == self.tokenizer.bos_token_id]
                 prompt = await asyncio.to_thread(self.plain.encode, prompt)
+                # As a tokenizer puts it before a text, unless the client has.
+                prompt = prompt if prompt[:1] == start else start + prompt
         if not prompt or max(prompt) >= self.vocabulary:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
@@ -174,17 +178,17 @@ class Server:
         choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
                              self.limits.max_new_tokens, streams)
         if body.stream:
-            events = self.events(body, choices, chat.tools)
+            events = self.events(body, choices, chat)
             return StreamingResponse(events, media_type="text/event-stream")
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
-            message, reason = assistant_message(choice, chat.tools)
+            message, reason = assistant_message(choice, chat, body)
             shown.append({"index": i, "message": message, "finish_reason": reason,
                           "logprobs": self.logprobs(body, choice)})
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
 
-    async def events(self, body, choices, tools):
+    async def events(self, body, choices, chat):
         """Yield the events of a streamed answer."""
         chunk = {**head("chat.completion.chunk", body), "choices": []}
         sent = {}  # choice -> how many characters and tokens of it
@@ -194,7 +198,7 @@ class Server:
                 if not choice.reason and len(choice.text) <= characters:
                     continue
                 sent[choice] = len(choice.text), len(choice.logprobs)
-                delta, reason = assistant_message(choice, tools)
+                delta, reason = assistant_message(choice, chat, body)
                 delta["content"] = (delta["content"] or "")[characters:]
                 if tokens:
                     del delta["role"]
@@ -295,11 +299,16 @@ def usage(choices) -> dict:
     return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
-def assistant_message(choice, tools) -> tuple[dict, str | None]:
+def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
     """Return the message in a choice, and why the choice ended, None if it has not."""
-    content, calls, _ = parse_tool_calls(choice.text, tools) if tools else ("", [], [])
+    calls = []
+    # A call that was cut would lack arguments.
+    if chat.tools and choice.reason != "length":
+        content, calls, _ = parse_tool_calls(choice.text, chat.tools)
     if not calls:
         return {"role": "assistant", "content": choice.text}, choice.reason
+    if chat.shows_one_call or not body.parallel_tool_calls:
+        calls = calls[:1]
     tool_calls = []
     for i, call in enumerate(calls):
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
