@@ -80,7 +80,7 @@ def episode_credit(episodes, **options):
 
 
 def turn_credit(episodes, **options):
-    """Compare a turn's return-to-go with those of its group at this turn (`group_advantages`)."""
+    """Compare a turn's return-to-go with its group's at this turn; alone at it, a turn gets 0."""
     returns, peers = [], []
     for t in episodes:
         for turn in range(len(t.rewards)):
@@ -105,7 +105,7 @@ def process_credit(episodes, **options):
     return torch.cat([r.flip(0).cumsum(0).flip(0) for r in per_episode])
 
 
-# To add an advantage estimator, write a credit function and put it here: the choices of --credit.
+# The choices of --credit. A credit function goes here, with options of its own bound by partial.
 CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit,
            "rloo": partial(episode_credit, leave_one_out=True)}
 
@@ -124,7 +124,7 @@ def token_advantages(episodes, mask, credit="episode", **options):
 class Counts(NamedTuple):
     """Divisors of the whole step: the losses of its micro-batches and ranks add up to its loss."""
 
-    sequences: int  # fully masked ones count too
+    sequences: int  # those without a sampled token count too
     tokens: int  # sum of the masks
     max_tokens: int  # the longest episode allowed, a constant
 
@@ -173,7 +173,7 @@ def constant_mean(x, mask, counts):
 def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
     """Estimate KL(policy || reference) per token (B, T), with x = log(policy / reference).
 
-    On-policy, a token's gradient is that of the KL at this token; later tokens' KL is left out.
+    It is each token's own KL: what a token changes in the KL of later ones is left out.
 
     k2: x^2 / 2 (joschu.net/blog/kl-approx.html). Its gradient is that of KL(policy || reference).
     k3: exp(-x) - 1 + x (arXiv 2402.03300 eq. 4). Its gradient is that of KL(reference || policy),
@@ -293,11 +293,11 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     credit: str = flag("episode", "how rewards become advantages", choices=CREDITS)
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
-    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this; cispo, sapo, vespo ignore both",
+    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this; cispo, sapo, vespo have none",
                                       above=0, aliases=("clip_eps",))
     clip_eps_high: float | None = auto(lower_clip, "ratio up to 1 + this", above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
-    kl_estimator: str = flag("k3_ratio", "of the KL in the loss", choices=("k2", "k3", "k3_ratio"))
+    kl_estimator: str = flag("k3_ratio", "estimator of that KL", choices=("k2", "k3", "k3_ratio"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     importance_correction: float | None = auto(
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "

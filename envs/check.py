@@ -136,7 +136,7 @@ class Conformance:
         questions = {Game(self.setup, task).seen[0] for task in training}
         known = sum(Game(self.setup, task).seen[0] in questions for task in self.held_out)
         return len(unseen) == len(self.held_out), (
-            f"{len(unseen)} test tasks are new, {known} begin with a question of training")
+            f"{len(unseen)} test tasks are new; of {known} the first message is also in training")
 
     def check_speed(self):
         began = time.perf_counter()

@@ -23,7 +23,8 @@ def collect_groups(play, tasks, config, step, run):
 
     `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
     episodes, group after group, their rewards shifted and scaled. They are fewer if prompts are too
-    long, environments fail, or MAX_RESAMPLE rounds do not suffice.
+    long, environments fail, or MAX_RESAMPLE rounds do not suffice. A fork that chooses a step's
+    tasks itself gives exactly `tasks_per_step` of them: each is then played once.
     """
     kept = []  # episodes
     drawn = dropped = 0  # groups

@@ -154,7 +154,8 @@ class ModelFlags:
     """Which model is trained, and which of its weights."""
 
     heading = "model"
-    model_path: str = flag("tiny", "tiny, a hub id, or the folder of a model, an adapter or a run")
+    model_path: str = flag("tiny", "tiny (its defaults are TINY in the program), a hub id, or the "
+                                    "folder of a model, an adapter or a run")
     lora_r: int = flag(16, "rank of LoRA; 0: all weights train", low=0)
     lora_alpha: float | None = flag(None, "LoRA alpha; default: twice the rank", above=0)
     lora_dropout: float = flag(0.0, "dropout on the input of the adapter, in updates only",
@@ -253,7 +254,8 @@ class RunFlags:
     resume: bool = flag(False, "continue the run in output_dir from its newest checkpoint")
     seed: int = flag(0, "seed of everything random", low=0)
     save_every: int = flag(
-        0, "steps between checkpoints; 0: after 10 minutes of training each, and at the end", low=0)
+        0, "steps between checkpoints, of which the last two and the best stay; 0: after 10 minutes "
+        "of training each, and at the end", low=0)
     eval_tasks: int = flag(
         200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)

@@ -124,9 +124,9 @@ def first_notes(metrics, config, model, has_expert):
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", path_of("sft.py"), "--model_path", config.model_path,
                  "--env", str(config.env)]
-        for name in ("tasks", "env_options"):
+        for name in ("tasks", "env_options", "lora_r"):
             if getattr(config, name, None):
-                words += [f"--{name}", getattr(config, name)]
+                words += [f"--{name}", str(getattr(config, name))]
         advice = f"SFT first: {shlex.join(words)}" if has_expert else (
             "A model that knows tools is a better start, or an _expert() for sft.py to imitate "
             "(envs/template.py has one)")

@@ -209,11 +209,12 @@ class Run:
             self._save()
         self._loop(False)
         self.check()
-        self.after = evaluate()
+        # The last step may just have been evaluated.
+        self.after = self.after or evaluate()
 
     def _start(self, total, state, evaluate):
-        """Begin or restore the run, evaluate the policy of a new one, and print what comes."""
-        self.total, self.training = total, state
+        """Begin or restore the run, evaluate the policy of a new one, and print the plan."""
+        self.total, self.training, self.after = total, state, None
         self.values["max_steps"] = total
         self.begin()
         self.ranks.first(self.files.write_config)
@@ -240,10 +241,11 @@ class Run:
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
+        self.after = None
         if self.config.eval_every and self.step % self.config.eval_every == 0:
-            metrics = evaluate()
-            self.line.update({f"eval/{name}": value for name, value in metrics.items()})
-            say(f"after step {self.step}: {headline(metrics)}")
+            self.after = evaluate()
+            self.line.update({f"eval/{name}": value for name, value in self.after.items()})
+            say(f"after step {self.step}: {headline(self.after)}")
         self.write_line(self.step - 1, self.line, timing)
         self.score = self.line.get("eval/success")
         every = self.config.save_every
@@ -344,7 +346,7 @@ class Run:
         """Write the episodes of a step that is skipped, or raise Stop: the third in a row."""
         reason = printable(reason)
         if not episodes:
-            say(f"step {self.step}: {reason}: skipped")
+            say(f"step {self.step + 1}: {reason}: skipped")
             return
         self.bad += 1
         path = self.folder / f"bad_step_{self.step}.json"
@@ -352,9 +354,9 @@ class Run:
             content = {"step": self.step, "why": reason,
                        "episodes": [t.to_json() for t in episodes]}
             replace_file(path, to_json(content, indent=1))
-        say(f"step {self.step}: {reason}: skipped; its episodes are in {path}")
+        say(f"step {self.step + 1}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
-            raise Stop(f"step {self.step}: {reason}: the third update in a row that is not finite; "
+            raise Stop(f"step {self.step + 1}: {reason}: the third update in a row that is not finite; "
                        f"lower --learning_rate, or look at the rewards in {path}; another run can "
                        f"start from this one's checkpoints: --model_path {self.folder}", 3)
 

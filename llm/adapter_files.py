@@ -53,7 +53,10 @@ def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
 
 @dataclass
 class TrainingState:
-    """The weights, the tokenizer and the optimizer's moments, on which the next step depends."""
+    """The weights, the tokenizer and the optimizer's moments, on which the next step depends.
+
+    A fork with state of its own overrides both methods: checkpoints then hold it.
+    """
 
     model: object
     tokenizer: object

@@ -189,6 +189,15 @@ def spoil(monkeypatch, module, steps):
     monkeypatch.setattr(module, "clip_grad_norm_", spoilt)
 
 
+def test_the_last_step_is_evaluated_once(place, tmp_path, monkeypatch):  # noqa: F811
+    """Where --eval_every has just done it, the numbers after training are those."""
+    evaluated, evaluate = [], grpo.evaluate
+    monkeypatch.setattr(grpo, "evaluate", lambda *a, **k: evaluated.append(1) or evaluate(*a, **k))
+    result = grpo.train(config(grpo, place, tmp_path, max_steps=2, eval_every=1, eval_tasks=2))
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(evaluated) == 3 and result["success_after"] == last["eval/success"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_that_is_not_finite_is_skipped_and_its_episodes_are_kept(place, tmp_path, monkeypatch, capfd, name):  # noqa: F811
     module, options = options_of(name, place)
@@ -199,7 +208,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_episodes_are_kept(place
     # step 1 changed nothing: save_every is 1, and the last two checkpoints are after steps 1 and 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["grad_norm"] is None for line in lines] == [False, True, False]
-    assert "step 1: loss" in capfd.readouterr().out
+    assert "step 2: loss" in capfd.readouterr().out
     bad = json.loads((tmp_path / "bad_step_1.json").read_text())
     assert bad["step"] == 1 and "gradient norm nan" in bad["why"]
     assert all(len(t["token_ids"]) > 8 for t in bad["episodes"])
