@@ -116,6 +116,7 @@ def command(config: Config):
     setup = Setup(config)
     for schema in envs.schemas(setup.cls):
         print(json.dumps(schema))
+    print("A turn is a call, name(argument=value), or an answer in plain text. Ctrl-D ends.")
     try:
         with setup.watch:
             for task in setup.tasks("train", 100):
