@@ -45,7 +45,7 @@ def test_every_environment_of_ours_conforms(name, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told, reasons = verdicts(name)
     assert those(told, "FAIL") == EXCEPTIONS.get(name, set()), reasons
-    assert not those(told, "-") and reasons[SPLIT].endswith(" 0 begin with a question of training"), reasons
+    assert not those(told, "-") and reasons[SPLIT].endswith(" of 0 the first message is also in training"), reasons
 
 
 # ------------------------------------------------------------------------------------------------------- ways not to conform
@@ -234,7 +234,7 @@ ONCE, COPY = "answering at once pays less", "copying tool output pays less"
 def test_a_good_one_conforms():
     told, reasons = verdicts(f"{__name__}:Sums")
     assert set(told.values()) == {"pass"} and len(told) == 13, reasons
-    assert reasons["valid tool schemas"] == "answer, look" and reasons[SPEED].startswith("fast enough") and reasons[SPLIT] == "40 test tasks are new, 0 begin with a question of training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
+    assert reasons["valid tool schemas"] == "answer, look" and reasons[SPEED].startswith("fast enough") and reasons[SPLIT] == "40 test tasks are new; of 0 the first message is also in training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
 
 
 @pytest.mark.parametrize("cls, failed", [
@@ -244,7 +244,7 @@ def test_what_is_broken_fails(cls, failed):
     told, reasons = verdicts(f"{__name__}:{cls.__name__}")
     assert those(told, "FAIL") == failed, reasons
     assert reasons[SPEED].startswith("slow") or cls is not Slow
-    assert (reasons[SPLIT] == "40 test tasks are new, 40 begin with a question of training") == (cls is AsksAlike)
+    assert (reasons[SPLIT] == "40 test tasks are new; of 40 the first message is also in training") == (cls is AsksAlike)
 
 
 def test_output_that_is_copied_whole_may_not_be_paid():

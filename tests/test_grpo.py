@@ -112,7 +112,7 @@ def test_groups_outside_the_band_are_dropped_replaced_and_counted(base, tmp_path
 def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
     result, lines = run(base, tmp_path, success_rate_lb=0.99, success_rate_ub=0.995)
     assert result["steps"] == 1 and lines[0]["groups_dropped"] == 16
-    assert "step 0: there is no episode to learn from: skipped" in capfd.readouterr().out
+    assert "step 1: there is no episode to learn from: skipped" in capfd.readouterr().out
 
 
 def test_clip_eps_sets_both_bounds_unless_the_upper_one_is_given():

@@ -283,7 +283,7 @@ def test_a_file_that_no_episode_came_for_is_not_left_behind(tmp_path):
 def test_what_is_played_is_said_and_summed_up_within_80_columns(tmp_path):
     done = run(ROOT / "agent.py", "--env", "equations", "--num_tasks", 2, "--group_size", 2, "--max_new_tokens", 4)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and "playing 4 episodes of equations: at most 1024 tokens each, 4 a turn" in lines, done
+    assert done.returncode == 0 and "playing 4 episodes of equations (train): at most 1024 tokens each, 4 a turn" in lines, done
     assert "0.9 million weights, float32, on cpu" in lines and max(map(len, lines)) <= 80
     summary = dict(line.split() for line in lines[-lines[::-1].index(""):])
     assert summary["episodes"] == "4" and summary["turns"] == "1" and float(summary["sampled_tokens"]) <= 4

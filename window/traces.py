@@ -27,7 +27,7 @@ def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
             rewards.pay([episode])
         traces.add(episode.trajectory)
 
-    print(f"playing {traces.total} episodes of {config.split} tasks of {config.env}: at most "
+    print(f"playing {traces.total} episodes of {config.env} ({config.split}): at most "
           f"{limits.max_tokens} tokens each, {limits.max_new_tokens} a turn", flush=True)
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, top_k=config.top_k,
                        top_p=config.top_p, on_end=end, **options)
