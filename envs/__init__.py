@@ -202,13 +202,17 @@ def sources(config) -> list[str]:
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)
-            found = {name: module.__file__ for name, module in finder.modules.items()}
+            found = {name: module.__file__ for name, module in finder.modules.items()
+                     if module.__file__}
             for name, file in found.items():
-                loaded = getattr(sys.modules.get(name), "__file__", file)
-                if name != "__main__" and file != loaded:
+                loaded = getattr(sys.modules.get(name), "__file__", None) or file
+                if file != loaded and os.path.dirname(loaded) in FOLDERS:
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
-            paths += filter(None, found.values())
+            paths += found.values()
     return paths
+
+
+FOLDERS = []  # of the files that were imported, whose neighbours they may import
 
 
 @cache
@@ -221,6 +225,7 @@ def _import_file(path: str):
     folder = os.path.dirname(path)
     sys.modules[spec.parent] = ModuleType(spec.parent)
     sys.modules[spec.parent].__path__ = [folder]
+    FOLDERS.append(folder)
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)

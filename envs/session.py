@@ -5,7 +5,7 @@ at most its own episode, until it happens so often that the environment must be 
 """
 import faulthandler
 import inspect
-import os
+import io
 import queue
 import sys
 import threading
@@ -49,11 +49,11 @@ class Watch:
         self.idle = earlier.idle if earlier else defaultdict(list)
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # the fault that came too often, in words
-        self.mixed = False  # True if calls turn out to have changed what all of them share
+        self.mixed = False  # True if calls turn out to have written into each other's buffers
 
     def __enter__(self):
         self.is_open = True
-        self.shared = sys.stdout, os.getcwd()
+        self.stdout = sys.stdout
         threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
@@ -61,9 +61,9 @@ class Watch:
         with self.lock:
             self.is_open, self.is_closed = False, True
             faulthandler.cancel_dump_traceback_later()
-            # Calls that overlap and each put back what they met leave another's behind.
-            self.mixed = self.shared != (sys.stdout, os.getcwd())
-            sys.stdout = self.shared[0]
+            # Calls that overlap and each put back what they met leave another's buffer behind.
+            self.mixed = isinstance(sys.stdout, io.StringIO) and sys.stdout is not self.stdout
+            sys.stdout = self.stdout
 
     def _keep_alive(self):
         while self.is_open:
@@ -109,13 +109,13 @@ class Watch:
                 "tool_timeout in its `limits`")
 
     def check(self):
-        """Raise EnvironmentFault if calls changed each other's, or met faults again and again."""
+        """Raise EnvironmentFault if results are mixed up, or calls met faults again and again."""
         if self.mixed:
             raise EnvironmentFault(
-                "tools changed sys.stdout (contextlib.redirect_stdout?) or the working directory "
-                "while those of other episodes ran, in threads of the same process, so that their "
-                "results are mixed up; hold a threading.Lock of the module while it is changed, "
-                "or run such code in a process of its own")
+                "tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other "
+                "episodes ran, in threads of the same process, so that their results are mixed up; "
+                "hold a threading.Lock of the module meanwhile, or run such code in a process of "
+                "its own")
         if self.broken:
             raise EnvironmentFault(
                 f"{MAX_FAULTS} faults in a row: the environment is broken, and the model cannot "

@@ -103,8 +103,8 @@ def as_trl(episodes: list, function) -> dict:
 @cache
 def note_missing(function: str, column: str, columns: str):
     """Say once that no task of a step has a column that a reward function asks for."""
-    print(f"note: --rewards {function}: no task has a column {column!r}, so it gets None; columns: "
-          f"{columns}", file=sys.stderr)
+    print(f"note: --rewards {function}: no task of this step has a column {column!r}, so it gets "
+          f"None; columns: {columns}", file=sys.stderr)
 
 
 def trl_message(message: dict) -> dict:

@@ -356,9 +356,9 @@ class Run:
             replace_file(path, to_json(content, indent=1))
         say(f"step {self.step + 1}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
-            raise Stop(f"step {self.step + 1}: {reason}: the third update in a row that is not finite; "
-                       f"lower --learning_rate, or look at the rewards in {path}; another run can "
-                       f"start from this one's checkpoints: --model_path {self.folder}", 3)
+            raise Stop(f"step {self.step + 1}: {reason}: the third update in a row that is not "
+                       f"finite; lower --learning_rate, or look at the rewards in {path}; another "
+                       f"run can start from this one's checkpoints: --model_path {self.folder}", 3)
 
     # -------------------------------------------------------------------------------- leaving early
     def check(self):

@@ -296,7 +296,7 @@ def captured(cls):
 def test_tools_that_change_what_the_process_shares_are_found_out():
     """Results of other episodes would be trained on, and the program's own lines go into a buffer."""
     stdout = sys.stdout
-    with pytest.raises(EnvironmentFault, match="tools changed sys.stdout .* hold a threading.Lock"):
+    with pytest.raises(EnvironmentFault, match="tools replaced sys.stdout .* hold a threading.Lock"):
         captured(Captures)
     assert sys.stdout is stdout
     assert captured(Locked) == [f"{n}\n" for n in range(8)]
