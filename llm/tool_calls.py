@@ -5,13 +5,13 @@ a good call counts even if it stands beside a bad one. It works on decoded text,
 with ordinary tokens means the same as the added token.
 """
 
-import ast
 import json
 import re
-import warnings
 from contextlib import suppress
+from importlib import import_module
 from itertools import islice
 
+PYTHON_CALLS = "llm.python_calls"  # which only some families write
 MAX_CALLS = 64  # in one turn
 MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -37,8 +37,7 @@ _TAG_VALUE = re.compile(
     r"(?(1)\n?)((?:(?!\n<parameter=).)*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
 _GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
-_QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]:
@@ -195,7 +194,7 @@ def _read(text, opener, start, tools):
         return _read_gemma(text, start)
     if _PYTHON_LIST.match(text, start) and (tag or text.rstrip().endswith(")]")):
         source = _CLOSER.split(text[start:], maxsplit=1)[0]
-        return _read_python(source.strip()), start + len(source)
+        return import_module(PYTHON_CALLS).read(source.strip()), start + len(source)
     if text.startswith(("{", "["), start):
         calls, end = _read_json(text, start)
         if tag == "<tool_call>":
@@ -257,7 +256,7 @@ def _read_tagged(text, start, tools):
         pairs.append((key, _tagged_value(value, (tools or {}).get(name[1]), key)))
         position = tag.end()
     _check_end(text, position, "in")
-    return [{"name": name[1], "arguments": _unique(pairs)}], position
+    return [{"name": name[1], "arguments": unique(pairs)}], position
 
 
 def _tagged_value(raw, function, key):
@@ -265,7 +264,7 @@ def _tagged_value(raw, function, key):
 
     Where the function's schema asks for text it is text, or None if that may be and it is null.
     """
-    json_text = _PYTHON_WORDS.get(raw.strip(), raw.strip())
+    json_text = PYTHON_WORDS.get(raw.strip(), raw.strip())
     # The schemas of a data file may have any form.
     with suppress(LookupError, TypeError, AttributeError):
         kinds = _kinds(function["parameters"]["properties"][key])
@@ -287,45 +286,14 @@ def _kinds(schema) -> set:
     return kinds
 
 
-def _read_python(source):
-    """Read [f(x=1), g(y="a")], as Llama 4 and LFM write calls. Nothing is evaluated."""
-    # Python warns of an escape such as "\d".
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            tree = ast.parse(source, mode="eval").body
-        # LFM2.5 leaves newlines and quotes in a string as they are.
-        except SyntaxError:
-            tree = ast.parse(_QUOTED.sub(r"'''\1'''", source), mode="eval").body
-    calls = []
-    for node in tree.elts:
-        keys = [keyword.arg for keyword in node.keywords]
-        if node.args or None in keys:  # None: **arguments
-            raise ValueError("expected [name(key=value, ...)]")
-        values = [_JsonWords().visit(keyword.value) for keyword in node.keywords]
-        try:
-            values = list(map(ast.literal_eval, values))
-        except ValueError:
-            raise ValueError("arguments must be literal values") from None
-        arguments = _unique(list(zip(keys, values)))
-        calls.append({"name": ast.unparse(node.func), "arguments": arguments})
-    return calls
-
-
-class _JsonWords(ast.NodeTransformer):
-    """Reads true, false and null, which LFM2 writes inside lists and objects."""
-
-    def visit_Name(self, node):
-        return ast.Constant(json.loads(node.id)) if node.id in _PYTHON_WORDS.values() else node
-
-
-def _unique(pairs):
+def unique(pairs):
     """Return the pairs as a dict, else raise ValueError."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("an argument is given twice")
     return dict(pairs)
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_unique)
+_JSON = json.JSONDecoder(object_pairs_hook=unique)
 
 
 def _json(text, position):
