@@ -184,11 +184,12 @@ def _event_loop():
 
 
 def shortened(texts: list[str], tokens: int, encode) -> tuple[list[str], list[int]]:
-    """Return a turn's results, shortened until encode(texts) has at most `tokens`, and those.
+    """Return the results of a turn, shortened until `encode` makes few enough tokens of them.
 
-    With the least of every text they may still be more.
+    Returns the texts and their ids. These are more than `tokens` if SHORTEST characters of each
+    text already are.
     """
-    # A token has about three characters, of numbers and of Chinese fewer.
+    # A token has about three characters. Numbers and Chinese have fewer.
     limit = 3 * tokens // max(len(texts), 1)
     while True:
         shown = [shorten(text, limit) for text in texts]

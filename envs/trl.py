@@ -19,8 +19,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
     if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
-    if last["role"] == "system":
-        messages, last = prompt, {"role": "user", "content": ""}
+    if last["role"] == "system" and observation:
+        return [*prompt, {"role": "user", "content": observation}]
     if last["role"] != "user":
         raise ValueError(f'the last message of "prompt" must be the user\'s, not {last["role"]}')
     return [*messages, {**last, "content": last["content"] + observation}]

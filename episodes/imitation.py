@@ -110,7 +110,7 @@ def read_split(read, path, content, config):
             # One or two rows may all be in that tenth.
             learned, held_out = held_out, []
     chosen = shuffled(learned, config.seed)[:config.max_samples]
-    print_dropped(learned, chosen, "are not learned from: --max_samples")
+    print_dropped(learned, chosen, "demonstrations are not learned from: --max_samples")
     return chosen, shuffled(held_out, config.seed)[:HELD_OUT]
 
 

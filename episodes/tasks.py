@@ -18,8 +18,8 @@ CELLS = "envs.cells"  # only a .csv file needs it
 
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
-               eval_dataset: str | bool | None = None, env_options: dict | None = None,
-               fields: str | None = None) -> list[dict]:
+               eval_dataset: str | None = None, env_options: dict | None = None,
+               fields: str | None = None, holds_out: bool = True) -> list[dict]:
     """Return at most n tasks, in an order fixed by the seed: arguments of `reset`, and their "env".
 
     Args:
@@ -27,10 +27,11 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         split: "train" or "test". The two never share a row of a file.
         dataset: task files (experiment/mixtures.py), or None: the environment makes the tasks. Of
             several environments, a row's "env" says which one it is for.
-        eval_dataset: the file of the test rows, or True: there are none, or None: every tenth row
-            of `dataset`, by the hash of its content.
+        eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
+            hash of its content.
         env_options: what `envs.options_of` returns. Every row gets them.
         fields: "question=problem,...", where the files have other names of columns.
+        holds_out: False takes all rows of `dataset` for training.
     """
     names = envs.names_of(name)
     if not names or n == 0:
@@ -41,7 +42,8 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     for env_name in names:
         cls = envs.with_options(envs.load(env_name), env_options)
         if path:
-            rows = _tasks_of_file(env_name, names, cls, split, seed, path, eval_dataset, fields)
+            is_whole = eval_dataset or not holds_out
+            rows = _tasks_of_file(env_name, names, cls, split, seed, path, is_whole, fields)
         else:
             rows = _tasks_of_environment(env_name, cls, split, share, seed)
         # Data chooses among the environments that the user named, and no other code.
@@ -67,12 +69,12 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     return rows
 
 
-def _tasks_of_file(name, names, cls, split, seed, path, eval_dataset, fields) -> list[dict]:
-    """Return an environment's rows of a file, shuffled: all with eval_dataset, else a split's."""
+def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
+    """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
     def convert(row, place):
         if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
             return False, None
-        in_split = eval_dataset or is_held_out(row) == (split == "test")
+        in_split = is_whole or is_held_out(row) == (split == "test")
         if ".csv:" in place:
             row = import_module(CELLS).read_cells(cls.reset, row)
         # Rows of the other split are checked as well.
@@ -173,12 +175,11 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     There are none without an environment. Where n is 0, because other data is learned from, all
     rows of --tasks are held out.
     """
-    # Without an evaluation no row is held out.
-    files = (config.tasks, config.eval_dataset or not config.eval_tasks)
+    files = (config.tasks, config.eval_dataset)
     if not n:
         files = (None, config.eval_dataset or config.tasks)
     options = (config.seed, *files, envs.options_of(config), config.fields)
-    train = load_tasks(config.env, "train", n, *options)
+    train = load_tasks(config.env, "train", n, *options, holds_out=config.eval_tasks > 0)
     held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
     return train, drop_seen(held_out, train)
 

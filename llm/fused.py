@@ -1,7 +1,7 @@
 """The forward pass of the Llama family (Llama, Qwen2, Qwen3) in few kernels, for the rollout.
 
-A layer takes 22 kernels on an H100, attention and cache included, where the stock modules launch 41
-to 57 beside them. Every other architecture and modules with hooks stay with those, on a CPU also
+A layer takes 22 kernels on an H100, attention and cache included. The stock modules launch 41 to 57
+without these. Every other architecture and modules with hooks stay with those, on a CPU also
 4-bit weights and an adapter that is not merged. On a GPU such Linears are called one by one.
 
 It takes no memory: the joint weights replace the model's tensors, which become views of them. On

@@ -31,9 +31,9 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
         token_ids: (B, T), right-padded
         loss_mask: (B, T), 1 where a log-probability is wanted
         temperature: the logits are divided by it
-        return_hidden: True also returns what the head saw, for a head that a fork adds (a critic
-            takes hidden.detach(), or its loss moves the policy; for the state after the last token
-            pad a column whose mask is 1)
+        return_hidden: True also returns what the head saw, for a head that a fork adds. A critic
+            takes hidden.detach(), or its loss moves the policy. The state after the last token
+            needs one more column, with mask 1.
 
     Returns logprobs (B, T) and entropy (B, T), float32, differentiable, 0.0 where the mask is 0.
     With return_hidden also hidden (B, T, D), of the same kind: column t holds the last hidden state

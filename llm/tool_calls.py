@@ -13,6 +13,7 @@ from itertools import islice
 
 PYTHON_CALLS = "llm.python_calls"  # which only some families write
 MAX_CALLS = 64  # in one turn
+KEYS = {"name", "id", "type", "index", "function", "parameters"}  # of a call without "arguments"
 MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
@@ -84,10 +85,9 @@ def check_call(raw) -> dict:
     name = raw.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:50]!r} is not a function name")
-    # With its arguments elsewhere a call would be made without any; with a description it is an
-    # echo of the tool's definition.
-    if "arguments" not in raw and ("description" in raw or "parameters" not in raw
-                                   and raw.keys() - {"name", "id", "type", "index", "function"}):
+    # With its arguments under another key, a call would be made without any. A definition of the
+    # tool, which small models repeat, has other keys too.
+    if "arguments" not in raw and raw.keys() - KEYS:
         raise ValueError(f'the arguments of {name} must stand under "arguments"')
     arguments = raw.get("arguments", raw.get("parameters", {}))
     # OpenAI writes the arguments as JSON inside a JSON string.

@@ -147,10 +147,10 @@ class Server:
             [prompt] = prompt
         if isinstance(prompt, str):
             with refused("prompt"):
+                prompt = await asyncio.to_thread(self.plain.encode, prompt)
+                # A text begins as its tokenizer begins it, unless the client has written BOS.
                 start = [i for i in self.tokenizer("")["input_ids"]
                          if i == self.tokenizer.bos_token_id]
-                prompt = await asyncio.to_thread(self.plain.encode, prompt)
-                # As a tokenizer puts it before a text, unless the client has.
                 prompt = prompt if prompt[:1] == start else start + prompt
         if not prompt or max(prompt) >= self.vocabulary:
             raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
