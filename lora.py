@@ -75,13 +75,8 @@ class Adapter(nn.Module):
 
     def forward(self, linear, x, output):
         """Return y for x (..., in) and W x. The Linear itself is for subclasses such as DoRA."""
-        A, B = self.factors(x)
         x = F.dropout(x, self.dropout, training=self.training)
-        update = F.linear(F.linear(x, A), B) * self.scale
-        # A sum rounded to 16 bits would lose small updates: see `dithered`.
-        if output.dtype not in LOST_BITS:
-            return output + update
-        return _DitheredSum.apply(output, update)
+        return add_update(x, output, *self.factors(x), self.scale, column_noise(output))
 
     def give_gradients(self, linear, x, output):
         """Return `output`, which a merged weight computed from x, with gradients for A and B."""
@@ -288,6 +283,11 @@ def adapter_tensors(model) -> dict:
             for leaf, tensor in linear.lora.tensors().items()}
 
 
+def is_beside(module) -> bool:
+    """True if a plain adapter of the module is added beside its weight while decoding."""
+    return is_adapted(module) and type(module.lora) is Adapter and module.lora.mode == "cached"
+
+
 def whole_policy(module) -> bool:
     """True if the weight alone gives the output: no adapter, a merged one, or one switched off."""
     return not is_adapted(module) or module.lora.mode in ("merged", "off")
@@ -297,7 +297,7 @@ def whole_policy(module) -> bool:
 LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 mantissa bits
 
 
-def dithered(total, dtype, by_column: bool = False):
+def dithered(total, dtype, noise=None):
     """Round float32 sums to what 16 bits hold, by stochastic rounding with fixed random bits.
 
     An update below half the distance to the next 16-bit number would vanish if the sum were rounded
@@ -311,16 +311,18 @@ def dithered(total, dtype, by_column: bool = False):
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.
         dtype: what holds the result later. Only bfloat16 and float16 need random bits.
-        by_column: True gives all rows the same random bits, whatever their place in a batch.
+        noise: (out,), from `column_noise`: all rows get the same random bits, whatever their place
+            in a batch.
     """
     if dtype not in LOST_BITS:
         return total
     # Of the many NaNs take the one whose bits survive the sum. CUDA's, 0x7fffffff, would become 0.
     total.nan_to_num_(torch.nan, torch.inf, -torch.inf)
-    bits, noise = total.view(torch.int32), _noise(total.device, LOST_BITS[dtype])
-    if by_column:
-        bits.add_(noise[:total.shape[-1]])
+    bits = total.view(torch.int32)
+    if noise is not None:
+        bits.add_(noise)
     else:
+        noise = _noise(total.device, LOST_BITS[dtype])
         # One addition for all but the tail: a GPU waits for launches.
         flat, whole = bits.view(-1), bits.numel() // len(noise) * len(noise)
         flat[:whole].view(-1, len(noise)).add_(noise)
@@ -337,22 +339,48 @@ def _noise(device, n: int):
     return torch.randint(2**n, (2**18 - 5,), generator=generator, dtype=torch.int32).to(device)
 
 
+def add_update(x, output, A, B, scale, noise):
+    """Return output + scale B A x (..., out), rounded by `dithered` if the output has 16 bits."""
+    update = F.linear(F.linear(x, A), B)
+    # A sum rounded to the nearest would lose small updates.
+    if output.dtype not in LOST_BITS:
+        return output + update * scale
+    return _DitheredSum.apply(output, update, scale, noise)
+
+
+def joint_adapter(linears, x, outputs):
+    """Return a function of x and the Linears' joint output that adds all their adapters to it.
+
+    They are one adapter of the sum of their ranks, whose B is block-diagonal. On a GPU it takes as
+    many launches as one of them.
+    """
+    A, B = zip(*(linear.lora.factors(x) for linear in linears))
+    return partial(add_update, A=torch.cat(A), B=torch.block_diag(*B), scale=linears[0].lora.scale,
+                   noise=torch.cat(list(map(column_noise, outputs))))
+
+
+def column_noise(output):
+    """Return the random bits (out,) of the columns of a Linear's output (..., out)."""
+    return _noise(output.device, LOST_BITS.get(output.dtype, 0))[:output.shape[-1]]
+
+
 class _DitheredSum(torch.autograd.Function):
-    """Add an update (..., out) to a 16-bit output by `dithered`, with the gradients of the sum."""
+    """Add scale x update (..., out) to a 16-bit output by `dithered`, with the sum's gradients."""
 
     @staticmethod
-    def forward(ctx, output, update):
+    def forward(ctx, output, update, scale, noise):
         # The sum is written over the update, some tokens in float32 at a time: what a CPU's cache
         # holds, and on a GPU, where each piece is six kernels, 32 MiB.
         ctx.mark_dirty(update)
+        ctx.scale = scale
         tokens = max(1, 2**(18 if output.device.type == "cpu" else 23) // output.shape[-1])
         for y, u in zip(output.flatten(0, -2).split(tokens), update.flatten(0, -2).split(tokens)):
-            u.copy_(dithered(y.float().add_(u), y.dtype, by_column=True))
+            u.copy_(dithered(y.float().add_(u, alpha=scale), y.dtype, noise))
         return update
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, grad
+        return grad, grad * ctx.scale, None, None
 
 
 # ------------------------------------------------------------------------------------------ merging

@@ -25,7 +25,7 @@ from llm.logprobs import token_logprobs  # noqa: E402
 WAYS = ("merged", "beside", "nearest", "float32")
 
 
-def to_nearest(total, dtype, by_column=False):
+def to_nearest(total, dtype, noise=None):
     """Round as `tensor.to(dtype)` does: what merging did before `lora.dithered`."""
     return total.to(dtype)
 

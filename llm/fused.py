@@ -16,7 +16,8 @@ from experiment.process import give_back_memory
 import llm.pointwise as pointwise
 from llm.attention import row_attention
 from llm.checkpointing import tiled
-from lora import adapted_forward, free_merged, whole_policy, whole_weight
+from lora import (adapted_forward, free_merged, is_beside, joint_adapter, whole_policy,
+                  whole_weight)
 
 # Forwards in place of a module's own that compute the same numbers by other means.
 KNOWN_FORWARDS = tiled, pointwise.mlp, pointwise.norm, adapted_forward
@@ -81,9 +82,10 @@ class FusedLayer:
         self.mlp_norm = layer.post_attention_layernorm
         self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = joined(attention.o_proj)
-        # An MLP in tiles stays so: a long prompt's intermediate values would fill a small GPU.
-        is_tiled = getattr(vars(layer.mlp).get("forward"), "func", None) is tiled
-        self.mlp = layer.mlp if is_tiled else FusedMLP(layer.mlp)
+        self.mlp = self.prompt_mlp = FusedMLP(layer.mlp)
+        # A long prompt's intermediate values would fill a small GPU.
+        if getattr(vars(layer.mlp).get("forward"), "func", None) is tiled:
+            self.prompt_mlp = layer.mlp
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
         self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv
         self.window = getattr(attention, "sliding_window", None)
@@ -96,7 +98,8 @@ class FusedLayer:
     def __call__(self, x, cos, sin, cache):
         """x (R, C, D) and the rotation cos, sin (R, C, 1, d) give the layer's output (R, C, D)."""
         x = x + self.attend(normalize(self.norm, x), cos, sin, cache)
-        return x + self.mlp(normalize(self.mlp_norm, x))
+        mlp = self.mlp if x.shape[1] == 1 else self.prompt_mlp
+        return x + mlp(normalize(self.mlp_norm, x))
 
     def attend(self, x, cos, sin, cache):
         attention, H, d = self.attention, self.heads, cos.shape[-1]
@@ -141,7 +144,25 @@ def joined(*linears):
         return JointLinear(linears)
     if len(linears) == 1:
         return linears[0]
+    if all(map(is_beside, linears)):
+        return JointAdapters(linears)
     return lambda x: torch.cat([linear(x) for linear in linears], -1)
+
+
+class JointAdapters:
+    """Several Linears of the same input, whose adapters beside them are one while decoding."""
+
+    def __init__(self, linears):
+        self.linears = linears
+        self.adapter = None
+
+    def __call__(self, x):
+        if x.shape[1] > 1:
+            # A prompt needs the memory more than a GPU waits for its few launches.
+            return torch.cat([linear(x) for linear in self.linears], -1)
+        outputs = [type(linear).forward(linear, x) for linear in self.linears]
+        self.adapter = self.adapter or joint_adapter(self.linears, x, outputs)
+        return self.adapter(x, torch.cat(outputs, -1))
 
 
 class JointLinear:

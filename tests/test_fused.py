@@ -4,7 +4,7 @@ import torch
 from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedule
 
 import lora
-from llm import checkpointing, fused
+from llm import checkpointing, fused, load_model
 from llm.engine import Engine
 from llm.logprobs import token_logprobs
 
@@ -93,6 +93,27 @@ def test_merged_adapters_run_fused_unmerged_ones_and_hooks_do_not():
     del plain.model.layers[0].self_attn.forward
     plain.model.layers[0].mlp.down_proj = torch.nn.utils.skip_init(type("Four", (torch.nn.Linear,), {}), 64, 48, bias=False)
     assert not fused.fits(plain)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding(dtype):
+    """A decode step in 4 bits was nine kernels for each of them, two thirds of its launches (KERNELS in test_launches.py)."""
+    model = load_model("tiny", lora_r=4, dtype=dtype, device="cpu", memory="4bit")[0].eval()
+    for linear in lora.adapters(model).values():
+        torch.nn.init.normal_(linear.lora.B, std=0.05)
+    attention = model.model.layers[1].self_attn
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
+    with torch.inference_mode(), lora.merged(model):
+        joint = fused.joined(*linears)
+        assert isinstance(joint, fused.JointAdapters)
+        for rows in (1, 5):
+            x = torch.randn(rows, 1, attention.q_proj.in_features, dtype=model.dtype)
+            apart = torch.cat([linear(x) for linear in linears], -1)
+            torch.testing.assert_close(joint(x), apart)
+        x = torch.randn(2, 7, attention.q_proj.in_features, dtype=model.dtype)
+        assert torch.equal(joint(x), torch.cat([linear(x) for linear in linears], -1))
+        linears[1].lora.mode = "off"
+        assert not isinstance(fused.joined(*linears), fused.JointAdapters)
 
 
 def test_there_is_no_second_copy_and_training_and_saving_go_on(tmp_path):
