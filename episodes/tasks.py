@@ -49,9 +49,12 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         # Data chooses among the environments that the user named, and no other code.
         options = envs.taken(cls, env_options or {})
         columns.append([{**row, "env": env_name, **options} for row in rows])
+    tasks = list(chain.from_iterable(columns if path else zip(*columns)))
     if path and len(names) > 1:
-        return shuffled(list(chain.from_iterable(columns)), seed)[:n]
-    return list(chain.from_iterable(zip(*columns)))[:n]
+        tasks = shuffled(tasks, seed)
+    if path and split == "train":
+        print_dropped(tasks, tasks[:n], f"tasks of {path} are left out: {n} are asked for")
+    return tasks[:n]
 
 
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:

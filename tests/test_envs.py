@@ -700,13 +700,14 @@ def keys(rows):
     return [row["question"] for row in rows]
 
 
-def test_a_file_is_split_by_the_hash_of_its_rows(tmp_path, asks):
+def test_a_file_is_split_by_the_hash_of_its_rows(tmp_path, asks, capsys):
     path = rows_file(tmp_path, 1000)
     train, test = (load_tasks("asks", split, None, 0, path) for split in ("train", "test"))
     assert not set(keys(train)) & set(keys(test)) and len(train) + len(test) == 1000 and 60 < len(test) < 140
     assert train[0]["env"] == "asks" and "_line" not in train[0]
     other = load_tasks("asks", "train", 10, 5, path)
     assert load_tasks("asks", "train", 10, 0, path) == train[:10] != other and set(keys(other)) <= set(keys(train))
+    assert len(re.findall("of [0-9]+ tasks of .* are left out: 10 are asked for", capsys.readouterr().out)) == 2  # of 50,000 rows 10,000 are played
     more = load_tasks("asks", "test", None, 0, rows_file(tmp_path, 1200, "more.jsonl"))
     assert set(keys(test)) <= set(keys(more))  # a row never changes sides when the file grows
     twice = write(tmp_path, Path(path).read_text() * 2, "twice.jsonl")
