@@ -150,7 +150,7 @@ class Episode:
         t.logprobs += logprobs
         t.rewards.append(0.0)
         text = self.chat.text(ids)
-        t.messages.append({"role": "assistant", "content": text})
+        t.messages.append({"role": "assistant", "content": text.strip()})
         # Only the template may open a message, by <|im_start|> or the like.
         if self.chat.start_ids & set(ids):
             return self.finish("malformed")
@@ -159,9 +159,8 @@ class Episode:
             return self.finish("max_tokens" if is_full else "max_new_tokens")
         self.stop_id = ids[-1]
         content, self.calls, self.errors = parse_tool_calls(text, self.chat.tools)
-        t.messages[-1]["content"] = content
         if self.calls:
-            t.messages[-1]["tool_calls"] = self.calls
+            t.messages[-1].update(content=content, tool_calls=self.calls)
         t.info["parsed_turns"] += not self.errors
         t.info["tool_calls"] += len(self.calls)
         t.info["tool_errors"] += len(self.errors)

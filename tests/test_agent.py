@@ -438,6 +438,8 @@ def test_a_good_call_beside_bad_ones(monkeypatch):
     check_invariants(t, LONG)
     t = play(monkeypatch, '<tool_call>\n{"name": \n</tool_call>', "fine")
     assert len(t.rewards) == 2 and results_of(t)[0].startswith("error") and t.info["tool_calls"] == 0 and "unreadable call" in transcript(t.to_json())
+    # What made the turn bad is what a reward function, a pair of dpo.py and a reader see of it.
+    assert [m["content"] for m in t.messages if m["role"] == "assistant"][0] == '<tool_call>\n{"name": \n</tool_call>'
 
 
 def test_what_is_no_tool_cannot_be_called(monkeypatch):
