@@ -58,11 +58,11 @@ from functools import cache
 from modulefinder import ModuleFinder
 from types import ModuleType
 
-from envs.calls import schemas, tools
+from envs.calls import needed, schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
-__all__ = ["schemas", "tools"]  # of envs/calls.py
+__all__ = ["needed", "schemas", "tools"]  # of envs/calls.py
 
 ENVS = {
     "equations": "envs.equations:Equations",
@@ -279,11 +279,3 @@ def taken(cls, options: dict) -> dict:
     parameters = inspect.signature(cls.reset).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in options.items() if takes_any or name in parameters}
-
-
-def needed(cls) -> list[str]:
-    """Return the arguments without which the environment does not `reset`."""
-    parameters = inspect.signature(cls.reset).parameters.values()
-    return [p.name for p in parameters
-            if p.name != "self" and p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]

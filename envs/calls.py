@@ -84,6 +84,13 @@ def fit(value, hint):
     raise TypeError
 
 
+def needed(function) -> list[str]:
+    """Return the arguments without which a function, or a method of a class, cannot be called."""
+    return [p.name for p in inspect.signature(function).parameters.values()
+            if p.name != "self" and p.default is p.empty
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
 class WrongCall(ValueError):
     """The model's call cannot be made. The text tells the model why."""
 
@@ -95,8 +102,8 @@ def _fit_arguments(name: str, method, arguments: dict) -> dict:
     for key in arguments:
         if key not in parameters:
             raise WrongCall(f"{name}: unknown argument {key!r}; {takes}")
-    for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and key not in arguments:
+    for key in needed(method):
+        if key not in arguments:
             raise WrongCall(f"{name}: missing argument {key!r}; {takes}")
     hints = typing.get_type_hints(method)
     fitted = {}

@@ -4,6 +4,8 @@ import sys
 from functools import cache
 from types import SimpleNamespace
 
+from envs.calls import needed
+
 
 def opening(reset, task: dict, observation: str) -> list[dict]:
     """Return the messages of a task's column "prompt", the last of which ends with the observation.
@@ -84,9 +86,7 @@ def as_trl(episodes: list, function) -> dict:
             # What an episode's info says already, such as "success", stays.
             t.info.setdefault(column, str(value))
 
-    wanted = [p.name for p in inspect.signature(function).parameters.values()
-              if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    names = set().union(wanted, *tasks) - {"prompt", "completion"}
+    names = set().union(needed(function), *tasks) - {"prompt", "completion"}
     # Of several environments the column "env" has chosen this one.
     rows = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
     for name in sorted(names.difference(*rows)):

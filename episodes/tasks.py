@@ -60,7 +60,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself: in `_tasks`, or each time in `reset`."""
     if not hasattr(cls, "_tasks"):
-        if envs.needed(cls):
+        if envs.needed(cls.reset):
             raise UserError(f"environment {name!r} makes no tasks of its own; give --tasks FILE")
         return [{}] * (n or 1000)
     with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
@@ -100,7 +100,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
 
 def _as_task(cls, row: dict) -> dict | None:
     """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
-    required = envs.needed(cls)
+    required = envs.needed(cls.reset)
     hint = f"rows are read as tasks of {cls.__name__}; --env chooses another environment"
     try:
         task = cls._row(row) if hasattr(cls, "_row") else row
@@ -156,7 +156,7 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     recorded episodes (`info["task"]`).
     """
     names = {task["env"] for task in held_out}
-    required = set().union(*(envs.needed(envs.load(name)) for name in names))
+    required = set().union(*(envs.needed(envs.load(name).reset) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
     keys = required or set().union(*held_out) - {"env"}
 
