@@ -66,7 +66,8 @@ def as_trl(episodes: list, function) -> dict:
     column that the function asks for and these tasks leave empty is None for each.
     """
     trajectories = [e.trajectory for e in episodes]
-    tasks = [t.info["task"] for t in trajectories]
+    # The column "env" of a task has chosen among several environments.
+    tasks = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
     prompts, completions = [], []
     for t, task in zip(trajectories, tasks):
         turns = turns_of(t)
@@ -86,18 +87,18 @@ def as_trl(episodes: list, function) -> dict:
             # What an episode's info says already, such as "success", stays.
             t.info.setdefault(column, str(value))
 
-    names = set().union(needed(function), *tasks) - {"prompt", "completion"}
-    # Of several environments the column "env" has chosen this one.
-    rows = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
-    for name in sorted(names.difference(*rows)):
-        note_missing(function.__name__, name, ", ".join(sorted(set().union(*tasks))))
-    columns = {name: [row.get(name) for row in rows] for name in names}
     # A group's id begins with the step.
     state = SimpleNamespace(global_step=int(trajectories[0].group_id.rpartition("-")[0]))
-    return {**columns, "prompts": prompts, "completions": completions,
-            "completion_ids": [t.token_ids[t.loss_mask.index(1):] for t in trajectories],
-            "environments": [e.session.env for e in episodes], "trainer_state": state,
-            "log_metric": log_metric, "log_extra": log_extra}
+    given = {"prompts": prompts, "completions": completions,
+             "completion_ids": [t.token_ids[t.loss_mask.index(1):] for t in trajectories],
+             "environments": [e.session.env for e in episodes], "trainer_state": state,
+             "log_metric": log_metric, "log_extra": log_extra}
+    columns = set().union(*tasks)
+    wanted = set(needed(function)).difference(given)
+    for name in sorted(wanted - columns):
+        note_missing(function.__name__, name, ", ".join(sorted(columns)))
+    names = (columns | wanted) - {"prompt", "completion"}
+    return {**{name: [task.get(name) for task in tasks] for name in names}, **given}
 
 
 @cache

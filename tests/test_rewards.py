@@ -272,7 +272,7 @@ def test_trls_functions_get_trls_arguments():
     assert seen["prompts"] == [[{"role": "user", "content": "?"}]] * 2 and seen["number"] == [7, 8] and seen["environments"] == ["the instance"] * 2
     assert seen["completions"][0][0]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}]
     assert [m["role"] for m in seen["completions"][0]] == ["assistant", "tool", "assistant"] and [len(ids) for ids in seen["completion_ids"]] == [3, 2]
-    assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and one.info["success"] is True and set(seen["kwargs"]) == set()
+    assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and one.info["success"] is True and set(seen["kwargs"]) == {"env"}
 
 
 def test_what_an_assistant_said_in_the_prompt_is_no_completion():
