@@ -3,11 +3,12 @@ import inspect
 import json
 import re
 import typing
+from contextlib import suppress
 
 import envs
-from envs.calls import hint_name
 from envs.cells import read_cell
 from experiment.config import nearest
+from experiment.data import reading
 from experiment.errors import UserError
 
 
@@ -39,12 +40,11 @@ def parse(text: str, env_names: str | None) -> dict:
         if name == "unsafe_code" or name not in known and not takes_any:
             hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
             raise UserError(f"--env_options {name}: {env_names} has no such option; {hint}")
-        kind = types.get(name)
-        try:
-            options[name] = read_cell(value, kind) if kind else json.loads(value)
-        except (TypeError, ValueError):
-            if kind:
-                words = f"--env_options {item}: cannot be read as {hint_name(kind)}"
-                raise UserError(words) from None
-            options[name] = value
+        options[name] = value
+        if name in types:
+            with reading("--env_options"):
+                options[name] = read_cell(name, value, types[name])
+        else:
+            with suppress(ValueError):
+                options[name] = json.loads(value)
     return options

@@ -305,8 +305,8 @@ def test_options_reach_reset(monkeypatch):
 def test_an_option_that_has_choices_takes_no_other_value(env, item, choices):
     with pytest.raises(UserError) as error:
         options_of(item, env)
-    assert str(error.value) == f"--env_options {item}: cannot be read as Literal{choices}"
-    name = item.split("=")[0]
+    name, value = item.split("=")
+    assert str(error.value) == f"--env_options: {name}: {value!r} cannot be read as Literal{choices}"
     for value in choices:
         options = options_of(f"{name}={value}", env)
         assert options == {name: value}
