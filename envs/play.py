@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
-from episodes.tasks import load_tasks
+from episodes.tasks import tasks_for
 from experiment.config import EnvironmentFlags, flag
 from experiment.errors import UserError, printable
 from experiment.program import main
@@ -40,15 +40,13 @@ class Setup:
             raise UserError("--rewards pays a model's episodes; here the environment pays alone")
         if len(envs.names_of(config.env)) > 1:
             raise UserError(f"--env {config.env}: one environment at a time")
-        self.options = envs.options_of(config)
-        self.cls = envs.with_options(envs.load(config.env), self.options)
+        self.cls = envs.with_options(envs.load(config.env), envs.options_of(config))
         self.limits = envs.Limits(**envs.limits(config.env))
         self.watch = Watch(self.limits.tool_timeout)
 
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks."""
-        return load_tasks(self.config.env, split, n, self.config.seed, self.config.tasks,
-                          self.config.eval_dataset, self.options, self.config.fields)
+        return tasks_for(self.config, split, n)
 
 
 class Game:

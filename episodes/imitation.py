@@ -19,7 +19,7 @@ from envs import Limits
 from envs.session import Session, Watch, load_environments
 from episodes.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
-from episodes.tasks import drop_seen, is_held_out, load_tasks, tasks_of, unseen
+from episodes.tasks import drop_seen, is_held_out, tasks_for, tasks_of, unseen
 from experiment.episodes import print_dropped, without_faults, without_too_long
 from experiment.errors import UserError
 from experiment.bars import NO_BAR
@@ -127,10 +127,8 @@ def evaluation_tasks(config, learned) -> list[dict]:
     There are none without an environment or with --eval_tasks 0. Where other data is learned from,
     they are all rows of --tasks.
     """
-    learns_from_file = config.dataset or config.trajectories
-    files = (None, config.tasks) if learns_from_file else (config.tasks, config.eval_dataset)
-    tasks = load_tasks(config.env, "test", config.eval_tasks, config.seed, *files,
-                       envs.options_of(config), config.fields)
+    files = (None, config.tasks) if config.dataset or config.trajectories else None
+    tasks = tasks_for(config, "test", config.eval_tasks, files)
     return drop_seen(tasks, tasks_of(learned))
 
 
@@ -140,14 +138,12 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
 
     No episode is of a task in `seen`.
     """
-    options = envs.options_of(config)
-    tasks = load_tasks(config.env, split_name, n, config.seed, config.tasks, config.eval_dataset,
-                       options, config.fields)
+    tasks = tasks_for(config, split_name, n)
     tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(drop_seen(tasks, seen))]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
     limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
-    return demonstrate(tokenizer, config.env, tasks, limits, options)
+    return demonstrate(tokenizer, config.env, tasks, limits, envs.options_of(config))
 
 
 def demonstrate(tokenizer, env_name: str, tasks: list[dict],

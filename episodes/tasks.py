@@ -57,6 +57,16 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     return tasks[:n]
 
 
+def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
+    """Return what `load_tasks` does for a config.
+
+    files: the task file and that of the test rows, or None: those of the config.
+    """
+    dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
+    return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
+                      envs.options_of(config), config.fields, holds_out)
+
+
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself: in `_tasks`, or each time in `reset`."""
     if not hasattr(cls, "_tasks"):
@@ -178,12 +188,9 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     There are none without an environment. Where n is 0, because other data is learned from, all
     rows of --tasks are held out.
     """
-    files = (config.tasks, config.eval_dataset)
-    if not n:
-        files = (None, config.eval_dataset or config.tasks)
-    options = (config.seed, *files, envs.options_of(config), config.fields)
-    train = load_tasks(config.env, "train", n, *options, holds_out=config.eval_tasks > 0)
-    held_out = load_tasks(config.env, "test", config.eval_tasks, *options)
+    files = None if n else (None, config.eval_dataset or config.tasks)
+    train = tasks_for(config, "train", n, files, holds_out=config.eval_tasks > 0)
+    held_out = tasks_for(config, "test", config.eval_tasks, files)
     return train, drop_seen(held_out, train)
 
 

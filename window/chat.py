@@ -16,7 +16,7 @@ from pathlib import Path
 
 import envs
 from agent import Episode, play_turns, rollout_options
-from episodes.tasks import load_tasks
+from episodes.tasks import tasks_for
 from envs.session import Session, Watch, load_environments
 from experiment.program import main
 from experiment.seeds import mix
@@ -65,9 +65,7 @@ def command(config: Config):
     config = settle(config)
     names = envs.names_of(config.env)
     check(config, names)
-    tasks = load_tasks(config.env, config.split, config.num_tasks or 100, config.seed,
-                       config.dataset, config.eval_dataset, envs.options_of(config),
-                       config.fields)
+    tasks = tasks_for(config, config.split, config.num_tasks or 100)
     if config.num_tasks:
         model, tokenizer = load(config)
         with Traces(config.output, len(tasks) * config.group_size) as traces:
