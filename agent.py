@@ -378,7 +378,7 @@ def rollout_options(config, run=None, model=None) -> dict:
 
     Raises UserError for a model that would have to decode and cannot.
     """
-    options = {"limits": limits_of(config, config.env), "temperature": config.temperature,
+    options = {"limits": limits_of(config), "temperature": config.temperature,
                "seed": config.seed, "env_options": options_of(config),
                "rewards": rewards_of(config), "run": run}
     if getattr(config, "sampler", None):

@@ -103,7 +103,7 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         token_ids, loss_mask, _ = collate(held_out[rows], model.device)  # (b, T) each
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
-    limits = envs.limits_of(config, config.env)
+    limits = envs.limits_of(config)
     played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run,
                       env_options=envs.options_of(config), rewards=envs.rewards_of(config))
     return {**played, **run.ranks.total(losses), "demonstrations": len(held_out)}

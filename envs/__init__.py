@@ -253,9 +253,9 @@ def limits(env_names: str | None) -> dict:
     return largest
 
 
-def limits_of(config, env: str | None) -> Limits:
+def limits_of(config) -> Limits:
     """Return the limits that a Config names, and for the rest those that its environment states."""
-    return replace(Limits(**limits(env)), max_turns=config.max_turns,
+    return replace(Limits(**limits(config.env)), max_turns=config.max_turns,
                    max_new_tokens=config.max_new_tokens, max_tokens=config.max_tokens)
 
 

@@ -172,7 +172,7 @@ def load(config) -> "Rewards":
                 raise ValueError("a weight is a finite number, or veto")
         functions[name] = _function(target)
         if target == "length":
-            functions[name] = partial(length, limits=envs.limits_of(config, config.env))
+            functions[name] = partial(length, limits=envs.limits_of(config))
     return Rewards(functions, weights)
 
 

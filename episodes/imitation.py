@@ -142,7 +142,7 @@ def play_expert(config, tokenizer, split_name, n, seen=()):
     tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
              for i, task in enumerate(drop_seen(tasks, seen))]
     # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
-    limits = replace(envs.limits_of(config, config.env), max_tokens=sys.maxsize)
+    limits = replace(envs.limits_of(config), max_tokens=sys.maxsize)
     return demonstrate(tokenizer, config.env, tasks, limits, envs.options_of(config))
 
 

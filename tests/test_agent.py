@@ -1146,5 +1146,5 @@ def test_limits_of_a_config_are_its_flags_and_what_the_environment_states(tmp_pa
                     "class Stating(Equations):\n"
                     "    limits = {'max_new_tokens': 64, 'max_tokens': 700, 'max_tool_tokens': 99}\n")
     config = grpo.settle(grpo.Config(env=f"{path}:Stating", max_new_tokens=50, max_turns=3))
-    assert agent.limits_of(config, config.env) == Limits(
+    assert agent.limits_of(config) == Limits(
         max_turns=3, max_new_tokens=50, max_tokens=700, max_tool_tokens=99)
