@@ -450,7 +450,7 @@ def test_the_numbers_are_those_of_the_kernel():
 
 
 def test_code_of_any_kind():
-    for code, says in [("x" * 200_000, "NameError"), ("x = 1\n" * 40_000, ""), ("x = 1\n" * 10**6, "code too long"), ("a\0b", "null"), ("(" * 5000, "SyntaxError"), ("x = '\ud800'", "Unicode"),
+    for code, says in [("x" * 200_000, "NameError"), ("x = 1\n" * 40_000, ""), ("a\0b", "null"), ("(" * 5000, "SyntaxError"), ("x = '\ud800'", "Unicode"),
                        ("-" * 100_000 + "1", "Error"), ("[" * 90 + "]" * 90, ""), ("\t if", "Error"), ("é = 1\nprint(é)", "")]:
         result = run(code)
         assert (result.status == "ok") == (not says) and says in result.error, (code[:20], result)
