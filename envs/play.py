@@ -64,8 +64,9 @@ class Game:
 
     def __init__(self, setup: Setup, task: dict, env=None):
         self.limits = setup.limits
-        make = setup.cls if env is None else lambda: env
-        self.session = Session(setup.watch, setup.config.env, make, task)
+        self.session = Session(setup.watch, setup.config.env, setup.cls, task)
+        if env is not None:
+            self.session.worker.env = env
         messages, self.turns_left = self.session.start()
         *first, last = messages
         question = last["content"]

@@ -4,7 +4,6 @@ The code of an environment is not ours. It may raise, exit, or never return. Wha
 at most its own episode, until it happens so often that the environment must be broken.
 """
 import faulthandler
-import inspect
 import io
 import queue
 import sys
@@ -167,7 +166,7 @@ class Session:
         self.done = False
         self.stuck = False
         self.member = "__init__()"
-        idle = watch.idle[name] if inspect.isclass(cls) else []
+        idle = watch.idle[name]
         self.worker = idle.pop() if idle else Worker()
         weakref.finalize(self, keep, self.worker, idle)
 
