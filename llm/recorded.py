@@ -7,6 +7,14 @@ from contextlib import suppress
 
 from llm.tool_calls import check_call, parse_tool_calls
 
+# The role of a message -> the roles that may come next, and how an error names the place.
+NEXT = {
+    None: (["system", "user"], "at the start"),
+    "system": (["user"], "after the system message"),
+    "user": (["assistant"], "after the user"),
+    "assistant": (["user"], "after an answer"),
+    "tool": (["assistant"], "after the last result")}
+
 
 def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     """Return the ids and the loss mask of a recorded conversation.
@@ -28,13 +36,15 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     ids, mask = [], []
     calls, call_ids = [], []  # of the last assistant message
     since = []  # the messages since then
+    last = None  # the role of the message before
     for i, message in enumerate(messages):
         try:
-            _check_role(message.get("role"), since, calls, bool(ids))
+            _check_role(message.get("role"), last, len(since) < len(calls))
             text, new_calls = _read_message(message, chat.tools)
             loss = _loss(message)
             if message["role"] == "tool":
                 _check_result_id(message.get("tool_call_id"), call_ids[len(since)])
+            last = message["role"]
             if message["role"] != "assistant":
                 since.append({"role": message["role"], "content": text})
                 continue
@@ -53,27 +63,16 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def _check_role(role, since, calls, begun):
+def _check_role(role, last, needs_result):
     """Raise ValueError unless a message of this role may come next.
 
-    `since` are the messages since the last assistant message, `calls` the calls of that one, and
-    `begun` is False where there was none.
+    `last` is the role of the message before, and `needs_result` is True while a call has no result.
     """
-    last = since[-1]["role"] if since else ""
-    if last == "system":
-        roles, when = ["user"], "after the system message"
-    elif last == "user":
-        roles, when = ["assistant"], "after the user"
-    elif last == "tool" and len(since) == len(calls):
-        roles, when = ["assistant"], "after the last result"
-    elif calls:
-        roles, when = ["tool"], "after a tool call"
-    elif begun:
-        roles, when = ["user"], "after an answer"
-    else:
-        roles, when = ["system", "user"], "at the start"
+    roles, place = NEXT[last]
+    if needs_result:
+        roles, place = ["tool"], "after a tool call"
     if role not in roles:
-        raise ValueError(f"need {' or '.join(roles)} {when}, got {role}")
+        raise ValueError(f"need {' or '.join(roles)} {place}, got {role}")
 
 
 def _check_result_id(result_id, call_id):
