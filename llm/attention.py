@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-from experiment.errors import UserError
 from experiment.process import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
@@ -37,15 +36,12 @@ def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None
 
 
 def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
-                  row_cache=None, softcap=None, s_aux=None, position_bias=None, **_):
+                  row_cache=None, softcap=None, s_aux=None, **_):
     """The engine's attention: the rows of a `RowCache`, each of its own length.
 
     The signature is that of transformers' attention functions, with query (R, H, C, D) and all of
     the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
     """
-    if position_bias is not None:
-        raise UserError(f"{type(module).__name__}: attention with a position bias "
-                        "is not supported by the engine")
     bias = row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
     if not row_cache.sdpa or softcap is not None or s_aux is not None:
         bias = bias[:, :, None]

@@ -6,7 +6,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llm import attention
-from llm.attention import causal_attention, row_attention
+from llm.attention import causal_attention
 
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
 
@@ -105,13 +105,6 @@ def test_a_position_bias_is_left_to_the_stock_kernel():
     ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3, position_bias=bias)[0], *heads(7))
     theirs = with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3, position_bias=bias)[0], *heads(7))
     assert close(ours, theirs) and not close(ours, with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
-
-
-def test_the_engine_refuses_what_it_would_drop():
-    class OddAttention:
-        pass
-    with pytest.raises(ValueError, match="OddAttention: .*not supported by the engine"):
-        row_attention(OddAttention(), *heads(7), None, scaling=0.3, position_bias=torch.zeros(1, 6, 7, 7))
 
 
 def cuda_kernel(query, key, mask, capability) -> str:
