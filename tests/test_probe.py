@@ -103,7 +103,7 @@ def test_an_encoder_is_refused_because_training_would_be_causal():
     model = decoders.filled(transformers.BertLMHeadModel(transformers.BertConfig(
         vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)).eval())
     decoders.use_causal_attention(model)
-    with pytest.raises(UserError, match="folder: BertLMHeadModel: the training forward differs from transformers' by .*: it is an encoder"):
+    with pytest.raises(UserError, match="folder: BertLMHeadModel: the training forward differs from transformers' by "):
         probe(model, "folder")
 
 
