@@ -97,17 +97,15 @@ def stock_logits(model, ids, name: str):
 
 @torch.no_grad()
 def drop_adapters(model, ids, name: str):
-    """Take the adapters away whose Linears an update on ids (B, T) does not call, or not only.
+    """Take the adapters away of Linears whose weights an update on ids (B, T) reads itself.
 
-    A model reads their weights itself, for a kernel that fuses several steps, so that an adapter
-    beside such a Linear has no part in the output. Raises UserError if they were named as targets.
+    Kernels that fuse several steps do, so that an adapter beside such a Linear has no part in the
+    output. Raises UserError if they were named as targets.
     """
-    linears = adapters(model)
-    inside, called, read_past = set(), set(), set()
+    inside, read_past = set(), set()
 
     def enter(module, *_):
         inside.add(module)
-        called.add(module)
 
     def leave(module, *_):
         inside.discard(module)
@@ -123,19 +121,18 @@ def drop_adapters(model, ids, name: str):
     with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), reading:
         stock_logits(model, ids, name)
     model.eval()
-    # The last two parts of a name are enough for --lora_target_modules. An expert to which no
-    # token went stays if others of that name are called.
+    linears = adapters(model)
+    # The last two parts of a name are enough for --lora_target_modules.
     end_of = {path: ".".join(path.split(".")[-2:]) for path in linears}
-    kept = {end_of[path] for path, linear in linears.items() if linear in called}
-    kept -= {end_of[path] for path, linear in linears.items() if linear in read_past}
-    dropped = set(end_of.values()) - kept
+    dropped = {end_of[path] for path, linear in linears.items() if linear in read_past}
     if not dropped:
         return
+    kept = sorted(set(end_of.values()) - dropped)
     passed = f"{name}: its forward passes by the adapters of {', '.join(sorted(dropped))}"
     if not settings(model).all_linear:
-        raise UserError(f"{passed}; give --lora_target_modules {','.join(sorted(kept))}")
+        raise UserError(f"{passed}; give --lora_target_modules {','.join(kept)}")
     print(f"note: {passed}: they are left out")
-    remove_adapters(model, [path for path in linears if end_of[path] in dropped], sorted(kept))
+    remove_adapters(model, [path for path in linears if end_of[path] in dropped], kept)
 
 
 def engine_logprobs(model, ids):
