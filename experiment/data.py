@@ -71,13 +71,14 @@ def whole(text: str) -> str:
 
 
 # --------------------------------------------------------------------------------------- JSON
-def _unique(pairs):
-    unique = {}
+def unique(pairs) -> dict:
+    """Return the pairs as a dict, or raise ValueError for a key that is there twice."""
+    result = {}
     for key, value in pairs:
-        if key in unique:
+        if key in result:
             raise ValueError(f'key "{key}" twice')
-        unique[key] = value
-    return unique
+        result[key] = value
+    return result
 
 
 def _finite(text):
@@ -87,7 +88,7 @@ def _finite(text):
     return number
 
 
-def parse_object(text: str, as_dict=_unique) -> dict:
+def parse_object(text: str, as_dict=unique) -> dict:
     """Return the JSON object that the text holds; `as_dict` makes objects of pairs.
 
     Raises ValueError for what Python's reader lets through: NaN, infinity, a key given twice.
