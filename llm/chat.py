@@ -97,7 +97,6 @@ class Chat:
             messages: a system message or a conversation, if any, and last a user message.
         """
         shown = [dict(message) for message in messages]
-        shown[-1]["role"] = "user"
         introduction = self._tools_text
         if self._folds_system and shown[0]["role"] == "system":
             introduction = [shown.pop(0)["content"], *introduction]

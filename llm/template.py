@@ -27,7 +27,7 @@ class Template:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
+        self.name = tokenizer.name_or_path or "this tokenizer"
         self.tools = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._normalizer = backend.normalizer if backend else None
