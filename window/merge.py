@@ -9,6 +9,7 @@ import sys
 
 from experiment.data import read_yaml
 from experiment.errors import UserError
+from experiment.notes import path_of
 from llm.loading import DTYPES, merge
 
 PARSER = argparse.ArgumentParser(
@@ -21,11 +22,12 @@ PARSER.add_argument(
     help="of the weights; auto: as the base is stored; the run's: the weights that it trained with")
 
 
-def env_of(source: str) -> list[str]:
-    """Return --env and the environment of a run's folder, or nothing for another folder."""
+def flags_of(source: str) -> list[str]:
+    """Return the flags that say what a run's folder played, or nothing for another folder."""
     path = os.path.join(source, "config.yaml")
     values = {name: value for _, name, value in read_yaml(path)} if os.path.exists(path) else {}
-    return ["--env", values["env"]] if values.get("env") else []
+    flags = [(f"--{name}", values.get(name)) for name in ("env", "env_options", "rewards")]
+    return [word for flag in flags if flag[1] for word in flag]
 
 
 def main(words: list[str]) -> int:
@@ -36,7 +38,7 @@ def main(words: list[str]) -> int:
         if os.path.lexists(args.folder) and os.listdir(args.folder):
             raise UserError(f"{args.folder}: is not empty; give a new folder")
         merge(args.source, args.folder, args.dtype)
-        words = ["python", "agent.py", "--model_path", args.folder, *env_of(args.source)]
+        words = ["python", path_of("agent.py"), "--model_path", args.folder, *flags_of(args.source)]
         print(f"merged into a plain model folder. Talk to it:\n  {shlex.join(words)}")
     except KeyboardInterrupt:
         print(f"lora.py: interrupted; {args.folder} is as it was", file=sys.stderr)
