@@ -148,11 +148,16 @@ def _turn_ids(chat, text, calls, loss):
             raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tool_names)}")
     if loss and not calls and not text.strip():
         raise ValueError("is empty: nothing to train on")
-    return _thoughtful_ids(chat, text, calls) if "</think>" in text else chat.turn(text, calls)
+    return thoughtful_ids(chat, text, calls)
 
 
-def _thoughtful_ids(chat, text, calls):
-    """Return the ids of a turn that begins with a thought, as the model would write it."""
+def thoughtful_ids(chat, text, calls):
+    """Return the ids of a turn as the model would write it, with the thought that it begins with.
+
+    Raises ValueError if the template hides it.
+    """
+    if "</think>" not in text:
+        return chat.turn(text, calls)
     thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
     answer = answer.strip("\n")
 

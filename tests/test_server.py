@@ -20,6 +20,7 @@ openai = pytest.importorskip("openai")
 
 import decoders  # noqa: E402
 import uvicorn  # noqa: E402
+from families import CALLS, TOOLS, real, small  # noqa: E402
 from programs import ROOT, Program  # noqa: E402
 
 import grpo  # noqa: E402
@@ -32,6 +33,7 @@ from llm.engine import Engine, Row  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import player, server as served_by  # noqa: E402
 from window.player import Choice, SharedEngine  # noqa: E402
+from window.requests import ChatCompletion, conversation_ids  # noqa: E402
 from window.server import Server  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
@@ -329,6 +331,29 @@ def test_a_conversation_that_comes_back_runs_only_its_new_message(served, client
     fresh = client.chat.completions.create(model="base", messages=messages, max_tokens=8, seed=2, logprobs=True)
     assert [t.logprob for t in fresh.choices[0].logprobs.content] == pytest.approx(
         [t.logprob for t in again.choices[0].logprobs.content], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["thinking", "opens", "real:qwen3", "real:qwen3_5_think", "real:nemotron_3_nano", "real:glm4moe"])
+@pytest.mark.parametrize("calls", [[], CALLS])
+def test_a_turn_that_comes_back_with_its_thought_has_the_ids_that_were_sampled(name, calls):
+    chat = Chat(real(name[5:]) if name.startswith("real:") else small(name), TOOLS)
+    turn = chat.turn("Yes.", calls, reasoning_content="Half.")
+    if name in ("thinking", "opens"):  # their thoughts are empty
+        turn = chat.turn("Yes.", calls)
+    body = ChatCompletion(messages=[], tools=TOOLS)
+    shown, _ = served_by.assistant_message(SimpleNamespace(text=chat.text(turn), reason="stop"), chat, body)
+    after = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in shown.get("tool_calls", [])]
+    messages = [*HELLO, shown, *(after or [{"role": "user", "content": "r"}])]
+    expected = chat.results(calls, ["r"], turn[-1]) if calls else chat.reply("r", turn[-1])
+    assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == chat.prompt(HELLO) + turn + expected
+
+
+def test_a_thought_that_the_template_hides_is_left_out():
+    chat = Chat(real("deepseek_r1_distill"), [])
+    answer = {"role": "assistant", "content": "Half.\n</think>\n\nYes."}
+    messages = ChatCompletion(messages=[*HELLO, answer, *HELLO]).messages
+    assert conversation_ids(chat, messages) == conversation_ids(
+        chat, [messages[0], messages[1].model_copy(update={"content": "Yes."}), messages[2]])
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "mamba2"])

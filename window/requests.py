@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from experiment.errors import first_line
 from llm.chat import Chat
+from llm.recorded import thoughtful_ids
 
 BASE = "base"  # the name of the model that was started
 # The order of messages in an episode.
@@ -187,9 +188,17 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
             raise ValueError("after an assistant's tool calls comes one result for each "
                              "tool_call_id")
         called = [call.function.model_dump() for call in calls]
-        ids += chat.turn(turn.text, called)
+        ids += turn_ids(chat, turn.text, called)
         if calls:
             ids += chat.results(called, [results[call.id] for call in calls], ids[-1])
         else:
             ids += chat.reply(after[0].text, ids[-1])
     return ids
+
+
+def turn_ids(chat: Chat, text: str, calls: list[dict]) -> list[int]:
+    """Return the ids of an assistant's turn, without its thought if the template hides thoughts."""
+    try:
+        return thoughtful_ids(chat, text, calls)
+    except ValueError:
+        return chat.turn(text.rpartition("</think>")[2].lstrip("\n"), calls)
