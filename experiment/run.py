@@ -268,10 +268,12 @@ class Run:
                   "peak_memory_mb": peak_memory_mb()}
         episodes = self.line.get("episodes", 0)
         if self.rollout_seconds and episodes:
-            sampled = self.line["sampled_tokens"] * episodes
             timing["rollout_seconds"] = self.rollout_seconds
-            timing["rollout_tokens_per_second"] = sampled / self.rollout_seconds
             timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update_seconds
+            # The seconds of a step that was played ahead are only those of waiting for it.
+            if not self.line.get("staleness"):
+                sampled = self.line["sampled_tokens"] * episodes
+                timing["rollout_tokens_per_second"] = sampled / self.rollout_seconds
         return timing
 
     def micro_batches(self, sequences, *seed):

@@ -4,7 +4,6 @@ A conversation is never rendered twice. The ids of an episode are prompt + sampl
 sampled ..., where each suffix (tool results or a user's reply) is cut out of the rendering of a
 dummy conversation. That also works for templates that rewrite history.
 """
-
 import json
 import os
 import re

@@ -5,7 +5,6 @@ text from users, tools and data files. Text that spells a control token must not
 every spelled control token is put between two characters that no text has before the template sees
 it. After rendering, what stands between them is encoded with ordinary tokens only.
 """
-
 import json
 import re
 from functools import lru_cache

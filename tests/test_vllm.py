@@ -466,6 +466,8 @@ def test_a_step_ahead_is_played_by_the_adapter_before_the_update(place, tmp_path
     assert log[0]["sampler_gap"] < 1e-4 and all(line["sampler_gap"] > 1e-3 for line in log[1:])
     timing = [json.loads(line) for line in (tmp_path / "r" / "timing.jsonl").open()]
     assert all("rollout_seconds" in line for line in timing)
+    # While it waits nothing is played: that gives no speed.
+    assert ["rollout_tokens_per_second" in line for line in timing] == [True, False, False, False]
 
 
 def test_a_run_ahead_continues_with_a_step_of_its_own_version(place, tmp_path, server):  # noqa: F811
