@@ -167,6 +167,14 @@ def test_a_model_that_learned_no_environment_is_chatted_with(tmp_path, capsys):
         talk.settle(talk.Config(model_path=str(stranger)))
 
 
+def test_naming_the_runs_environment_changes_nothing_and_naming_another_takes_its_own_tasks_and_limits(tmp_path):
+    run = str(run_folder(tmp_path / "run", env="equations", tasks="t.jsonl", max_new_tokens=9, max_turns=2))
+    named = talk.settle(talk.Config(model_path=run, env="equations"))
+    assert named == talk.settle(talk.Config(model_path=run)) and (named.dataset, named.max_new_tokens, named.max_turns) == ("t.jsonl", 9, 2)
+    other = talk.settle(talk.Config(model_path=run, env="gsm8k"))
+    assert (other.dataset, other.max_turns) == (None, None) and other.max_new_tokens > 9
+
+
 @pytest.mark.parametrize("words, says", [
     (["--num_tasks", 3], "--num_tasks 3: of which environment? --env names one of equations, "), (["--dataset", "t.jsonl", "--env", "none"], "--dataset t.jsonl: of which"),
     (["--serve", "--num_tasks", 3, "--env", "equations"], "--serve answers what clients ask; leave out --num_tasks"),

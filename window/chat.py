@@ -100,8 +100,8 @@ def as_the_run(config: Config) -> Config:
     written = run_config(config.model_path)
     run = {name: value for _, name, value in read_yaml(written)} if written else {}
     taken = {}
-    if config.env is None and run.get("env"):
-        if not set(envs.names_of(run["env"])) <= envs.ENVS.keys():
+    if run.get("env") and config.env in (None, run["env"]):
+        if not config.env and not set(envs.names_of(run["env"])) <= envs.ENVS.keys():
             # Data never chooses which code runs, and the folder may come from a stranger.
             raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to "
                             "run; give --env yourself, or --env none for a plain chat")
