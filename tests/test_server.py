@@ -697,16 +697,15 @@ def test_an_adapter_that_does_not_fit_leaves_no_trace(tmp_path):
     served.http.should_exit = True
 
 
-def test_base_is_the_model_that_was_started_adapter_included(tmp_path):
-    write_adapter(tmp_path / "a", 1)
-    write_adapter(tmp_path / "b", 2)
+def test_onto_an_adapter_that_was_started_no_other_is_loaded(tmp_path):
+    """It is merged, and the other one would play with both."""
+    for name in "ab":
+        write_adapter(tmp_path / name, 1)
     served = Served(*load_model(str(tmp_path / "a"), train=False))
-
-    def ask(name):
-        return served.client.completions.create(model=name, prompt=[5, 6, 7], max_tokens=8, seed=4, extra_body={"return_token_ids": True, "ignore_eos": True})
-    before = ask("base").choices[0].token_ids
-    served.post("/load_lora_adapter", {"lora_name": "b", "lora_path": str(tmp_path / "b")})
-    assert ask("b").choices[0].token_ids != before == ask("base").choices[0].token_ids
+    served.server.config.model_path = str(tmp_path / "a")
+    with pytest.raises(openai.BadRequestError, match=f"start the server with its base, {tmp_path}/a/base, and load both"):
+        served.post("/load_lora_adapter", {"lora_name": "b", "lora_path": str(tmp_path / "b")})
+    assert [model.id for model in served.client.models.list()] == ["base"]
     served.http.should_exit = True
 
 

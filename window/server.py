@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from functools import lru_cache
+from pathlib import Path
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -28,9 +29,12 @@ from envs.session import Session, Watch, load_environments
 from experiment.background import in_thread, promised
 from experiment.errors import UserError, printable
 from experiment.seeds import mix
+from llm.adapter_files import ADAPTER
 from llm.chat import Chat
-from llm.memory import techniques_of
+from llm.loading import newest
+from llm.memory import facts, techniques_of
 from llm.tool_calls import parse_tool_calls
+from lora import settings
 from window.player import Choice, Player
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
                              Turns, conversation_ids, refused)
@@ -274,6 +278,11 @@ class Server:
         return {"status": "ok"}
 
     async def load(self, body: Adapter):
+        started, model = self.config.model_path, self.player.model
+        # An adapter that the server was started with has become a part of the weights.
+        if Path(newest(started), ADAPTER).exists() and not settings(model):
+            raise Refusal(400, f"lora_path: {started} is an adapter itself; start the server with "
+                               f"its base, {facts(model).source}, and load both")
         future, load = promised(self.player.load, body.lora_name, body.lora_path)
         # The engine's thread calls it.
         self.player.inbox.put(load)
