@@ -39,8 +39,7 @@ from episodes.tasks import with_env
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
                  model_options, token_logprobs)
 
-# What the tiny model needs in place of the defaults. It is so small that larger forward passes
-# fit, which are faster.
+# What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
 
@@ -130,12 +129,11 @@ def train(config: Config) -> dict:
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
-    evaluation = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
+    evaluate = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
     with run:
         state = TrainingState(model, tokenizer, optimizer)
         total = run.total_steps(steps_per_epoch)
-        is_untrained = config.model_path == "tiny"
-        for step in run.steps(total, state, evaluation, evaluate_before=not is_untrained):
+        for step in run.steps(total, state, evaluate, evaluate_before=config.model_path != "tiny"):
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
             batch = batches_of_like_length(learned, per_step, config.seed, epoch)[place]
@@ -164,16 +162,15 @@ def train(config: Config) -> dict:
                       held_out_loss=run.after.get("loss"))
 
 
-def teach_tiny(config, run) -> str:
+def teach_tiny(config, run, plays=True) -> str:
     """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
 
-    The folder is `base/` in the output folder: a plain model, which the run's adapters point to.
-    A resumed run finds it there and teaches nothing. The SFT is a run of its own, in `schooling/`.
-    Where the config names another model, that one is returned as it is.
+    The folder is `base/` in the output folder, which the run's adapters point to, or where the
+    config names another model, that one. The SFT is a run of its own, in `schooling/`.
 
     Args:
-        config: of the algorithm that starts from the tiny model (`output_dir`, `env`, `seed`).
-        run: that algorithm's Run. Of several processes all take part in the SFT, and one writes.
+        config, run: of the algorithm that starts from the tiny model. Every process takes part.
+        plays: False if it only evaluates on its tasks, which are then not taught.
     """
     if config.model_path != "tiny":
         return config.model_path
@@ -186,9 +183,12 @@ def teach_tiny(config, run) -> str:
     print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
           "teach it the format")
     folder = run.folder / "schooling"
+    # One task is played at the end: with --eval_tasks 0 none would be held out.
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
+                       tasks=config.tasks if plays else None, eval_dataset=config.eval_dataset,
+                       eval_tasks=min(config.eval_tasks, 1), fields=config.fields,
                        env_options=config.env_options, unsafe_code=config.unsafe_code,
-                       rewards=config.rewards, eval_tasks=0, resume=folder.exists(), **TINY_SFT)
+                       rewards=config.rewards, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()

@@ -16,6 +16,7 @@ import dpo
 import grpo
 import reward_weighted
 import sft
+from episodes.tasks import train_and_held_out
 from experiment import bars, notes
 from experiment.checkpoint import checkpoints
 from experiment.config import options
@@ -153,6 +154,45 @@ def test_the_schooling_says_one_line(short_schooling, tmp_path, capfd):
     lines = out.splitlines()
     assert lines[0] == f"tiny model: made in {tmp_path}/r/base; 3 SFT steps on noisy demonstrations teach it the format"
     assert "training and decoding checked in" in lines[1] and lines[2].startswith("playing 2 episodes") and out.count("written: ") == out.count("next: ") == 1 and errors == ""
+
+
+NEEDS_TASKS = """
+class Mine:
+    def reset(self, word: str, **_):
+        self.word, self.done = word, False
+        return "Say " + word
+
+    def say(self, word: str):
+        '''Say a word.
+
+        Args:
+            word: the word
+        '''
+        self.done = word == self.word
+
+    def get_reward(self):
+        return float(self.done)
+
+    def _expert(self):
+        return [{"name": "say", "arguments": {"word": self.word}}]
+"""
+
+
+@pytest.mark.parametrize("eval_tasks, count", [(0, 3), (2, 60)])
+def test_the_schooling_has_the_tasks_of_the_run_but_for_those_held_out(short_schooling, tmp_path, monkeypatch, capfd, eval_tasks, count):
+    """Its environment makes none of its own. Without an evaluation few rows suffice."""
+    (tmp_path / "mine.py").write_text(NEEDS_TASKS)
+    tasks = [{"theirs": f"w{i}"} for i in range(count)]
+    taught = []
+    demonstrations = sft.demonstrations
+    monkeypatch.setattr(sft, "demonstrations", lambda *args: taught.append(demonstrations(*args)) or taught[0])
+    config = grpo.Config(env=f"{tmp_path}/mine.py:Mine", dataset=tasks, fields="word=theirs", output_dir=str(tmp_path / "r"), lora_r=2, max_steps=0, eval_tasks=eval_tasks,
+                         max_new_tokens=8, max_turns=1)
+    grpo.train(config)
+    words = [{t.info["task"]["word"] for t in episodes} for episodes in taught[0]]
+    assert words[0] <= {f"w{i}" for i in range(count)} and len(words[0]) == (3 if count == 3 else 16)
+    train, held_out = train_and_held_out(grpo.settle(config), 100)
+    assert words[0] <= {task["word"] for task in train} and not words[0] & {task["word"] for task in held_out}
 
 
 @pytest.mark.slow
