@@ -20,7 +20,7 @@ from experiment.episodes import message_lines
 from experiment.errors import UserError
 from experiment.program import main
 from llm.chat import Chat
-from llm.engine import Engine
+from llm.engine import Engine, Row
 from window import chat as talk
 from window.traces import Traces
 
@@ -133,21 +133,18 @@ def test_an_answer_is_printed_as_it_is_sampled_and_no_character_by_halves(monkey
     chat = Chat(TOKENIZER, [])
     ids = TOKENIZER.encode("naïve 漢字 👩 ok", add_special_tokens=False)
     assert any(TOKENIZER.decode(ids[:n]).endswith("\ufffd") for n in range(len(ids)))
-    config = talk.Config(max_new_tokens=50, max_tokens=500)
-    conversation = talk.Conversation(config, chat, Engine(MODEL, slots=1, stop_ids=chat.stop_ids))
-    conversation.add("hello")
-    conversation.row.forced = [*ids, chat.answer_stop_id]
-    pieces = list(conversation.answer())
+    engine = Engine(MODEL, slots=1, stop_ids=chat.stop_ids)
+    row = Row(chat.prompt([{"role": "user", "content": "hello"}]), limit=50, forced=[*ids, chat.answer_stop_id])
+    engine.add([row])
+    pieces = list(talk.pieces(engine, chat, row))
     assert "".join(pieces) == "naïve 漢字 👩 ok" and len([piece for piece in pieces if piece]) > 6 and not any("\ufffd" in piece for piece in pieces)
-    assert conversation.how_it_ended() == ""
-    conversation.add("and then")
-    conversation.row.forced = TOKENIZER.encode("\ufffd", add_special_tokens=False) + [chat.answer_stop_id]
-    assert "".join(conversation.answer()) == "\ufffd"
+    row.forced = TOKENIZER.encode("\ufffd", add_special_tokens=False) + [chat.answer_stop_id]
+    engine.extend(row, chat.reply("and then", row.turn[-1]), 50)
+    assert "".join(talk.pieces(engine, chat, row)) == "\ufffd"
 
 
 def test_a_plain_chat_prints_terminal_escapes_as_text(monkeypatch, capsys):
-    monkeypatch.setattr(talk.Conversation, "answer", lambda self: iter(["\x1b]52;c;", "ZXZpbA==\x07"]))
-    monkeypatch.setattr(talk.Conversation, "how_it_ended", lambda self: "")
+    monkeypatch.setattr(talk, "pieces", lambda engine, chat, row: (engine.step(), row.append(0, 0.0, {0}), iter(["\x1b]52;c;", "ZXZpbA==\x07"]))[-1])
     assert r"Assistant: \x1b]52;c;ZXZpbA==\x07" in plain(monkeypatch, capsys, "hello", env="none")
 
 

@@ -263,85 +263,61 @@ def chat_with_model(config: Config, model, tokenizer):
     print("A plain chat without an environment. The conversation is remembered, and an\n"
           "empty line begins a new one. Ctrl-D ends.")
     with merged(model):
-        conversation = Conversation(config, chat, engine_for(config, model, chat))
-        while (text := ask()) is not None:
-            if not text:
-                conversation.begin_again()
-                continue
-            try:
-                conversation.add(text)
-            except ValueError as error:
-                print(f"[{error}]")
-                continue
-            print("Assistant: ", end="", flush=True)
-            for piece in conversation.answer():
-                print(printable(piece), end="", flush=True)
-            print(conversation.how_it_ended())
+        engine = engine_for(config, model, chat)
+        for number in count():
+            if not hold_conversation(config, chat, engine, mix(config.seed, number)):
+                return
 
 
-class Conversation:
-    """A conversation with a model, which stays in the cache of an engine.
+def hold_conversation(config: Config, chat: Chat, engine, seed: int) -> bool:
+    """Hold a conversation, which stays in the engine's cache, until an empty line.
 
-    Attributes:
-        row: the engine's row; None before the first message.
-        length: the tokens of the conversation.
+    Returns False at the end of input.
     """
-
-    def __init__(self, config: Config, chat: Chat, engine):
-        self.config = config
-        self.chat = chat
-        self.engine = engine
-        self.number = 0  # of the conversation
-        self.row = None
-        self.length = 0
-
-    def begin_again(self):
-        """Forget what was said."""
-        if self.row:
-            self.engine.release(self.row)
-        self.number += 1
-        self.row = None
-        self.length = 0
-
-    def add(self, text: str):
-        """Append a message of the user, or raise ValueError if it leaves no room for an answer."""
-        if self.row:
-            ids = self.chat.reply(text, self.row.turn[-1])
+    row = None
+    length = 0  # of the conversation, in tokens
+    while text := ask():
+        if row:
+            ids = chat.reply(text, row.turn[-1])
         else:
             messages = [{"role": "user", "content": text}]
-            if self.config.system_prompt:
-                messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-            ids = self.chat.prompt(messages)
-        length, limit = self.length + len(ids), self.config.max_tokens
-        if length >= limit:
-            raise ValueError(f"that makes {length} tokens, --max_tokens is {limit}; an empty line "
-                             "begins a new conversation")
-        budget = min(self.config.max_new_tokens, limit - length)
-        if self.row:
-            self.engine.extend(self.row, ids, budget)
+            if config.system_prompt:
+                messages.insert(0, {"role": "system", "content": config.system_prompt})
+            ids = chat.prompt(messages)
+        total = length + len(ids)
+        if total >= config.max_tokens:
+            print(f"[that makes {total} tokens, --max_tokens is {config.max_tokens}; an empty line "
+                  "begins a new conversation]")
+            continue
+        limit = min(config.max_new_tokens, config.max_tokens - total)
+        if row:
+            engine.extend(row, ids, limit)
         else:
-            self.row = Row(ids, seed=mix(self.config.seed, self.number), limit=budget)
-            self.engine.add([self.row])
-        self.length = length
+            row = Row(ids, seed=seed, limit=limit)
+            engine.add([row])
+        print("Assistant: ", end="", flush=True)
+        for piece in pieces(engine, chat, row):
+            print(printable(piece), end="", flush=True)
+        length = total + len(row.turn)
+        print()
+        if row.turn[-1] not in chat.stop_ids:
+            print(f"[cut after {len(row.turn)} tokens; --max_new_tokens, --max_tokens]")
+    if row:
+        engine.release(row)
+    return text is not None
 
-    def answer(self):
-        """Yield the answer piece by piece, as it is sampled."""
-        shown = text = ""
-        while self.engine.busy:
-            self.engine.step()
-            text = self.chat.text(self.row.turn)
-            # The last character may still lack some of its bytes.
-            whole = text.rstrip("\ufffd")
-            yield whole[len(shown):]
-            shown = whole
-        yield text[len(shown):]
-        self.length += len(self.row.turn)
 
-    def how_it_ended(self) -> str:
-        """Return what to print behind the answer: a word if a limit has cut it."""
-        if self.row.turn[-1] in self.chat.stop_ids:
-            return ""
-        return f"\n[cut after {len(self.row.turn)} tokens; --max_new_tokens, --max_tokens]"
+def pieces(engine, chat: Chat, row: Row):
+    """Yield the text of a turn piece by piece, as it is sampled."""
+    shown = text = ""
+    while engine.busy:
+        engine.step()
+        text = chat.text(row.turn)
+        # The last character may still lack some of its bytes.
+        whole = text.rstrip("\ufffd")
+        yield whole[len(shown):]
+        shown = whole
+    yield text[len(shown):]
 
 
 # ------------------------------------------------------------------------------ what both use
