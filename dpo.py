@@ -34,7 +34,7 @@ from typing import NamedTuple
 # Imported before torch: it sets how torch's threads wait.
 from experiment import (NO_BAR, MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, main, nearest, preference_learning_rate,
-                        without_faults)
+                        unusable, without_faults)
 
 import torch
 import torch.nn.functional as F
@@ -324,14 +324,12 @@ def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     played = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size,
                                     **rollout_options(config, run)))
     episodes = [t for t in played if math.isfinite(t.reward)]
-    unusable = [t.info["not_finite"] for t in played if not math.isfinite(t.reward)]
-    if unusable:
-        print(f"{len(unusable)} of {len(played)} episodes left out; the first: {unusable[0]}")
-    if not episodes:
-        raise UserError(f"none of {len(played)} episodes has a finite reward")
+    if unusable(played):
+        print(f"{len(played) - len(episodes)} of {len(played)} episodes left out; the first: "
+              f"{unusable(played)}")
     run.write_episodes(episodes)
-    success = sum(t.info["success"] for t in episodes) / len(episodes)
-    print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {success:.3f} solved")
+    solved = sum(t.info["success"] for t in episodes)
+    print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {solved} solved")
     return episodes
 
 
