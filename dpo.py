@@ -34,7 +34,7 @@ from typing import NamedTuple
 # Imported before torch: it sets how torch's threads wait.
 from experiment import (NO_BAR, MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, main, nearest, preference_learning_rate,
-                        unusable, without_faults)
+                        print_dropped, unusable, without_faults)
 
 import torch
 import torch.nn.functional as F
@@ -324,9 +324,7 @@ def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     played = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size,
                                     **rollout_options(config, run)))
     episodes = [t for t in played if math.isfinite(t.reward)]
-    if unusable(played):
-        print(f"{len(played) - len(episodes)} of {len(played)} episodes left out; the first: "
-              f"{unusable(played)}")
+    print_dropped(played, episodes, f"episodes left out; the first: {unusable(played)}")
     run.write_episodes(episodes)
     solved = sum(t.info["success"] for t in episodes)
     print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {solved} solved")

@@ -28,7 +28,7 @@ from statistics import fmean
 # Imported before torch: it sets how torch's threads wait.
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main, members,
-                        shift_and_scale, unusable, without_faults)
+                        print_dropped, shift_and_scale, unusable, without_faults)
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -248,9 +248,8 @@ def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
     path = config.trajectories
     everything = read_trajectories(path, tokenizer, model.get_input_embeddings().num_embeddings)
     episodes = [t for t in everything if len(t.token_ids) <= config.max_tokens and 1 in t.loss_mask]
-    if len(episodes) < len(everything):
-        print(f"{len(everything) - len(episodes)} of {len(everything)} episodes exceed "
-              f"{config.max_tokens} tokens or have none to train: dropped")
+    print_dropped(everything, episodes, f"episodes exceed {config.max_tokens} tokens or have none "
+                                        "to train: dropped")
     if not episodes:
         raise UserError(f"{path}: no episodes left to learn from; raise --max_tokens "
                         f"{config.max_tokens}")
