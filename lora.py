@@ -3,8 +3,8 @@
     y = W x + scale B A x        W (out, in) is frozen, A (r, in) and B (out, r) train in float32
 
 The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`,
-and computes its output with it. Other files read that object only through the functions here, so
-that another adapter (DoRA, for instance, in tests/test_dora.py) is one subclass of `Adapter`.
+and computes its output with it. Other files read it only through the functions here (llm/beside.py
+joins plain ones), so that another adapter (DoRA, in tests/test_dora.py) is one subclass.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
@@ -204,14 +204,6 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         "use_rslora": use_rslora, **kind.peft_entries}, all_linear)
 
 
-def remove_adapters(model, names, targets: list):
-    """Take the adapters of the Linears of these names away. `targets` names those that stay."""
-    for name in names:
-        linear = model.get_submodule(name)
-        del linear.lora, linear.forward
-    settings(model).peft["target_modules"] = targets
-
-
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by their last name
 
 
@@ -283,11 +275,6 @@ def adapter_tensors(model) -> dict:
             for leaf, tensor in linear.lora.tensors().items()}
 
 
-def is_beside(module) -> bool:
-    """True if a plain adapter of the module is added beside its weight while decoding."""
-    return is_adapted(module) and type(module.lora) is Adapter and module.lora.mode == "cached"
-
-
 def whole_policy(module) -> bool:
     """True if the weight alone gives the output: no adapter, a merged one, or one switched off."""
     return not is_adapted(module) or module.lora.mode in ("merged", "off")
@@ -346,17 +333,6 @@ def add_update(x, output, A, B, scale, noise):
     if output.dtype not in LOST_BITS:
         return output + update * scale
     return _DitheredSum.apply(output, update, scale, noise)
-
-
-def joint_adapter(linears, x, outputs):
-    """Return a function of x and the Linears' joint output that adds all their adapters to it.
-
-    They are one adapter of the sum of their ranks, whose B is block-diagonal. On a GPU it takes as
-    many launches as one of them.
-    """
-    A, B = zip(*(linear.lora.factors(x) for linear in linears))
-    return partial(add_update, A=torch.cat(A), B=torch.block_diag(*B), scale=linears[0].lora.scale,
-                   noise=torch.cat(list(map(column_noise, outputs))))
 
 
 def column_noise(output):

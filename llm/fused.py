@@ -8,6 +8,8 @@ It takes no memory: the joint weights replace the model's tensors, which become 
 a CPU, bfloat16 weights are held in oneDNN's layout, in which a product of few rows takes 25 to
 35 % less time. Merged weights are then freed. Other weights stay beside the packed ones.
 """
+from importlib import import_module
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -16,9 +18,9 @@ from experiment.process import give_back_memory
 import llm.pointwise as pointwise
 from llm.attention import row_attention
 from llm.checkpointing import tiled
-from lora import (adapted_forward, free_merged, is_beside, joint_adapter, whole_policy,
-                  whole_weight)
+from lora import adapted_forward, free_merged, whole_policy, whole_weight
 
+BESIDE = "llm.beside"  # for weights that hold no adapter
 # Forwards in place of a module's own that compute the same numbers by other means.
 KNOWN_FORWARDS = tiled, pointwise.mlp, pointwise.norm, adapted_forward
 
@@ -144,25 +146,7 @@ def joined(*linears):
         return JointLinear(linears)
     if len(linears) == 1:
         return linears[0]
-    if all(map(is_beside, linears)):
-        return JointAdapters(linears)
-    return lambda x: torch.cat([linear(x) for linear in linears], -1)
-
-
-class JointAdapters:
-    """Several Linears of the same input, whose adapters beside them are one while decoding."""
-
-    def __init__(self, linears):
-        self.linears = linears
-        self.adapter = None
-
-    def __call__(self, x):
-        if x.shape[1] > 1:
-            # A prompt needs the memory more than a GPU waits for its few launches.
-            return torch.cat([linear(x) for linear in self.linears], -1)
-        outputs = [type(linear).forward(linear, x) for linear in self.linears]
-        self.adapter = self.adapter or joint_adapter(self.linears, x, outputs)
-        return self.adapter(x, torch.cat(outputs, -1))
+    return import_module(BESIDE).JointOutput(linears)
 
 
 class JointLinear:

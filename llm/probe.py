@@ -21,7 +21,7 @@ from llm.adapter_files import check_finite
 from llm.engine import Engine, Row
 from llm.logprobs import token_logprobs
 from llm.memory import facts, techniques_of
-from lora import adapters, remove_adapters, settings
+from lora import adapters, settings
 
 TOKENS = 10  # of each of the probe's two rows
 SHARED = 2  # tokens with which both rows begin
@@ -132,7 +132,10 @@ def drop_adapters(model, ids, name: str):
     if not settings(model).all_linear:
         raise UserError(f"{passed}; give --lora_target_modules {','.join(kept)}")
     print(f"note: {passed}: they are left out")
-    remove_adapters(model, [path for path in linears if end_of[path] in dropped], kept)
+    for path, linear in linears.items():
+        if end_of[path] in dropped:
+            del linear.lora, linear.forward
+    settings(model).peft["target_modules"] = kept
 
 
 def engine_logprobs(model, ids):

@@ -105,7 +105,7 @@ def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding
     linears = attention.q_proj, attention.k_proj, attention.v_proj
     with torch.inference_mode(), lora.merged(model):
         joint = fused.joined(*linears)
-        assert isinstance(joint, fused.JointAdapters)
+        assert joint.are_beside
         for rows in (1, 5):
             x = torch.randn(rows, 1, attention.q_proj.in_features, dtype=model.dtype)
             apart = torch.cat([linear(x) for linear in linears], -1)
@@ -113,7 +113,7 @@ def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding
         x = torch.randn(2, 7, attention.q_proj.in_features, dtype=model.dtype)
         assert torch.equal(joint(x), torch.cat([linear(x) for linear in linears], -1))
         linears[1].lora.mode = "off"
-        assert not isinstance(fused.joined(*linears), fused.JointAdapters)
+        assert not fused.joined(*linears).are_beside
 
 
 def test_there_is_no_second_copy_and_training_and_saving_go_on(tmp_path):

@@ -1,0 +1,40 @@
+"""Linears of one input whose weights hold no adapter, such as 4-bit ones on a GPU, as one."""
+from functools import partial
+
+import torch
+
+from lora import Adapter, add_update, column_noise, is_adapted
+
+
+class JointOutput:
+    """Several Linears of the same input; their outputs stand one behind the other.
+
+    While decoding, the adapters beside their weights are one of the sum of their ranks, whose B is
+    block-diagonal: on a GPU, which waits for launches, it takes as many as one of them.
+    """
+
+    def __init__(self, linears):
+        self.linears = linears
+        self.are_beside = all(map(is_beside, linears))
+        self.adapter = None
+
+    def __call__(self, x):
+        """x (R, C, in) gives (R, C, sum of out)."""
+        if x.shape[1] > 1 or not self.are_beside:
+            # A prompt needs the memory more than a GPU waits for its few launches.
+            return torch.cat([linear(x) for linear in self.linears], -1)
+        outputs = [type(linear).forward(linear, x) for linear in self.linears]
+        self.adapter = self.adapter or joint_adapter(self.linears, x, outputs)
+        return self.adapter(x, torch.cat(outputs, -1))
+
+
+def is_beside(linear) -> bool:
+    """True if a plain adapter is added beside the weight of this Linear while decoding."""
+    return is_adapted(linear) and type(linear.lora) is Adapter and linear.lora.mode == "cached"
+
+
+def joint_adapter(linears, x, outputs):
+    """Return a function of x and the Linears' joint output that adds all their adapters to it."""
+    A, B = zip(*(linear.lora.factors(x) for linear in linears))
+    return partial(add_update, A=torch.cat(A), B=torch.block_diag(*B), scale=linears[0].lora.scale,
+                   noise=torch.cat(list(map(column_noise, outputs))))
