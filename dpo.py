@@ -327,7 +327,8 @@ def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     print_dropped(played, episodes, f"episodes left out; the first: {unusable(played)}")
     run.write_episodes(episodes)
     solved = sum(t.info["success"] for t in episodes)
-    print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {solved} solved")
+    print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {solved} of "
+          f"{len(episodes)} solved")
     return episodes
 
 
