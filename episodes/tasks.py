@@ -4,8 +4,6 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 
-import numpy as np
-
 import envs
 from experiment.config import MIXTURES
 from experiment.data import reading
@@ -203,12 +201,12 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
     """
     if first:
         return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
-    drawn = []
-    for number in range(step * tasks_per_step, step * tasks_per_step + n):
-        epoch, place = divmod(number, len(tasks))
-        order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
-        drawn.append(tasks[order[place]])
-    return drawn
+    epoch, place = divmod(step * tasks_per_step, len(tasks))
+    drawn = shuffled(tasks, [seed, epoch])[place:]
+    while len(drawn) < n:
+        epoch += 1
+        drawn += shuffled(tasks, [seed, epoch])
+    return drawn[:n]
 
 
 # ---------------------------------------------------------------------------- rows of any file
