@@ -268,13 +268,13 @@ class RunFlags:
         """
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):
-                setattr(self, name, os.fspath(value))
+                value = os.fspath(value)
+            elif name in CODE:
+                value = _named(value)
+            elif name in LISTS and isinstance(value, list):
+                value = json.dumps(value)
+            setattr(self, name, value)
         self.output_dir = os.path.expanduser(self.output_dir)
-        for name in ("env", "rewards"):
-            setattr(self, name, _named(getattr(self, name, None)))
-        for name in LISTS:
-            if isinstance(getattr(self, name, None), list):
-                setattr(self, name, json.dumps(getattr(self, name)))
 
 
 def _named(value):
