@@ -307,6 +307,14 @@ def test_streamed_calls_come_whole_and_results_in_any_order(served, client):
     assert ids[0] == ids[1]
 
 
+def test_openais_own_stream_says_when_each_call_is_whole_though_the_second_choice_ends_first(served, client):
+    served.script[:] = [call_turn(served, {"a": 1, "b": 1}, text="a long text before the call"), call_turn(served, {"a": 2, "b": 2})]
+    options = {"model": "base", "messages": HELLO, "tools": [ADD], "max_tokens": 200, "n": 2}
+    with client.chat.completions.stream(**options) as events:
+        done = [event.arguments for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [json.loads(arguments) for arguments in done] == [{"a": 2, "b": 2}, {"a": 1, "b": 1}]
+
+
 def test_without_tools_or_with_tool_choice_none_a_call_is_text(served, client):
     for more in ({}, {"tools": [ADD], "tool_choice": "none"}):
         served.script[:] = [call_turn(served, {"a": 2, "b": 3})]

@@ -195,6 +195,10 @@ class Server:
     async def events(self, body, choices, chat):
         """Yield the events of a streamed answer."""
         chunk = {**head("chat.completion.chunk", body), "choices": []}
+        # Clients expect the choices to begin in their order.
+        for i in range(len(choices)):
+            delta = {"role": "assistant", "content": ""}
+            yield event({**chunk, "choices": [{"index": i, "delta": delta, "finish_reason": None}]})
         sent = {}  # choice -> how many characters and tokens of it
         try:
             async for choice in self.player.play(choices):
@@ -204,12 +208,15 @@ class Server:
                 sent[choice] = len(choice.text), len(choice.logprobs)
                 delta, reason = assistant_message(choice, chat, body)
                 delta["content"] = (delta["content"] or "")[characters:]
-                if tokens:
-                    del delta["role"]
+                del delta["role"]
                 logprobs = self.logprobs(body, choice, slice(tokens, sent[choice][1]))
-                shown = {"index": choices.index(choice), "delta": delta, "finish_reason": reason,
+                shown = {"index": choices.index(choice), "delta": delta, "finish_reason": None,
                          "logprobs": logprobs}
                 yield event({**chunk, "choices": [shown]})
+                # Clients take a call for whole when the next chunk comes.
+                if reason:
+                    shown |= {"delta": {"content": ""}, "finish_reason": reason, "logprobs": None}
+                    yield event({**chunk, "choices": [shown]})
             if body.stream_options.get("include_usage"):
                 yield event({**chunk, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
