@@ -147,8 +147,7 @@ class Session:
 
     Attributes:
         pays: False without get_reward(): `reward` then is the environment's own affair, as in TRL.
-        reward: the running total as of the last call, as a plain float.
-        paid: the part of it that turns were paid, which is all but what it was after `reset`.
+        reward: the running total as of the last call, as a plain float: what turns were paid.
         done: True once the environment has ended the episode.
         stuck: True once a call was left behind. The environment still sits in it, and is not
             touched again.
@@ -162,17 +161,13 @@ class Session:
         self.pays = True
         self.task = {key.removeprefix(envs.COLUMN): value for key, value in task.items()
                      if key != "env"}
-        self.reward = self.reward_at_reset = 0.0
+        self.reward = 0.0
         self.done = False
         self.stuck = False
         self.member = "__init__()"
         idle = watch.idle[name]
         self.worker = idle.pop() if idle else Worker()
         weakref.finalize(self, keep, self.worker, idle)
-
-    @property
-    def paid(self) -> float:
-        return self.reward - self.reward_at_reset
 
     def start(self) -> tuple[list[dict], int]:
         """Make and reset the environment. Return the first messages and max_turns."""
@@ -211,7 +206,7 @@ class Session:
 
     def score(self) -> tuple[float, dict, bool]:
         """Return the total reward of the episode, its parts, and whether the task was solved."""
-        return (self.paid, {}, False) if self.stuck else self._ask(self._score)
+        return (self.reward, {}, False) if self.stuck else self._ask(self._score)
 
     def expert(self) -> tuple[str, list[dict]]:
         """Return the text and the calls of the scripted demonstrator's next turn."""
@@ -254,8 +249,6 @@ class Session:
         if not any(message["content"] for message in messages):
             raise ValueError("reset() returned no question and there is no system_prompt or prompt")
         max_turns = int(self._get("max_turns", 8))
-        self._gain()
-        self.reward_at_reset = self.reward
         return messages, max_turns
 
     def _play(self):
