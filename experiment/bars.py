@@ -5,11 +5,8 @@ from tqdm import tqdm
 
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
-
-
-def say(text):
-    """Print a line above the bars that are shown."""
-    tqdm.write(text)
+# Prints a line above the bars that are shown.
+say = tqdm.write
 
 
 def duration(seconds):

@@ -34,9 +34,6 @@ def reading(path, line=None):
 
 def _reason(error):
     """Return what is wrong with a file, for an exception that reading it raised."""
-    # A library's own error of this type, without a number, says more.
-    if isinstance(error, FileNotFoundError) and error.errno:
-        return "no such file"
     if isinstance(error, KeyError):
         return f"no {error} in it"
     if isinstance(error, UnicodeDecodeError):

@@ -1123,7 +1123,7 @@ def test_terminal_escapes_are_printed_as_text(monkeypatch, capsys):
 
 @pytest.mark.parametrize("words, says", [
     (["--env", "equation", "--num_tasks", 1], "did you mean equations?"), (["--env", "nowhere.py:Env"], "nowhere.py"), (["--num_task", 1], "did you mean --num_tasks?"),
-    (["--model_path", "./nowhere"], "no such folder"), (["--env", "equations", "--num_tasks", 1, "--dataset", "nowhere.jsonl"], "no such file"), (["--temperature", -1], "at least 0"),
+    (["--model_path", "./nowhere"], "no such folder"), (["--env", "equations", "--num_tasks", 1, "--dataset", "nowhere.jsonl"], "No such file or directory"), (["--temperature", -1], "at least 0"),
     (["--env", "equations", "--num_tasks", 1, "--output", "no/such/folder/t.jsonl"], "--output no/such/folder/t.jsonl: No such file"), (["--num_tasks", "many"], "not a whole number"),
     (["--env", "equations", "--num_tasks", 1, "--max_tokens", 8], "prompt has"), (["--env", "equations,meetings"], "one environment at a time"), (["--env", "equations", "--env_options", "noise"], "write name=value"),
     (["--env", "equations", "--env_options", "noize=1"], "did you mean noise?")])

@@ -60,7 +60,7 @@ def lines(*rows):
 
 UNKNOWN = "unknown type; use .jsonl (one JSON object a line), .csv (with a header), .parquet or hub:owner/name"
 FILES = [  # name, its content, the whole line: all of it is told without a model
-    ("train.jsonl", None, "train.jsonl: no such file"),  # 1
+    ("train.jsonl", None, "train.jsonl: No such file or directory"),  # 1
     ("folder", None, f"folder: {UNKNOWN}"),  # 2
     ("train.txt", "x", f"train.txt: {UNKNOWN}"),  # 4
     ("train.pkl", "x", f"train.pkl: {UNKNOWN}"),  # 53

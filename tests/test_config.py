@@ -170,8 +170,8 @@ def test_yaml_that_is_no_yaml(tmp_path):
     assert "y.yaml:1: byte 0xff is not UTF-8; save the file as UTF-8" in refusal("--config", str(tmp_path / "y.yaml"))
     (tmp_path / "y.yaml").write_text("a: " + "[" * 20000)
     assert "RecursionError" in refusal("--config", str(tmp_path / "y.yaml"))
-    assert refusal("--config", f"{tmp_path}/x.yaml") == f"{tmp_path}/x.yaml: no such file"
-    assert refusal("--config", f"{tmp_path}/no/x.yaml") == f"{tmp_path}/no/x.yaml: no such file"
+    assert refusal("--config", f"{tmp_path}/x.yaml") == f"{tmp_path}/x.yaml: No such file or directory"
+    assert refusal("--config", f"{tmp_path}/no/x.yaml") == f"{tmp_path}/no/x.yaml: No such file or directory"
     assert "Is a directory" in refusal("--config", str(tmp_path))
     assert "embedded null byte" in refusal("--config", "a\0b")
 

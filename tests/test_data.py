@@ -49,7 +49,7 @@ def test_broken_task_files(tmp_path, data, says):
 def test_paths_that_are_no_task_file(tmp_path):
     write(tmp_path, "a,b", "train.txt"), write(tmp_path, b"x", "train.jsonl.gz"), (tmp_path / "folder.csv").mkdir()
     unknown = "unknown type; use .jsonl (one JSON object a line), .csv (with a header), .parquet or hub:owner/name"
-    for name, says in [("trian.jsonl", "no such file"), ("no/where.csv", "no such file"), ("", unknown), ("train.txt", unknown), ("train.jsonl.gz", unknown),
+    for name, says in [("trian.jsonl", "No such file or directory"), ("no/where.csv", "No such file or directory"), ("", unknown), ("train.txt", unknown), ("train.jsonl.gz", unknown),
                        ("folder.csv", "Is a directory"), ("x" * 5000 + ".jsonl", "File name too long")]:
         path = f"{tmp_path}/{name}".rstrip("/")
         with pytest.raises(UserError) as error:
@@ -115,7 +115,7 @@ def test_a_yaml_file_that_is_binary_and_others(tmp_path):
 
 
 def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
-    for name, says in (("", "Is a directory"), ("y.json", "no such file")):
+    for name, says in (("", "Is a directory"), ("y.json", "No such file or directory")):
         with pytest.raises(UserError, match=f": {says}$"):
             read_json(tmp_path / name)
 

@@ -157,7 +157,7 @@ def test_clashes_are_refused(tmp_path, options, words):
     (["--lerning_rate", "1"], "did you mean --learning_rate?"), (["--model_path", "./nowhere"], "./nowhere: no such folder"),
     (["--group_size", "1"], "--group_size 1: must be at least 2"), (["--env", "equatons"], "did you mean equations?"),
     (["--model_path", "tiny", "--dataset", "rows.jsonl", "--env", "gsm8k"], 'rows.jsonl:2: no "answer" field; has: question'),
-    (["--dataset", "row.jsonl"], "row.jsonl: no such file"),
+    (["--dataset", "row.jsonl"], "row.jsonl: No such file or directory"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, words):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?"}\n')

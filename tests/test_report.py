@@ -260,7 +260,7 @@ def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("# sft run; repeat it\nseed: 0\n")
     assert "loss" in page(tmp_path / "run").text
     (tmp_path / "empty").mkdir()
-    for name, words in (("rum", "no such file"), ("empty", "give an output folder")):
+    for name, words in (("rum", "No such file or directory"), ("empty", "give an output folder")):
         with pytest.raises(UserError, match=words):
             Record(str(tmp_path / name))
 
@@ -271,7 +271,7 @@ def command(*words, cwd=ROOT):
 
 @pytest.mark.parametrize("words, said", [
     ((), "arguments are required: RUN"), (("x", "--outptu", "y"), "unrecognized arguments: --outptu"),
-    (("/none/x",), "/none/x: no such file"), (("README.md",), "give an output folder"), (("tests",), "give an output folder")])
+    (("/none/x",), "/none/x: No such file or directory"), (("README.md",), "give an output folder"), (("tests",), "give an output folder")])
 def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
     done = command(*words)
     assert done.returncode == 2 and said in done.stderr and not done.stdout and "Traceback" not in done.stderr

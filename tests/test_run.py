@@ -349,7 +349,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     with pytest.raises(UserError, match="step_000001/model.safetensors: damaged"):
         read_state(path)
     (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="step_000001/model.safetensors: no such file"):
+    with pytest.raises(UserError, match="step_000001/model.safetensors: No such file or directory"):
         read_state(path)
 
 

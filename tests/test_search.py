@@ -124,7 +124,7 @@ def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
 def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tmp_path):
     with pytest.raises(UserError, match="no documents; give a folder"):
         envs.with_options(Search, {"corpus": str(tmp_path)})().reset("What?", "this")
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="No such file or directory"):
         envs.with_options(Search, {"corpus": str(tmp_path / "none.jsonl")})().reset("What?", "this")
     with pytest.raises(UserError, match="corpus=PATH"):
         Search().reset("What?", "this")
@@ -139,7 +139,7 @@ def test_the_command_line_needs_documents_and_questions_together(tmp_path):
     assert task["answer"] == "in caves"
     with pytest.raises(UserError, match="give --env_options corpus=PATH"):
         load_tasks("search", "test", None, 0, *options)
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="No such file or directory"):
         load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path / "none.jsonl")})
     with pytest.raises(UserError, match="--dataset questions.jsonl"):
         load_tasks("search", "test", None, 0, env_options={"corpus": str(tmp_path)})
