@@ -183,10 +183,10 @@ def teach_tiny(config, run, plays=True) -> str:
     print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
           "teach it the format")
     folder = run.folder / "schooling"
-    # One task is played at the end: with --eval_tasks 0 none would be held out.
+    tasks = config.tasks if plays else None
+    held_out = config.eval_dataset or (None if config.eval_tasks else tasks)  # else a tenth
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
-                       tasks=config.tasks if plays else None, eval_dataset=config.eval_dataset,
-                       eval_tasks=min(config.eval_tasks, 1), fields=config.fields,
+                       tasks=tasks, eval_dataset=held_out, eval_tasks=0, fields=config.fields,
                        env_options=config.env_options, unsafe_code=config.unsafe_code,
                        rewards=config.rewards, resume=folder.exists(), **TINY_SFT)
     # The schooling shows its bar alone, not what it says nor transformers' bars.

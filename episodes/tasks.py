@@ -55,13 +55,12 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     return tasks[:n]
 
 
-def tasks_for(config, split: str, n: int | None, files=None) -> list[dict]:
-    """Return what `load_tasks` does for a config. With --eval_tasks 0 no row is held out.
+def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
+    """Return what `load_tasks` does for a config.
 
     files: the task file and that of the test rows, or None: those of the config.
     """
     dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
-    holds_out = getattr(config, "eval_tasks", None) != 0
     return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
                       envs.options_of(config), config.fields, holds_out)
 
@@ -188,7 +187,7 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     rows of --tasks are held out.
     """
     files = None if n else (None, config.eval_dataset or config.tasks)
-    train = tasks_for(config, "train", n, files)
+    train = tasks_for(config, "train", n, files, holds_out=config.eval_tasks > 0)
     held_out = tasks_for(config, "test", config.eval_tasks, files)
     return train, drop_seen(held_out, train)
 
