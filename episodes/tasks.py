@@ -159,16 +159,17 @@ def recorded_env(trajectories: str) -> str | None:
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
-    Two tasks are the same if their prompt and the required arguments of `reset` are. If none is
-    required, all columns of the held-out tasks are compared. The training tasks may be those of
+    Two tasks are the same if their prompt and the required arguments of `reset` are. Of a task
+    without one, all columns of the held-out tasks are compared. The training tasks may be those of
     recorded episodes (`info["task"]`).
     """
     names = {task["env"] for task in held_out}
     required = set().union(*(envs.needed(envs.load(name).reset) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
-    keys = required or set().union(*held_out) - {"env"}
+    columns = set().union(*held_out) - {"env"}
 
     def content(task):
+        keys = required & task.keys() or columns
         return {key: task[key] for key in task if key in keys or key == "prompt"}
 
     return unseen(held_out, training_tasks, content)

@@ -547,6 +547,17 @@ def test_args_and_kwargs_of_reset_are_no_arguments_that_a_task_needs(monkeypatch
     assert drop_seen(held_out, [{"n": 2, "env": "wrapped"}]) == [held_out[i] for i in (0, 1, 3)]
 
 
+def test_beside_an_environment_that_needs_arguments_one_that_needs_none_keeps_its_held_out_tasks(monkeypatch):
+    """They have no required column, and were all taken for one task."""
+    class Free:
+        def reset(self, number=50):
+            return "go"
+    load = envs.load
+    monkeypatch.setattr(envs, "load", lambda name: Free if name == "free" else load(name))
+    rows = [{"equation": "x = 1", "noise_seed": i, "env": "equations"} for i in (0, 1)] + [{"number": i, "env": "free"} for i in range(4)]
+    assert drop_seen(rows[1:], [rows[0], rows[3]]) == [rows[2], *rows[4:]]
+
+
 @pytest.mark.parametrize("name, row, says", [
     ("equations", {"equation": 5}, "5 is not an equation like"), ("equations", {"equation": "hello"}, "'hello' is not an equation"),
     ("equations_hard", {"equation": "x = y"}, "'y' is not a term"), ("equations", {"equation": "x = x"}, "has no single solution"),
