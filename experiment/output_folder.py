@@ -26,7 +26,7 @@ def algorithm_of(folder):
     if not path.is_file():
         return None
     with reading(path), open(path, "rb") as file:
-        match = re.match(rb"# (\w+) run(?: with --unsafe_code)?;", file.readline(100))
+        match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
     return match and match[1].decode()
 
 
