@@ -168,6 +168,9 @@ class Encoder:
         text ends with the end-of-text token.
         """
         ids = self.tokenizer(text)["input_ids"]
+        # A rendered chat brings the beginning-of-text token that the tokenizer puts before it.
+        if ids[:2] == [self.tokenizer.bos_token_id] * 2:
+            ids = ids[1:]
         if ids[-1:] != [self.tokenizer.eos_token_id]:
             ids = [*ids, self.tokenizer.eos_token_id]
         if len(ids) == 1:

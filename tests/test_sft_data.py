@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import real, small
+from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import envs
@@ -659,6 +660,16 @@ def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path
         assert episode.loss_mask == [0, *[1] * (len(episode.token_ids) - 1)]
         assert episode.token_ids.count(tokenizer.eos_token_id) == 1 and episode.token_ids[-1] == tokenizer.eos_token_id
     assert {tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in (plain, rendered)} == {"3 plus 4", "4 plus 5"}
+
+
+def test_a_rendered_chat_does_not_begin_twice(tmp_path):
+    """Llama's and Gemma's tokenizers put a token before every text, which their templates write as well."""
+    tokenizer = make_tiny()[1]
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", bos)])
+    plain, rendered = (read(write(tmp_path, [{"text": text}]), tokenizer)[0].token_ids for text in ("3 plus 4", "<|bos|>3 plus 4"))
+    assert plain == rendered and plain.count(bos) == 1 and plain[0] == bos
 
 
 @pytest.mark.parametrize("row, reason", [
