@@ -172,6 +172,12 @@ def no_tokenizer(tiny, folder):
     return folder / "m"
 
 
+def no_vocabulary(tiny, folder):
+    """What Trainer writes without a tokenizer, and the template that the refusal used to ask for."""
+    shutil.copy(Path(tiny) / "chat_template.jinja", no_tokenizer(tiny, folder))
+    return folder / "m"
+
+
 def long_tokenizer(tiny, folder):
     shutil.copytree(tiny, folder / "m")
     tokenizer = make_tiny()[1]
@@ -277,7 +283,7 @@ def prompt_tuning(tiny, folder):
 
 @pytest.mark.parametrize("make, says", [
     (missing, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
-    (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no chat template"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
+    (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no tokenizer could be read"), (no_vocabulary, "tokenizer.json is missing"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
     (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (misshapen, "no weights for model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),
     (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"), (peft_adapter(revision="abc"), "revision"),
     (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
