@@ -67,8 +67,8 @@ def _read_folder(folder, dtype, device, chosen):
     from transformers import AutoConfig
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
-        raise UserError(f"{folder}: is a quantized model; "
-                        "give the original one, and --load_in_4bit for 4 bits")
+        raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
+                        "named in its adapter_config.json), and --load_in_4bit for 4 bits")
     import_module(READER).check_stored(folder)
     if config.is_encoder_decoder:
         raise UserError(f"{folder}: {config.model_type} is an encoder-decoder; "

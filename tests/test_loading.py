@@ -478,7 +478,7 @@ def test_a_quantized_model_is_refused(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "q")
     edit_json(tmp_path / "q" / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     for options in ({}, {"lora_r": 4, "load_in_4bit": True}):
-        with pytest.raises(UserError, match=f"{tmp_path}/q: is a quantized model; give the original one, and --load_in_4bit for 4 bits"):
+        with pytest.raises(UserError, match=f"{tmp_path}/q: is a quantized model; give the original one .*adapter_config.json.*, and --load_in_4bit for 4 bits"):
             load(tmp_path / "q", **options)
 
 
