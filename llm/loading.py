@@ -19,7 +19,8 @@ from llm.memory import QUANTIZATION, Facts, Techniques, techniques, techniques_o
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.probe import probe
-from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
+from lora import (adapter_tensors, add_lora, linears_of, merge_adapter, settings,
+                  target_names)
 
 STREAMING = "llm.streaming"  # what --memory stream needs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -130,8 +131,12 @@ def _prepared_device(name: str | None, train: bool):
 def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
     """Add an adapter with these settings. With a folder, its training continues from there."""
     chosen = techniques_of(model)
+    targets = adapter["target_modules"]
+    if folder and not any(".language_model." in name for name in linears_of(model)):
+        # PEFT names them so where it had loaded the model with its vision tower.
+        targets = [name.replace(".language_model.", ".", 1) for name in targets]
     try:
-        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, adapter["target_modules"],
+        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, targets,
                  adapter.get("use_rslora", False), seed,
                  mergeable=not (chosen.load_in_4bit or chosen.stream_layers),
                  device="cpu" if chosen.adamw_on_host else None)

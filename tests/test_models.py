@@ -222,6 +222,21 @@ def test_a_model_published_with_a_vision_tower_loads_as_a_text_model(family, tex
         assert not facts(model).refuses_engine
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], r".*language_model.*\.(q_proj|up_proj)"], ids=["names", "pattern"])
+def test_an_adapter_that_peft_trained_beside_the_vision_tower_is_read(targets, tmp_path):
+    """Unsloth and TRL load such a model with its tower. Its Linears are then called model.language_model.layers..."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
+    save_wrapped("qwen3_5", "qwen3_5", "Qwen3_5ForConditionalGeneration", tmp_path / "base")
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = get_peft_model(whole, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(3, 19)[None]
+    model, _ = load_model(str(tmp_path / "adapter"), lora_r=2, device="cpu")
+    with torch.no_grad():
+        assert (model(input_ids=ids).logits - theirs(input_ids=ids).logits).abs().max() < 1e-4
+
+
 def save_text(family, folder, **options):
     """Write a random model of a family with the tiny model's tokenizer and vocabulary."""
     tokenizer = make_tiny()[1]
