@@ -16,15 +16,17 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiment.data import objects, reading, whole  # noqa: E402
+from experiment.data import objects, read_yaml, reading, whole  # noqa: E402
 from experiment.episodes import transcript  # noqa: E402
 from experiment.errors import UserError, printable  # noqa: E402
 from experiment.files import replace_file  # noqa: E402
+from experiment.output_folder import CONFIG, EPISODES  # noqa: E402
 from window.curves import number  # noqa: E402
-from window.report import Record, wilson  # noqa: E402
+from window.report import logs_of, program_of, result_of, wilson  # noqa: E402
 
 CUT = ("max_tokens", "max_new_tokens")      # stop reasons of a truncated episode
 MAX_CALLS = 8           # rows of the histogram of calls per episode
@@ -231,17 +233,18 @@ def fenced(text):
 
 # ------------------------------------------------------------------------------------ figures
 def measure(name):
-    """Return the run as a Record that also has these attributes.
+    """Return the run as an object with these attributes.
 
-    name: as given. episodes: those of the last quarter of the steps, without their tokens. before, after: (tasks
+    name: as given. algorithm, config, result, logs: what its files say. episodes: those of the last quarter of the steps, without their tokens. before, after: (tasks
     solved, tasks played) or None. measured_on: "held-out" tasks or "episodes", whichever `after` counts. notes: what
     is odd, for the reader. Raises UserError, which names the line that is no episode.
     """
-    record = Record(name)
-    record.name, record.notes, record.episodes = str(name), [], []
-    record.before = record.after = None
-    record.measured_on = "episodes"
-    record.episodes = late_episodes(record)
+    path = Path(name)
+    algorithm = program_of(path)
+    config = {key: value for _, key, value in read_yaml(path / CONFIG)} if algorithm else {}
+    record = SimpleNamespace(name=str(name), algorithm=algorithm, config=config, result=result_of(path),
+                             logs=logs_of(path), notes=[], before=None, after=None, measured_on="episodes")
+    record.episodes = late_episodes(record, path / EPISODES if algorithm else path)
     without_faults = [bool(e["info"]["success"]) for e in record.episodes if "success" in e["info"]]
     if without_faults:
         record.after = sum(without_faults), len(without_faults)
@@ -252,9 +255,9 @@ def measure(name):
     return record
 
 
-def late_episodes(record):
+def late_episodes(record, path):
     """Return the episodes of the last quarter of the steps, when the policy was nearly finished."""
-    episodes = read_episodes(record.episode_file) if record.episode_file.exists() else []
+    episodes = read_episodes(path) if path.exists() else []
     newest = max((episode["step"] for episode in episodes), default=-1)
     logged = [row.get("step") for log in record.logs[:1] for row in log]
     last = max(filter(is_number, logged), default=0)

@@ -13,7 +13,7 @@ from window import report as view
 from window.curves import chart
 from experiment.errors import UserError
 from bench.comparison import difference
-from window.report import MAX_EPISODES, Record, token_texts, wilson
+from window.report import MAX_EPISODES, token_texts, wilson
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
@@ -262,7 +262,7 @@ def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, words in (("rum", "No such file or directory"), ("empty", "give an output folder")):
         with pytest.raises(UserError, match=words):
-            Record(str(tmp_path / name))
+            page(tmp_path / name)
 
 
 def command(*words, cwd=ROOT):

@@ -15,7 +15,7 @@ from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
 from experiment.notes import headline, wilson
-from experiment.output_folder import CONFIG, algorithm_of
+from experiment.output_folder import CONFIG, EPISODES, algorithm_of
 from window.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
@@ -32,39 +32,6 @@ HEAD = """<!doctype html><html lang=en><head><meta charset=utf-8>
 <title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>"""
 
 
-class Record:
-    """One run (an output folder), or one .jsonl of episodes, as it was written.
-
-    Attributes:
-        config, result: what the files say, {} where there is no such file.
-        logs: the rows of each log.
-        algorithm: the name of the program, or None.
-        episode_file: the file of its episodes, which may not exist.
-    """
-
-    def __init__(self, name):
-        """Read everything but the episodes. Raises UserError."""
-        self.path = self.episode_file = Path(name)
-        self.config, self.result, self.logs = {}, {}, []
-        with reading(self.path):
-            self.path.stat()
-        self.algorithm = algorithm_of(self.path)
-        if self.algorithm:
-            self._read_folder()
-        elif self.path.suffix != ".jsonl":
-            raise UserError(f"{name}: give an output folder of a run, or a .jsonl of episodes")
-
-    def _read_folder(self):
-        self.config = {key: value for _, key, value in read_yaml(self.path / CONFIG)}
-        self.episode_file = self.path / "trajectories.jsonl"
-        result = self.path / "result.json"
-        if result.exists():
-            self.result = read_json(result)
-        for log in (self.path / "metrics.jsonl", self.path / "timing.jsonl"):
-            if log.exists():
-                self.logs.append([row for _, row in objects(log)])
-
-
 class Result(dict):
     """What result.json of an output folder holds. A notebook shows it as tiles and curves."""
 
@@ -74,11 +41,36 @@ class Result(dict):
 
     def _repr_html_(self):
         """Return the head of the page in a frame, which keeps its style to itself."""
-        record = Record(self.folder)
         # None makes the notebook print the dict: another run has taken the folder since.
-        if record.result != self:
+        if result_of(self.folder) != self:
             return None
-        return f'<iframe srcdoc="{escape(summary(record))}" width="100%" height="600"></iframe>'
+        shown = escape(summary(self.folder))
+        return f'<iframe srcdoc="{shown}" width="100%" height="600"></iframe>'
+
+
+def program_of(path):
+    """Return the name of the program whose run a folder holds, or None for a .jsonl of episodes.
+
+    Raises UserError if it is neither.
+    """
+    with reading(path):
+        path.stat()
+    program = algorithm_of(path)
+    if not program and path.suffix != ".jsonl":
+        raise UserError(f"{path}: give an output folder of a run, or a .jsonl of episodes")
+    return program
+
+
+def result_of(folder):
+    """Return what the result.json of an output folder holds, {} if there is none."""
+    path = folder / "result.json"
+    return read_json(path) if path.exists() else {}
+
+
+def logs_of(folder):
+    """Return the rows of each log of an output folder."""
+    paths = [path for path in (folder / "metrics.jsonl", folder / "timing.jsonl") if path.exists()]
+    return [[row for _, row in objects(path)] for path in paths]
 
 
 def write_html(name):
@@ -88,32 +80,33 @@ def write_html(name):
     """
     path = Path(name)
     output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    replace_file(output, whole(page(Record(name))))
+    replace_file(output, whole(page(path)))
     return output
 
 
-def page(record):
-    """Return the HTML page of a `Record`."""
-    parts = [summary(record)]
-    if record.episode_file.exists():
+def page(path):
+    """Return the HTML page of an output folder or of a .jsonl of episodes."""
+    parts = [summary(path)]
+    episodes = path / EPISODES if path.is_dir() else path
+    if episodes.exists():
         parts.append(LEGEND)
-        tokenizer = load_tokenizer(record.path)
-        for line, episode in chosen_episodes(record.episode_file):
-            with reading(record.episode_file, line):
+        tokenizer = load_tokenizer(path)
+        for line, episode in chosen_episodes(episodes):
+            with reading(episodes, line):
                 parts.append(episode_html(episode, tokenizer))
-    if record.config:
-        config = "\n".join(f"{name}: {value}" for name, value in record.config.items())
+    if path.is_dir():
+        config = "\n".join(f"{name}: {value}" for _, name, value in read_yaml(path / CONFIG))
         parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
                      f"<pre>{escape(config)}</pre></details>")
     return "".join(parts) + "</body></html>\n"
 
 
-def summary(record):
-    """Return the head of the page: what came out, and the curves."""
-    title = escape(f"{record.algorithm or 'episodes'} · {record.path}")
-    with reading(record.path / "result.json"):
-        tiles = facts(record.result)
-    return HEAD.format(title=title, style=STYLE) + tiles + curves(record.logs)
+def summary(path):
+    """Return the head of the page: what came out, and the curves. Raises UserError."""
+    title = escape(f"{program_of(path) or 'episodes'} · {path}")
+    with reading(path / "result.json"):
+        tiles = facts(result_of(path))
+    return HEAD.format(title=title, style=STYLE) + tiles + curves(logs_of(path))
 
 
 def facts(result):
