@@ -255,7 +255,7 @@ class RunFlags:
     seed: int = flag(0, "seed of everything random", low=0)
     save_every: int = flag(
         0, "steps between checkpoints, of which the last two and the best stay; 0: after 10 "
-        "minutes of training each, and at the end", low=0)
+        "minutes of training each, and at the end; an evaluated step is saved, too", low=0)
     eval_tasks: int = flag(
         200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)

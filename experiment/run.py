@@ -257,7 +257,8 @@ class Run:
             self.files.thin_episodes()
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
-        if due and self.saved != self.step:
+        # An evaluated step may be the best.
+        if (due or self.score is not None) and self.saved != self.step:
             self._save()
         self.check()
 

@@ -116,3 +116,5 @@ def test_success_is_measured_on_the_way_and_before_if_the_model_comes_taught(tmp
     assert ["eval/success" in line for line in lines] == [False, True, False, True]
     assert made["success_before"] is None and made["success_after"] == lines[-1]["eval/success"]
     assert again["success_before"] == made["success_after"]  # the same tasks, the same random numbers
+    # Without --save_every, too: the best step that was evaluated is there to be taken.
+    assert sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
