@@ -263,8 +263,8 @@ class RunFlags:
     def __post_init__(self):
         """Let a YAML file name the home folder ~, and Python code give objects for their names.
 
-        These are paths, classes, functions and lists of them, and rows of data. config.yaml holds
-        text.
+        These are paths, classes, functions and lists of them, rows of data, dicts of options, and
+        NumPy's numbers. config.yaml holds text.
         """
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):
@@ -273,6 +273,10 @@ class RunFlags:
                 value = _named(value)
             elif name in LISTS and isinstance(value, list):
                 value = json.dumps(value)
+            elif isinstance(value, dict):
+                value = ",".join(f"{key}={item}" for key, item in value.items())
+            elif hasattr(value, "item"):
+                value = value.item()
             setattr(self, name, value)
         self.output_dir = os.path.expanduser(self.output_dir)
 

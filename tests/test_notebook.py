@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import envs
 import grpo
+from episodes.tasks import load_tasks
 from experiment.config import convert, options
 from experiment.errors import UserError
 
@@ -88,6 +90,26 @@ def test_lists_and_functions_stand_for_their_names_and_rows_for_a_data_set():
     config = grpo.Config(env=[cls, "gsm8k"], rewards=[test_the_name_of_a_class_is_one_that_finds_it], dataset=[{"prompt": "2 + 2?"}])
     assert config.env == "envs.equations:Equations,gsm8k" and config.rewards == f"{__name__}:test_the_name_of_a_class_is_one_that_finds_it"
     assert config.dataset == '[{"prompt": "2 + 2?"}]'
+
+
+def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says():
+    """YAML cannot hold NumPy's: the run died with a traceback as it wrote config.yaml."""
+    config = grpo.Config(learning_rate=np.logspace(-4, -2, 3)[1], seed=np.arange(3)[2], env="gsm8k", env_options={"tools": "calculator"},
+                         fields={"question": "problem", "answer": "solution"})
+    assert type(config.learning_rate) is float and type(config.seed) is int and config.seed == 2
+    assert config.env_options == "tools=calculator" and config.fields == "question=problem,answer=solution"
+
+
+def test_a_list_of_rows_is_not_told_whole():
+    rows = json.dumps([{"question": "1 + 1?", "answer": "word " * 900}])
+    with pytest.raises(UserError, match="too few rows to hold some out; give --eval_dataset") as error:
+        load_tasks(f"{__name__}:Asks", "test", 9, 0, rows)
+    assert len(str(error.value)) < 500
+
+
+class Asks:
+    def reset(self, question, answer):
+        return question
 
 
 def test_the_name_of_a_class_is_one_that_finds_it():
