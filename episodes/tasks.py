@@ -51,7 +51,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     if path and len(names) > 1:
         tasks = shuffled(tasks, seed)
     if path and split == "train":
-        print_dropped(tasks, tasks[:n], f"tasks of {path} are left out: {n} are asked for")
+        print_dropped(tasks, tasks[:n], f"tasks of {path:.200} are left out: {n} are asked for")
     return tasks[:n]
 
 
@@ -96,13 +96,13 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
 
     rows = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
     if dropped := rows.count(None):
-        print(f"{path}: {dropped} rows have nothing that can be played: dropped ({split})")
+        print(f"{path:.200}: {dropped} rows have nothing that can be played: dropped ({split})")
     rows = [task for task in rows if task is not None]
     if dropped := sum(task.get("dropped_tests", 0) for task in rows):
-        print(f"{path}: {dropped} tests cannot be read: dropped ({split})")
+        print(f"{path:.200}: {dropped} tests cannot be read: dropped ({split})")
     if not rows:
-        raise UserError(f"{path}: {name}: no rows for it, or too few rows to hold some out; give "
-                        "--eval_dataset path/to/test.jsonl, or --eval_tasks 0")
+        raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
+                        "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0")
     return shuffled(rows, seed)
 
 
