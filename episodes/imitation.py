@@ -69,9 +69,9 @@ def demonstrations(config, conversations, tokenizer, vocabulary: int):
     source = config.trajectories or config.dataset or config.tasks or config.env
     if not learned:
         condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
-        raise UserError(f"no episodes to imitate: {source} has none {condition}within "
+        raise UserError(f"no episodes to imitate: {source:.200} has none {condition}within "
                         f"{config.max_tokens} tokens")
-    print(f"{source}: {len(learned)} demonstrations to learn from, {len(held_out)} held out")
+    print(f"{source:.200}: {len(learned)} demonstrations to learn from, {len(held_out)} held out")
     return learned, held_out
 
 

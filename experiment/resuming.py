@@ -71,7 +71,8 @@ def _compare(folder, config, values):
     if longer:
         changed.pop("max_steps", None)
     if changed:
-        differences = [f"--{name} is {values[name]} and was {changed[name]}" for name in changed]
+        differences = [f"--{name} is {values[name]!s:.200} and was {changed[name]!s:.200}"
+                       for name in changed]
         raise UserError(f"{folder.path}: --resume continues the run as it began (max_steps may "
                         f"grow), but {', '.join(differences)}; the same command: {folder.command}")
     return longer

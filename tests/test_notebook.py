@@ -11,6 +11,7 @@ import pytest
 
 import envs
 import grpo
+import sft
 from episodes.tasks import load_tasks
 from experiment.config import convert, options
 from experiment.errors import UserError
@@ -105,6 +106,16 @@ def test_a_list_of_rows_is_not_told_whole():
     with pytest.raises(UserError, match="too few rows to hold some out; give --eval_dataset") as error:
         load_tasks(f"{__name__}:Asks", "test", 9, 0, rows)
     assert len(str(error.value)) < 500
+
+
+def test_sft_and_a_resume_do_not_tell_it_whole_either(tmp_path, capsys):
+    rows = [{"prompt": f"{i} + 1?", "completion": "word " * 90} for i in range(40)]
+    short = {"output_dir": str(tmp_path), "max_steps": 0, "eval_tasks": 0}
+    sft.train(sft.Config(dataset=rows, **short))
+    assert "demonstrations to learn from" in (said := capsys.readouterr().out) and len(said) < 2000
+    with pytest.raises(UserError, match="--dataset is .* and was ") as error:
+        sft.train(sft.Config(dataset=rows[1:], resume=True, **short))
+    assert len(str(error.value)) < 1000
 
 
 class Asks:
