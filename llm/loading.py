@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from experiment.data import read_json
 from experiment.errors import UserError
 from llm.adapter_files import ADAPTER, FORMS, load_weights, read_settings
 from llm.attention import causal_attention
+from llm.chat import Chat
 from llm.checkpointing import checkpoint_layers, layers_of, pinned, tile_mlps
 from llm.memory import QUANTIZATION, Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
 from llm.probe import probe
-from lora import (adapter_tensors, add_lora, linears_of, merge_adapter, settings,
-                  target_names)
+from lora import adapter_tensors, add_lora, merge_adapter, settings, target_names
 
 STREAMING = "llm.streaming"  # what --memory stream needs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -105,6 +106,10 @@ def merge(source: str, folder: str, dtype: str = "auto"):
     os.makedirs(place, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
         model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
+        # Base models lack the end of a turn here, and `generate` and vLLM would not stop there.
+        with suppress(ValueError):
+            stops = Chat(tokenizer, [], model.generation_config).stop_ids
+            model.generation_config.eos_token_id = sorted(stops)
         whole = os.path.join(beside, "model")
         model.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
@@ -132,7 +137,7 @@ def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
     """Add an adapter with these settings. With a folder, its training continues from there."""
     chosen = techniques_of(model)
     targets = adapter["target_modules"]
-    if folder and not any(".language_model." in name for name in linears_of(model)):
+    if folder and not any(".language_model." in name for name, _ in model.named_modules()):
         # PEFT names them so where it had loaded the model with its vision tower.
         targets = [name.replace(".language_model.", ".", 1) for name in targets]
     try:

@@ -128,8 +128,7 @@ def read_tokenizer(source: str):
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        # Of a folder without tokenizer.json, transformers makes one of a few special tokens.
-        if tokenizer.vocab_size < 10:
+        if tokenizer.vocab_size < 10:  # special tokens alone
             raise ValueError("tokenizer.json is missing; copy it from the base model")
         # Where a model with a vision tower had its template before chat_template.jinja.
         path = os.path.join(source, "chat_template.json")
