@@ -189,7 +189,7 @@ def _check_plain_lora(config):
     if init not in (True, False, "gaussian", "eva", "orthogonal"):
         odd.append(f"init_lora_weights {init}")
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
-        raise ValueError("only plain LoRA adapters are read here; "
+        raise ValueError("only plain LoRA is read here; merge others with PEFT (merge_and_unload); "
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
     names = config["target_modules"]
     if not isinstance(names, str) and not all(isinstance(name, str) for name in names):

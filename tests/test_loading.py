@@ -300,7 +300,7 @@ def prompt_tuning(tiny, folder):
     (peft_adapter(rank_pattern={"q_proj": 2}), "rank_pattern"), (peft_adapter(modules_to_save=["lm_head"]), "modules_to_save"),
     (peft_adapter(init_lora_weights="pissa"), "pissa"), (wrong_shape, "lora_A is (4, 128), the model needs (8, 128)"), (missing_tensor, "v_proj.lora_A is missing"),
     (spare_tensor, "no place"), (broken_adapter_config, "adapter_config.json"), (corrupt_adapter, "adapter_model.safetensors"),
-    (base_gone, "/gone/model: no such folder"), (prompt_tuning, "only plain LoRA")])
+    (base_gone, "/gone/model: no such folder"), (prompt_tuning, "only plain LoRA is read here; merge others with PEFT")])
 def test_refusals_are_one_line_that_names_the_place(tiny, tmp_path, make, says):
     path = make(tiny, tmp_path)
     vocab, tokens = (len(make_tiny()[1]) + extra for extra in (0, 300))
