@@ -70,8 +70,8 @@ def _read_folder(folder, dtype, device, chosen):
         raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
                         "named in its adapter_config.json), and --load_in_4bit for 4 bits")
     import_module(READER).check_stored(folder)
-    if config.is_encoder_decoder:
-        raise UserError(f"{folder}: {config.model_type} is an encoder-decoder; "
+    if config.is_encoder_decoder or "Classification" in str(config.architectures):
+        raise UserError(f"{folder}: {config.model_type} is an encoder-decoder or a classifier; "
                         "only decoders are trained here")
     # Transformers chooses. The attention that config.json names may be a kernel to download.
     config._attn_implementation = None

@@ -351,15 +351,17 @@ def small_config(family, **options):
 
 
 @pytest.mark.parametrize("family, kind, says", [
-    ("bart", "BartForConditionalGeneration", "bart is an encoder-decoder; only decoders are trained here"),
-    ("whisper", "WhisperForConditionalGeneration", "whisper is an encoder-decoder; only decoders are trained here"),
-    ("t5", "T5ForConditionalGeneration", "t5 is an encoder-decoder; only decoders are trained here"),
+    ("bart", "BartForConditionalGeneration", "bart is an encoder-decoder or a classifier; only decoders are trained here"),
+    ("whisper", "WhisperForConditionalGeneration", "whisper is an encoder-decoder or a classifier; only decoders are trained here"),
+    ("t5", "T5ForConditionalGeneration", "t5 is an encoder-decoder or a classifier; only decoders are trained here"),
     ("bert", "BertForMaskedLM", "the training forward differs from transformers' by"),
-    ("vit", "ViTForImageClassification", "cannot be loaded: Unrecognized configuration class"),
-    ("llama", "LlamaForSequenceClassification", "no weights for lm_head.weight: the model is incomplete, or of a kind that predicts no next token")])
+    ("vit", "ViTForImageClassification", "vit is an encoder-decoder or a classifier"),
+    ("qwen2", "Qwen2ForSequenceClassification", "qwen2 is an encoder-decoder or a classifier"),  # its head was tied to the embedding
+    ("llama", "LlamaModel", "no weights for lm_head.weight: the model is incomplete, or of a kind that predicts no next token")])
 def test_what_predicts_no_next_token_is_refused_in_one_line(family, kind, says, tmp_path):
     import transformers
-    getattr(transformers, kind)(small_config(family)).save_pretrained(tmp_path)
+    tied = {"tie_word_embeddings": True} if family == "qwen2" else {}
+    getattr(transformers, kind)(small_config(family, **tied)).save_pretrained(tmp_path)
     make_tiny()[1].save_pretrained(tmp_path)
     with pytest.raises(UserError) as error:
         load_model(str(tmp_path), lora_r=2, device="cpu")
