@@ -165,15 +165,15 @@ class Encoder:
         """Return the ids and the loss mask of a text: all that has a token before it is learned.
 
         Here what spells a control token is one, since people render chats into such texts. The
-        text ends with the end-of-text token.
+        text ends with the end-of-text token, if there is one.
         """
         ids = self.tokenizer(text)["input_ids"]
         # A rendered chat brings the beginning-of-text token that the tokenizer puts before it.
         if ids[:2] == [self.tokenizer.bos_token_id] * 2:
             ids = ids[1:]
-        if ids[-1:] != [self.tokenizer.eos_token_id]:
+        if self.tokenizer.eos_token_id not in (None, *ids[-1:]):
             ids = [*ids, self.tokenizer.eos_token_id]
-        if len(ids) == 1:
+        if len(ids) < 2:
             raise ValueError('"text" is empty: nothing to train on')
         return ids, [0, *[1] * (len(ids) - 1)]
 

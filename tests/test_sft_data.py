@@ -672,6 +672,15 @@ def test_a_rendered_chat_does_not_begin_twice(tmp_path):
     assert plain == rendered and plain.count(bos) == 1 and plain[0] == bos
 
 
+def test_a_tokenizer_without_an_end_of_text_token_reads_texts(tmp_path):
+    tokenizer = make_tiny()[1]
+    tokenizer.eos_token = None
+    [episode] = read(write(tmp_path, [{"text": "3 plus 4"}]), tokenizer)
+    assert None not in episode.token_ids and tokenizer.decode(episode.token_ids) == "3 plus 4"
+    with pytest.raises(UserError, match='"text" is empty: nothing to train on'):
+        read(write(tmp_path, [{"text": ""}]), tokenizer)
+
+
 @pytest.mark.parametrize("row, reason", [
     ({"text": ""}, '"text" is empty: nothing to train on'),
     ({"conversations": "hello"}, '"conversations" must be a list of {"role": ..., "content": ...}'),
