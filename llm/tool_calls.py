@@ -296,7 +296,7 @@ def _json(text, position):
     try:
         return _JSON.raw_decode(text, position)
     except json.JSONDecodeError as error:
-        problem = f"{error.msg.removesuffix(' at')} at character {error.pos - position}"
+        problem = f"{error.msg} at character {error.pos - position}"
         raise ValueError(f"the tool call is not valid JSON: {problem}") from None
     except RecursionError:
         raise ValueError("the tool call is nested too deep") from None
