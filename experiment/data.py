@@ -68,14 +68,13 @@ def whole(text: str) -> str:
 
 
 # --------------------------------------------------------------------------------------- JSON
-def unique(pairs) -> dict:
-    """Return the pairs as a dict, or raise ValueError for a key that is there twice."""
-    result = {}
+def _unique(pairs):
+    unique = {}
     for key, value in pairs:
-        if key in result:
+        if key in unique:
             raise ValueError(f'key "{key}" twice')
-        result[key] = value
-    return result
+        unique[key] = value
+    return unique
 
 
 def _finite(text):
@@ -85,7 +84,7 @@ def _finite(text):
     return number
 
 
-def parse_object(text: str, as_dict=unique) -> dict:
+def parse_object(text: str, as_dict=_unique) -> dict:
     """Return the JSON object that the text holds; `as_dict` makes objects of pairs.
 
     Raises ValueError for what Python's reader lets through: NaN, infinity, a key given twice.

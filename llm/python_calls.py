@@ -4,8 +4,7 @@ import json
 import re
 import warnings
 
-from experiment.data import unique
-from llm.tool_calls import PYTHON_WORDS
+from llm.tool_calls import PYTHON_WORDS, unique
 
 QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 
@@ -29,7 +28,7 @@ def read(source: str) -> list[dict]:
             values = list(map(ast.literal_eval, values))
         except ValueError:
             raise ValueError("arguments must be literal values") from None
-        arguments = unique(zip(keys, values))
+        arguments = unique(list(zip(keys, values)))
         calls.append({"name": ast.unparse(node.func), "arguments": arguments})
     return calls
 

@@ -11,8 +11,6 @@ from contextlib import suppress
 from importlib import import_module
 from itertools import islice
 
-from experiment.data import unique
-
 PYTHON_CALLS = "llm.python_calls"  # which only some families write
 MAX_CALLS = 64  # in one turn
 KEYS = {"name", "id", "type", "index", "function", "parameters"}  # of a call without "arguments"
@@ -177,10 +175,10 @@ def _next_tag(text, position):
     return tag.start() if tag else len(text)
 
 
-def _check_end(text, position):
+def _check_end(text, position, where):
     """Raise ValueError unless a tag or the end of the text follows."""
     if _next_tag(text, position) > position:
-        raise ValueError(f"unexpected {text[position : position + 20]!r} in a tool call")
+        raise ValueError(f"unexpected {text[position : position + 20]!r} {where} a tool call")
 
 
 def _read(text, opener, start, tools):
@@ -200,7 +198,7 @@ def _read(text, opener, start, tools):
     if text.startswith(("{", "["), start):
         calls, end = _read_json(text, start)
         if tag == "<tool_call>":
-            _check_end(text, end)
+            _check_end(text, end, "after the JSON of")
         return (calls, end) if tag or any(map(_is_call, calls)) else ([], start)
     return _read_tagged(text, start, tools) if tag else ([], start)
 
@@ -257,7 +255,7 @@ def _read_tagged(text, start, tools):
         _, key, value = tag.groups()
         pairs.append((key, _tagged_value(value, (tools or {}).get(name[1]), key)))
         position = tag.end()
-    _check_end(text, position)
+    _check_end(text, position, "in")
     return [{"name": name[1], "arguments": unique(pairs)}], position
 
 
@@ -286,6 +284,13 @@ def _kinds(schema) -> set:
         kind = choice.get("type", [])
         kinds |= {kind} if isinstance(kind, str) else set(kind)
     return kinds
+
+
+def unique(pairs):
+    """Return the pairs as a dict, else raise ValueError."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("an argument is given twice")
+    return dict(pairs)
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=unique)
