@@ -253,8 +253,6 @@ class Session:
 
     def _play(self):
         for call in self.calls:
-            # Read apart from the tool, which reads it too: a fault of `done` is not the tool's.
-            self._read_done()
             self._enter(call["name"])
             name, arguments = call["name"], call["arguments"]
             self.answers.append((*call_tool(self.env, name, arguments), self._gain()))
