@@ -3,8 +3,8 @@
     y = W x + scale B A x        W (out, in) is frozen, A (r, in) and B (out, r) train in float32
 
 The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`,
-and computes its output with it. Other files read it only through the functions here (llm/beside.py
-joins plain ones), so that another adapter (DoRA, in tests/test_dora.py) is one subclass.
+and computes its output with it. Other files use it through the functions here (llm/beside.py joins
+plain ones, llm/probe.py removes some): another adapter (DoRA, tests/test_dora.py) is one subclass.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
@@ -298,8 +298,8 @@ def dithered(total, dtype, noise=None):
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.
         dtype: what holds the result later. Only bfloat16 and float16 need random bits.
-        noise: (out,), from `column_noise`: all rows get the same random bits, whatever their place
-            in a batch.
+        noise: the bits (out,) of `column_noise`, the same for all rows whatever their place in a
+            batch. With None each number of a weight has its own.
     """
     if dtype not in LOST_BITS:
         return total
@@ -327,11 +327,11 @@ def _noise(device, n: int):
 
 
 def add_update(x, output, A, B, scale, noise):
-    """Return output + scale B A x (..., out), rounded by `dithered` if the output has 16 bits."""
+    """Return output (..., out) + scale B A x, with x (..., in) and the `column_noise` (out,)."""
     update = F.linear(F.linear(x, A), B)
-    # A sum rounded to the nearest would lose small updates.
     if output.dtype not in LOST_BITS:
         return output + update * scale
+    # Rounded to the nearest, a 16-bit sum would lose small updates.
     return _DitheredSum.apply(output, update, scale, noise)
 
 

@@ -170,7 +170,7 @@ def teach_tiny(config, run, plays=True) -> str:
 
     Args:
         config, run: of the algorithm that starts from the tiny model. Every process takes part.
-        plays: False if it only evaluates on its tasks, which are then not taught.
+        plays: False if the algorithm only evaluates on its tasks, which are then not taught.
     """
     if config.model_path != "tiny":
         return config.model_path
@@ -184,7 +184,8 @@ def teach_tiny(config, run, plays=True) -> str:
           "teach it the format")
     folder = run.folder / "schooling"
     tasks = config.tasks if plays else None
-    held_out = config.eval_dataset or (None if config.eval_tasks else tasks)  # else a tenth
+    # Without an evaluation the run holds no row out, and the schooling need not either.
+    held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
     schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
                        tasks=tasks, eval_dataset=held_out, eval_tasks=0, fields=config.fields,
                        env_options=config.env_options, unsafe_code=config.unsafe_code,

@@ -235,9 +235,10 @@ def fenced(text):
 def measure(name):
     """Return the run as an object with these attributes.
 
-    name: as given. algorithm, config, result, logs: what its files say. episodes: those of the last quarter of the steps, without their tokens. before, after: (tasks
-    solved, tasks played) or None. measured_on: "held-out" tasks or "episodes", whichever `after` counts. notes: what
-    is odd, for the reader. Raises UserError, which names the line that is no episode.
+    name: as given. algorithm, config, result, logs: what its files say. episodes: those of the last quarter of the
+    steps, without their tokens. before, after: (tasks solved, tasks played) or None. measured_on: "held-out" tasks or
+    "episodes", whichever `after` counts. notes: what is odd, for the reader. Raises UserError, which names the line
+    that is no episode.
     """
     path = Path(name)
     algorithm = program_of(path)

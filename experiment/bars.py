@@ -5,8 +5,7 @@ from tqdm import tqdm
 
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
-# Prints a line above the bars that are shown.
-say = tqdm.write
+say = tqdm.write  # above the bars that are shown
 
 
 def duration(seconds):

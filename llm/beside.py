@@ -1,4 +1,4 @@
-"""Linears of one input whose weights hold no adapter, such as 4-bit ones on a GPU, as one."""
+"""The joint output of Linears of one input whose weights hold no adapter: on a GPU, 4-bit ones."""
 from functools import partial
 
 import torch
@@ -9,8 +9,8 @@ from lora import Adapter, add_update, column_noise, is_adapted
 class JointOutput:
     """Several Linears of the same input; their outputs stand one behind the other.
 
-    While decoding, the adapters beside their weights are one of the sum of their ranks, whose B is
-    block-diagonal: on a GPU, which waits for launches, it takes as many as one of them.
+    While decoding, their adapters are computed as one, which has the sum of their ranks and a
+    block-diagonal B. It takes as few kernels as one of them, and a GPU waits for launches.
     """
 
     def __init__(self, linears):

@@ -2,7 +2,7 @@
 
 A layer takes 22 kernels on an H100, attention and cache included. The stock modules launch 41 to 57
 without these. Every other architecture and modules with hooks stay with those, on a CPU also
-4-bit weights and an adapter that is not merged. On a GPU such Linears are called one by one.
+4-bit weights and an adapter that is not merged. On a GPU llm/beside.py joins such Linears.
 
 It takes no memory: the joint weights replace the model's tensors, which become views of them. On
 a CPU, bfloat16 weights are held in oneDNN's layout, in which a product of few rows takes 25 to
@@ -85,7 +85,7 @@ class FusedLayer:
         self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = joined(attention.o_proj)
         self.mlp = self.prompt_mlp = FusedMLP(layer.mlp)
-        # A long prompt's intermediate values would fill a small GPU.
+        # A long prompt stays in tiles: its intermediate values would fill a small GPU.
         if getattr(vars(layer.mlp).get("forward"), "func", None) is tiled:
             self.prompt_mlp = layer.mlp
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
