@@ -35,7 +35,7 @@ MODELS = {"Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True), "Qwen2.5-1.5B": 
 
 
 TOKENS = 2048  # of an episode of gsm8k
-ALLOCATOR, CONTEXT = 1.27, 820  # MiB on the card = tensors x ALLOCATOR + CONTEXT
+ALLOCATOR, CONTEXT = {"stream": 1.62}, 820  # MiB on the card = tensors x ALLOCATOR (else 1.27) + CONTEXT
 CARDS = 4, 8, 16, 24  # GiB
 
 
@@ -51,7 +51,7 @@ def step_mib(name: str, memory: str, sequences: int) -> float:
         episodes = min(8 * sequences, techniques(memory).decode_rows)
         work = Workload(sequences, TOKENS, merge=True, decode_rows=episodes, group_size=8, max_new_tokens=512)
         peaks = measure({"path": folder, "lora_r": 16, "dtype": "bfloat16", "memory": memory}, work)
-    return max(peaks["update"], peaks["rollout"]) / MIB * ALLOCATOR + CONTEXT
+    return max(peaks["update"], peaks["rollout"]) / MIB * ALLOCATOR.get(memory, 1.27) + CONTEXT
 
 
 def print_models():

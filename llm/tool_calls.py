@@ -97,22 +97,22 @@ def check_call(raw) -> dict:
         kind = type(arguments).__name__
         raise ValueError(f"the arguments of {name} must be an object, got {kind}")
     try:
-        if _depth(arguments) > MAX_DEPTH:
+        if _too_deep(arguments, MAX_DEPTH):
             raise ValueError("nested too deep")
         text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
         text.encode()  # a lone surrogate has no UTF-8
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError("arguments must be JSON with finite numbers and whole characters: "
                          f"{error}") from None
     return {"name": name, "arguments": json.loads(text)}
 
 
-def _depth(value) -> int:
-    """Return how many lists and objects lie around the innermost value."""
+def _too_deep(value, levels: int) -> bool:
+    """True if more lists and objects than `levels` lie around the innermost value."""
     if not isinstance(value, dict | list):
-        return 0
+        return False
     items = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(_depth, items), default=0)
+    return not levels or any(_too_deep(item, levels - 1) for item in items)
 
 
 def _error(problem):

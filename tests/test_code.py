@@ -297,8 +297,10 @@ def test_a_row_that_is_hostile_is_never_run(tmp_path):
     good = submitted({**row, "setup": ""}, "def add(a, b):\n    return a + b")  # its reference fails: nothing to compare with
     assert good._check() and good._reward_parts["efficiency"] == 0.2
     for test in ("assert " + "-" * 5000 + "1", "assert f(" + "[" * 250 + "]" * 250 + ")"):
-        with pytest.raises((ValueError, SyntaxError), match="nested"):
-            read_tests(test, "g")
+        try:
+            assert read_tests(test, "g") == []  # Python 3.12 can parse it
+        except (ValueError, SyntaxError) as error:
+            assert "nested" in str(error)
 
 
 def test_files(tmp_path, capsys):

@@ -77,8 +77,8 @@ def test_rows_are_exchanged_at_once(model):
 
 
 # ------------------------------------------------------------------------------- on a GPU that the CPU plays, 4 layers
-# Kernels that run outside a graph's replay, as counted: one decode step, updates of 2 x 60 and 2 x 700 tokens, a rollout.
-KERNELS = {"plain": [162, 1263, 1263, 4256], "4bit": [350, 1943, 1999, 9522], "small": [366, 1946, 2930, 11786]}
+# Kernels that run outside a graph's replay, as counted: one decode step, updates of 2 x 60 and 2 x 2,100 tokens, a rollout.
+KERNELS = {"plain": [162, 1263, 1263, 4432], "4bit": [350, 1943, 1999, 9532], "small": [366, 1946, 2992, 9940]}
 
 
 @pytest.fixture(params=["plain", "4bit", "small"])
@@ -119,7 +119,7 @@ def test_an_update_on_a_gpu(tiny, memory):
     copies = []
     with cuda() as device:
         model = on_a_gpu(tiny, memory)
-        for i, tokens in enumerate((60, 700), 1):
+        for i, tokens in enumerate((60, 2100), 1):
             ids = torch.tensor([ids_of(tokens, 1), ids_of(tokens, 2)]).to(model.device)
             kernels = count(device, update)
             assert kernels <= 1.05 * KERNELS[memory][i]
@@ -133,11 +133,11 @@ def test_a_rollout_with_tool_results(tiny, memory):
     for group in range(4):
         prompt = ids_of(rng.randint(30, 60), group)
         episodes += [(prompt, group, [ids_of(rng.randint(8, 20), n) for n in range(rng.randint(0, 2))]) for _ in range(4)]
-    stops, passes = set(range(0, 300, 25)), []
+    passes = []
     with cuda() as device, pytest.MonkeyPatch.context() as patch:
         run = StaticEngine.run
         patch.setattr(StaticEngine, "run", lambda engine, rows: passes.append(len(rows)) or run(engine, rows))
         model = on_a_gpu(tiny, memory).eval()
         with lora.merged(model):
-            kernels = count(device, lambda: play(model, episodes, slots=16, limit=40, stop_ids=stops, tokens=300))
+            kernels = count(device, lambda: play(model, episodes, slots=16, limit=40, tokens=300))
     assert passes == [4] and len(device.graphs) <= 8 and kernels <= 1.1 * KERNELS[memory][3]
