@@ -25,6 +25,29 @@ def lines(folder):
         return [json.loads(line) for line in f]
 
 
+def gpu() -> str:
+    import torch
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+def plot(runs, title, path):
+    """Draw the curves of these runs' metrics, and thick their means over five steps."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2))
+    for axis, name in zip(axes, ("success", "reward", "entropy")):
+        for i, run in enumerate(runs):
+            values = [line[name] for line in run]
+            axis.plot(values, alpha=0.25, color=f"C{i}")
+            windows = [values[max(0, i - 4):i + 1] for i in range(len(values))]
+            axis.plot([sum(window) / len(window) for window in windows], color=f"C{i}")
+        axis.set_title(name), axis.set_xlabel("GRPO step"), axis.grid(alpha=0.3)
+    figure.suptitle(f"SmolLM2-135M, equations: {title}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=".real/smollm2")
@@ -57,22 +80,10 @@ def main():
     os.makedirs(RESULTS, exist_ok=True)
     for name, folder in (("grpo", learned), ("gsm8k", math)):
         shutil.copy(os.path.join(folder, "metrics.jsonl"), os.path.join(RESULTS, f"real_model_{name}.jsonl"))
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2))
-    for axis, name in zip(axes, ("success", "reward", "entropy")):
-        values = [line[name] for line in lines(learned)]
-        axis.plot(values, alpha=0.35)
-        windows = [values[max(0, i - 4):i + 1] for i in range(len(values))]
-        axis.plot([sum(window) / len(window) for window in windows], color="C0")
-        axis.set_title(name), axis.set_xlabel("GRPO step"), axis.grid(alpha=0.3)
     before, after = rows["grpo"]["success_before"], rows["grpo"]["success_after"]
-    figure.suptitle(f"SmolLM2-135M, equations: held-out success {before:.2f} to {after:.2f}")
-    figure.tight_layout()
-    figure.savefig(os.path.join(RESULTS, "real_model.png"), dpi=120)
+    plot([lines(learned)], f"held-out success {before:.2f} to {after:.2f}", os.path.join(RESULTS, "real_model.png"))
     result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(), "rows": rows,
-              "machine": f"{os.cpu_count()} cores, no GPU"}
+              "machine": f"{os.cpu_count()} cores, {gpu()}"}
     with open(os.path.join(RESULTS, "real_model.json"), "w") as f:
         json.dump(result, f, indent=1)
     print(json.dumps(result))
