@@ -80,7 +80,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     model.to(device).requires_grad_(False)
     model.facts = Facts(source, seed, chosen)
     _switch_dropout_off(model)
-    _check_tokenizer(model, tokenizer, path)
+    _adopt_tokenizer(model, tokenizer, path)
     _use_causal_attention(model)
     if adapter["r"]:
         adapt(model, adapter, lora_dropout, seed, path if continues else None)
@@ -106,10 +106,6 @@ def merge(source: str, folder: str, dtype: str = "auto"):
     os.makedirs(place, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
         model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
-        # Base models lack the end of a turn here, and `generate` and vLLM would not stop there.
-        with suppress(ValueError):
-            stops = Chat(tokenizer, [], model.generation_config).stop_ids
-            model.generation_config.eos_token_id = sorted(stops)
         whole = os.path.join(beside, "model")
         model.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
@@ -223,7 +219,7 @@ def is_tiny(model_path: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- checking
-def _check_tokenizer(model, tokenizer, path):
+def _adopt_tokenizer(model, tokenizer, path):
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
@@ -237,6 +233,10 @@ def _check_tokenizer(model, tokenizer, path):
     if tokenizer.vocab_size > vocabulary or added:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
                         "they belong to different models")
+    # Base models lack the end of a turn here, and what is saved would not stop in `generate`.
+    with suppress(ValueError):
+        stops = Chat(tokenizer, [], model.generation_config).stop_ids
+        model.generation_config.eos_token_id = sorted(stops)
 
 
 def _switch_dropout_off(model):
