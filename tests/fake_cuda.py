@@ -335,6 +335,8 @@ def cuda(bfloat16=True, free=2**32):
     with contextlib.ExitStack() as stack:
         for name, function in functions.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        # With a CUDA build of torch the optimizer would ask the driver, which is not there.
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None))
         stack.enter_context(mock.patch.object(DefaultDeviceType, "get_device_type", staticmethod(lambda: "cuda")))
         stack.enter_context(device)
         stack.enter_context(Functions(device))
