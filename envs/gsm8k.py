@@ -14,6 +14,7 @@ import os
 import re
 import urllib.request
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
@@ -57,8 +58,13 @@ def _value(node: ast.expr) -> int | float:
     # 9**9**9 and round(1, -10**9) would take hours.
     if function in (operator.pow, round) and any(abs(value) > 1000 for value in values[1:]):
         raise OverflowError
+    # As a float 0.1 is more than a tenth, and 1 // 0.1 is 9.
+    if function in (operator.floordiv, operator.mod, math.ceil, math.floor):
+        values = [Fraction(f"{v:.15g}") if type(v) is float else v for v in values]
     if function:
         value = function(*values)
+    if type(value) is Fraction:
+        value = float(value)
     # (-8)**0.5 is complex.
     if type(value) not in (int, float):
         raise ValueError
