@@ -48,6 +48,9 @@ def _value(node: ast.expr) -> int | float:
             function, operands = None, []
         case ast.UnaryOp(op, operand):
             function, operands = OPERATORS[type(op)], [operand]
+        # "20% + 5" means percent. Python reads the remainder by +5.
+        case ast.BinOp(_, ast.Mod(), ast.UnaryOp()):
+            raise SyntaxError
         case ast.BinOp(left, op, right):
             function, operands = OPERATORS[type(op)], [left, right]
         case ast.Call(ast.Name(name), operands, []):

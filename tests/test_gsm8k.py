@@ -48,7 +48,7 @@ ATTACKS = [  # sandbox.md 3.3 and neighbours: an exact value, or the error's beg
     ("7//0", "error: division by zero"), ("7%0", "error: division by zero"), ("7.0/0", "error: division by zero"),
     ("log(10,1)", HELP), ("__import__('os').system('id')", HELP), ("(1).__class__", HELP), ("'a'*9", "error: not a real number"),
     ("True+1", "error: not"), ("True", "error: not"), ("None", "error: not"), ("lambda:1", HELP),
-    ("max()", "error: "), ("max(*1)", HELP), ("round(1,digits=2)", HELP), ("abs", HELP), ("(1,2)", HELP), ("50%", HELP),
+    ("max()", "error: "), ("max(*1)", HELP), ("round(1,digits=2)", HELP), ("abs", HELP), ("(1,2)", HELP), ("50%", HELP), ("100 * 20% + 5", HELP), ("100 - 20% - 5", HELP),
     ("2^3", HELP), ("1_000", "1000"), ("007", HELP), ("1;2", HELP), ("", HELP),
     ("   ", HELP), ("(" * 99 + "1" + ")" * 99, "1"), ("(" * 200, HELP), ("-" * 199 + "1", "-1"),
     ("²", HELP), ("1\0", HELP), ("\ud800", HELP), ("４２", HELP), ("1\n+1", HELP), ("1#2", "1"), ("1=1", HELP), ("1<2", HELP),
