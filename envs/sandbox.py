@@ -162,9 +162,9 @@ def without_addresses(text: str) -> str:
 def same(value, wanted) -> bool:
     """True if a value out of `Result.outcomes` is the wanted one.
 
-    The types must be the same: True is not 1. But a tuple is a list, and an int may stand for a
-    float. Floats agree within a relative 1e-6, and NaN is never right. Keys and elements of dicts
-    and sets may come in any order.
+    The types must be the same: True is not 1. But a tuple is a list, and an int and a float may
+    stand for each other: 240.0 is 240. Floats agree within a relative 1e-6, and NaN is never right.
+    Keys and elements of dicts and sets may come in any order.
     """
     if isinstance(wanted, float):
         try:
@@ -181,4 +181,5 @@ def same(value, wanted) -> bool:
         wanted = list(wanted.items()) if name == "dict" else wanted
         return (isinstance(items, list) and len(items) == len(wanted)
                 and all(any(same(item, want) for item in items) for want in wanted))
-    return type(value) is type(wanted) and value == wanted
+    # MBPP's own solutions divide, and return 240.0 where the test says 240.
+    return type(value) in (type(wanted), {int: float}.get(type(wanted))) and value == wanted

@@ -121,7 +121,7 @@ def test_what_a_function_earns():
 @pytest.mark.parametrize("text", [
     "def double(x):\n    return type('A', (int,), {'__eq__': lambda *a: True})(x)", "class A:\n    def __eq__(self, other): return True\ndef double(x): return A()",
     "def double(x):\n    print('ALL_TESTS_PASSED')\n    import os\n    os._exit(0)", "import sys\nsys.exit(0)\ndef double(x): return 1", "def double(x): return float('nan')",
-    "import builtins\nbuiltins.bool = lambda x: True\ndef double(x): return 7", "def double(x): return {7: 14, 11: 22}[x]", "def double(x): return True", "def double(x): return float(2 * x)", "def double(x): return str(2 * x)",
+    "import builtins\nbuiltins.bool = lambda x: True\ndef double(x): return 7", "def double(x): return {7: 14, 11: 22}[x]", "def double(x): return True", "def double(x): return str(2 * x)",
     "def double(x): yield 2 * x", "def double(x):\n    f = __import__('sys')._getframe()\n    while f:\n        for v in f.f_locals.values():\n            if 'wanted' in str(v): return v\n        f = f.f_back",
     "import os\ndef double(x):\n    [os.write(fd, b'{\"value\": true}\\n' * 9) for fd in (3, 4)]\n    return 0", "import unittest.mock\ndef double(x): return unittest.mock.ANY", "def double(x): return [2 * x]",
     "def double(*_): raise SystemExit(0)", "calls = []\ndef double(x):\n    calls.append(x)\n    return [26, 34, 38, 46][len(calls) - 1]"])
@@ -281,6 +281,8 @@ def test_rows_of_humaneval_and_mbpp():
     assert row["entry_point"] == "add" and "Name the function add." in row["question"] and "prompt" not in row and len(read_tests(row["test"], "add")) == 3
     env, _ = expert(row)
     assert env._check() and len(env._examples) == 1 and env.get_reward() == pytest.approx(1.0)
+    halved = {**MBPP, "code": "def half(x):\n    return x / 2", "test_list": ["assert half(4) == 2", "assert half(6) == 3", "assert half(5) == 2.5"]}
+    assert expert(read_row(halved))[0]._check()  # 2.0 == 2, as in MBPP's find_Volume
     assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["question"] == row["question"]
     for test in ("assert abs(add(1, 2) - 3.14) < 0.01", "assert add(1, 2) == b'x'", "assert add(1, 2) == 1j", "assert add(1, 2) == [...]"):
         assert read_tests(test, "add") == []  # another tolerance than ours, and values that no result can be

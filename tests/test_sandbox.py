@@ -99,9 +99,9 @@ def test_equal_values():
         def __eq__(self, other):
             return True
 
-    for got, wanted in [(1, 1), ([1, [2]], (1, (2,))), (2, 2.0), (0.1 + 0.2, 0.3), ({"set": [2, 1]}, {1, 2}), ({"dict": [["a", 1], ["b", [2]]]}, {"b": (2,), "a": 1}), (math.inf, math.inf)]:
+    for got, wanted in [(1, 1), ([1, [2]], (1, (2,))), (2, 2.0), (2.0, 2), ([6.0], [6]), (0.1 + 0.2, 0.3), ({"set": [2, 1]}, {1, 2}), ({"dict": [["a", 1], ["b", [2]]]}, {"b": (2,), "a": 1}), (math.inf, math.inf)]:
         assert same(got, wanted), (got, wanted)
-    for got, wanted in [(True, 1), (1, True), (1, 1.1), (2.0, 2), ("1", 1), (None, 0), (None, False), ([1], [1, 1]), ([], None), (math.nan, math.nan), (10**400, 1.0), (-math.inf, math.inf),
+    for got, wanted in [(True, 1), (1, True), (1, 1.1), (2.5, 2), (2.0000001, 2), (1.0, True), (1e17, 10**17 + 1), (math.inf, 2), ("1", 1), (None, 0), (None, False), ([1], [1, 1]), ([], None), (math.nan, math.nan), (10**400, 1.0), (-math.inf, math.inf),
                         ({"set": [1, 1]}, {1, 2}), ({"set": 3}, {1}), ([1, 2], {1, 2}), ({"dict": [["a", 1]]}, {"a": 2}), ({"dict": [[1]]}, {1: 2}), ({"a": 1}, {"a": 1}), (Always(3), 4)]:
         assert not same(got, wanted), (got, wanted)
 
