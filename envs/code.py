@@ -59,7 +59,8 @@ class Code:
         self._noise = noise
         self._rng = random.Random(f"{noise_seed} {question}")
         self.done = False
-        return "\n".join([question.rstrip(), "", "Examples:", *map(self._shown, self._examples)])
+        lines = ["", "Examples:", *map(self._shown, self._examples)] if self._examples else []
+        return "\n".join([question.rstrip(), *lines])
 
     # ------------------------------------------------------------------------------- the tools
     def analyze_requirements(self) -> str:
@@ -123,11 +124,12 @@ class Code:
         self.done = True
         if self._code is None:
             return "nothing was written"
+        if not self._hidden:
+            return "There are no tests."
         result = self._run(self._code, self._hidden, count=True)
         passed = verdicts(result, self._hidden)
-        if not passed or not all(passed):
-            share = sum(passed) / max(1, len(passed))
-            self._reward_parts["correctness"] = ATTEMPT * share
+        if not all(passed):
+            self._reward_parts["correctness"] = ATTEMPT * sum(passed) / len(passed)
             return f"wrong: {sum(passed)} of {len(passed)} hidden tests pass"
         self._reward_parts = {"correctness": CORRECT,
                               "efficiency": EFFICIENCY * self._efficiency(result),

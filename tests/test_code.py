@@ -237,8 +237,8 @@ def test_code_in_text():
 def test_a_task_as_typed():
     env = play(Code._from_text("write def area(w, h): the area"), "def area(w, h):\n    return w * h", ("debug", {"statements": "print(area(2, 3))"}))
     assert env._name == "area" and env.run_tests() == "0 of 0 pass" and Code._from_text("sort it")["entry_point"] == "solve"
-    env.submit()
-    assert not env._check() and env.get_reward() == 0  # no test, no reward
+    assert env.submit() == "There are no tests." and not env._check() and env.get_reward() == 0  # no test, no reward
+    assert Code().reset(**Code._from_text("sort it")) == "sort it"  # not "Examples:" and none
 
 
 def test_nothing_is_shared_between_episodes():
