@@ -48,6 +48,8 @@ def test_person():
 
 @pytest.mark.parametrize("text, tense, share", [
     ("I walked and she ran", "past", 1.0), ("I walked and she runs", "past", 0.5), ("I walk", "past", 0.0), ("I walk", "present", 1.0),
+    ("I need it", "present", 1.0), ("She didn't find it, for I'd lost it", "past", 1.0), ("you couldn\u2019t see", "past", 1.0), ("I can't see", "present", 1.0),
+    ("I put it here", "present", 1.0), ("she put it here", "past", 1.0), ("she never saw it", "past", 1.0), ("he became old, and we shook", "past", 1.0),
     ("we slowly carried it", "past", 1.0), ("she gave you the key", "past", 1.0), ("they and I sang", "past", 1.0), ("the rain fell", "past", 0.0)])
 def test_tense(text, tense, share):
     assert tense_share(words_of(text), tense, 1) == share
