@@ -172,8 +172,9 @@ class Writing:
         trigrams = list(zip(words, words[1:], words[2:]))
         pronouns = sum(map(words.count, sum(PRONOUNS.values(), [])))
         own = sum(map(words.count, PRONOUNS[self._person]))
+        wanted = set(words_of(" ".join(self._words)))
         parts = {
-            "words": len(set(words) & set(self._words)) / len(set(self._words)),
+            "words": len(wanted & set(words)) / len(wanted),
             "person": own / max(pronouns, 1),
             "tense": tense_share(words, self._tense, len(sentences)),
             "trigrams": len(set(trigrams)) / max(len(trigrams), 1),

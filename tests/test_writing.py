@@ -33,6 +33,8 @@ def test_a_text_that_meets_the_brief():
 def test_words():
     assert parts(GOOD, words=["lantern", "mirror"])["words"] == 0.5
     assert parts(GOOD, words=["lanterns"])["words"] == 0.0  # a word is a whole word
+    assert parts(GOOD, words=["Lantern", "wide square", "caf\u00e9"])["words"] == 0.75  # those of a file, as people write them
+    assert parts("A caf\u00e9.", words=["caf\u00e9"])["words"] == 1.0
 
 
 @pytest.mark.parametrize("least, most, factor", [(27, 27, 1.0), (54, 60, 0.5), (1, 9, 1 / 3), (20, 40, 1.0)])
