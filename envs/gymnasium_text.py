@@ -19,7 +19,11 @@ COLOURED = re.compile(r"(?:\x1b\[[\d;]+m)+(.*?)(?:\x1b\[0m)+")
 
 
 class Game(Numbered):
-    """A game whose actions are numbered. The reward is the sum of the game's own rewards."""
+    """A game whose actions are numbered. The reward is the sum of the game's own rewards.
+
+    Solved means that it reaches gymnasium's reward_threshold for the game, or without one is above
+    0, which CliffWalking's never is.
+    """
 
     def reset(self, number: int, **_) -> str:
         super().reset(number)
@@ -36,7 +40,8 @@ class Game(Numbered):
             raise ValueError(f"an action is one of {self._game.action_space}, until the end")
         observation, reward, terminated, truncated, _ = self._game.step(action)
         self.reward += float(reward)
-        self._solved = self.reward > 0
+        goal = self._game.spec.reward_threshold
+        self._solved = self.reward > 0 if goal is None else self.reward >= goal
         self.done = terminated or truncated
         return f"{self._show(observation)}\nreward: {reward}"
 

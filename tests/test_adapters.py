@@ -145,6 +145,19 @@ def test_frozen_lake_is_played_to_the_goal(games):
     assert env.get_reward() == 1.0 and this.cls.limits["max_tool_calls"] == this.cls.max_turns == 100
 
 
+def test_a_game_is_solved_at_its_threshold(games):
+    """A pole that falls at once has a positive reward, and Acrobot's best one is negative."""
+    env = envs.load("gymnasium:CartPole-v1")()
+    env.reset(number=0)
+    while not env.done:
+        env.act(0)
+    assert 0 < env.reward < 20 and not env._check()
+    env.reset(number=0)
+    env.reward = 474.0
+    env.act(0)
+    assert env._check()
+
+
 def test_a_registered_name_keeps_what_it_sets(games):
     """FrozenLake8x8-v1 is the constructor of FrozenLake-v1 with another map, and Blackjack-v1 plays by other rules than its constructor's defaults."""
     assert envs.load("gymnasium:FrozenLake8x8-v1")().reset(number=0).count("\n") == 9
