@@ -13,7 +13,7 @@ pasting what a tool said earns nothing.
 
 --env_options level=2 chooses. With --env_options corpus=PATH the documents are your own: a folder
 of .txt and .md files, or a .jsonl file of rows {"title", "text"}. Questions on them come from
---dataset, in rows {"question", "answer"}; the scripted expert cannot answer those.
+--tasks, in rows {"question", "answer"}; the scripted expert cannot answer those.
 """
 import random
 import re
@@ -200,6 +200,8 @@ class Search:
         """
         if self.done:
             return []
+        if self.options["corpus"]:
+            raise UserError("the scripted expert cannot answer questions on a corpus of your own")
         *relations, entity = self._question.rpartition("what is ")[2].rstrip("?").split(" of ")
         for relation in reversed(relations):
             relation = relation.removeprefix("the ")
@@ -222,7 +224,7 @@ class Search:
     # ------------------------------------------------------------------------------- the tasks
     @classmethod
     def _row(cls, row: dict) -> dict:
-        """Return a row of --dataset. Raises UserError if there are no documents to search."""
+        """Return a row of --tasks. Raises UserError if there are no documents to search."""
         cls._documents(row.get("archive"), row.get("level", 1))
         return row
 
@@ -232,7 +234,7 @@ class Search:
         rng = random.Random(f"{split} {seed}")
         level = cls.options["level"]
         if cls.options["corpus"]:
-            raise UserError("corpus: give questions on it with --dataset questions.jsonl")
+            raise UserError("corpus: give questions on it with --tasks questions.jsonl")
         tasks = []
         while len(tasks) < (n or 10_000):
             archive = "".join(rng.choices(string.ascii_lowercase, k=4))

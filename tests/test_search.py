@@ -137,11 +137,15 @@ def test_the_command_line_needs_documents_and_questions_together(tmp_path):
     options = (str(path), str(path))
     (task,) = load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path)})
     assert task["answer"] == "in caves"
+    env = envs.with_options(Search, {"corpus": str(tmp_path)})()
+    env.reset(**task)
+    with pytest.raises(UserError, match="cannot answer"):
+        env._expert()  # not the question as its own answer
     with pytest.raises(UserError, match="give --env_options corpus=PATH"):
         load_tasks("search", "test", None, 0, *options)
     with pytest.raises(UserError, match="No such file or directory"):
         load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path / "none.jsonl")})
-    with pytest.raises(UserError, match="--dataset questions.jsonl"):
+    with pytest.raises(UserError, match="--tasks questions.jsonl"):
         load_tasks("search", "test", None, 0, env_options={"corpus": str(tmp_path)})
 
 
