@@ -4,11 +4,12 @@ import ast
 
 def style_findings(tree: ast.Module) -> list[str]:
     """Return what a reviewer would remark, one line each."""
-    findings, read, bound = [], set(), {}
+    # from math import * and from __future__ import annotations have no name that is read.
+    findings, read, bound = [], {"*", "annotations"}, {}
     for node in ast.walk(tree):
         match node:
-            case ast.arguments(defaults=defaults):
-                findings += [(default.lineno, "a default is mutable") for default in defaults
+            case ast.arguments(defaults=defaults, kw_defaults=more):
+                findings += [(default.lineno, "a default is mutable") for default in defaults + more
                              if isinstance(default, ast.List | ast.Dict | ast.Set)]
             case ast.ExceptHandler(type=None):
                 findings.append((node.lineno, "except catches everything"))

@@ -97,6 +97,13 @@ def test_the_expert_solves_every_family(family, monkeypatch):
         assert [name for name, *_ in log] == ["write_function", "run_tests", "submit"]
 
 
+@pytest.mark.parametrize("code, findings", [
+    ("from __future__ import annotations\nfrom math import *\ndef f(x):\n    return floor(x)", []), ("import re\ndef f(x):\n    return x", ["style, line 1: re is never used"]),
+    ("def f(x, *, y=[], z=()):\n    return y", ["style, line 1: a default is mutable"])])
+def test_what_a_reviewer_remarks(code, findings):
+    assert style_findings(parse(code)) == findings
+
+
 def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():
     row = Code._tasks("train", 3, 0)[2]
     env, log = expert(row, noise=1.0, noise_seed=3)
