@@ -104,7 +104,7 @@ class Code:
             lines.append(f"{result.status}: {result.error}")
         for example, outcome, right in zip(self._examples, result.outcomes, passed):
             if not right:
-                got = outcome.get("error") or repr(outcome.get("value"))
+                got = outcome.get("error") or plain(outcome.get("value"))
                 lines.append(f"{self._shown(example)}, not {got[:200]}")
         return "\n".join([*lines, result.output[-500:]]).rstrip()
 
@@ -208,6 +208,15 @@ class Code:
 def with_setup(setup: str, code: str) -> str:
     """Return code that runs after the setup, whose error messages have the lines of the code."""
     return f"{setup}\nexec(compile({code!r}, 'main.py', 'exec'))" if setup else code
+
+
+def plain(value) -> str:
+    """Return a value out of `Result.outcomes` as Python writes it, but that a tuple is a list."""
+    if isinstance(value, dict):
+        [(kind, items)] = value.items()
+        items = [": ".join(map(plain, i)) if kind == "dict" else plain(i) for i in items]
+        return f"{{{', '.join(items)}}}"
+    return f"[{', '.join(map(plain, value))}]" if isinstance(value, list) else repr(value)
 
 
 def verdicts(result, tests) -> list[bool]:

@@ -104,6 +104,11 @@ def test_what_a_reviewer_remarks(code, findings):
     assert style_findings(parse(code)) == findings
 
 
+def test_values_are_shown_as_python_writes_them():
+    env = play(DOUBLE, "def double(x):\n    return {'a': 1, 'b': {2}, 'c': ('x', [None, {}])}")
+    assert "double(7) == 14, not {'a': 1, 'b': {2}, 'c': ['x', [None, {}]]}\n" in env.run_tests()
+
+
 def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():
     row = Code._tasks("train", 3, 0)[2]
     env, log = expert(row, noise=1.0, noise_seed=3)
