@@ -123,7 +123,7 @@ def read_settings(settings: settings, *, low: range(-9, 40), add: range(0, 9)) -
 
 
 def nesting(brackets: brackets, *, opening: "([", limit: range(1, 5), bad: range(-9, 0)) -> int:
-    """Return how deep "{opening}" nests, at most {limit}, or {bad} if not all are closed right."""
+    """Only "{opening}" counts: return how deep it nests, at most {limit}; {bad} if unbalanced."""
     closing = {"(": ")", "[": "]"}[opening]
     depth = deepest = 0
     for letter in brackets:

@@ -61,6 +61,11 @@ def test_families_levels_and_splits():
     assert len(Code._tasks("train", None, 0)) == 1000
 
 
+def test_the_question_of_nesting_says_that_the_other_kind_of_bracket_does_not_count():
+    [row] = [row for row in code_tasks.generate(["2"], "train", 6, 0) if row["entry_point"] == "nesting"]
+    assert re.search(r"Only \"[\[(]\" counts: return how deep it nests, at most \d; -\d if unbalanced\.", row["question"])
+
+
 def test_no_name_of_the_settings_comes_twice():
     """Whether a dropped number leaves an earlier one of the same name is not said."""
     for row in code_tasks.generate(["2"], "train", 300, 0):
