@@ -145,7 +145,7 @@ def count_ways(n: small, *, steps: ((1, 2), (1, 3), (2, 3), (1, 2, 3), (2, 5), (
 
 
 def best_apart(numbers: numbers, *, gap: range(1, 5), fee: range(0, 12)) -> int:
-    """Choose numbers more than {gap} places apart, each for a fee of {fee}; return the best sum."""
+    """Choose numbers (or none) over {gap} places apart, each for a fee of {fee}: the best sum."""
     best = [0]
     for i, number in enumerate(numbers):
         before = best[max(0, i - gap)]

@@ -66,6 +66,11 @@ def test_the_question_of_nesting_says_that_the_other_kind_of_bracket_does_not_co
     assert re.search(r"Only \"[\[(]\" counts: return how deep it nests, at most \d; -\d if unbalanced\.", row["question"])
 
 
+def test_the_question_of_best_apart_says_that_none_may_be_chosen():
+    [row] = [row for row in code_tasks.generate(["3"], "train", 3, 0) if row["entry_point"] == "best_apart"]
+    assert "Choose numbers (or none) over" in row["question"] and code_tasks.best_apart([-3, -1], gap=1, fee=2) == 0
+
+
 def test_no_name_of_the_settings_comes_twice():
     """Whether a dropped number leaves an earlier one of the same name is not said."""
     for row in code_tasks.generate(["2"], "train", 300, 0):
