@@ -242,7 +242,9 @@ def read_row(row: dict) -> dict | None:
     tests = read_tests(test, name)
     if not tests:
         return None
-    asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(parse(test)))
+    # HumanEval's tests hold 48 times "assert True", which tests nothing.
+    asserts = sum(isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant)
+                  for node in ast.walk(parse(test)))
     return {"task_id": str(row.get("task_id", "")), "question": question, "entry_point": name,
             "canonical_solution": solution, "test": test, "setup": setup,
             "dropped_tests": asserts - len(tests)}

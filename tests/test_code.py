@@ -334,8 +334,8 @@ def test_files(tmp_path, capsys):
     assert sorted(task["entry_point"] for task in tasks) == ["add", "second"] and {task["env"] for task in tasks} == {"code"}
     out = capsys.readouterr().out
     assert "rows.jsonl: 1 rows have nothing that can be played: dropped (test)" in out
-    # HumanEval's row: the one in the loop, list(range(3)), k=0, True, open('x'); MBPP's: set(add(...)).
-    assert "rows.jsonl: 6 tests cannot be read: dropped (test)\n" in out
+    # HumanEval's row: the one in the loop, list(range(3)), k=0, open('x'), but not True; MBPP's: set(add(...)).
+    assert "rows.jsonl: 5 tests cannot be read: dropped (test)\n" in out
     for row, says in [({"prompt": "x"}, 'rows.jsonl:1: no "entry_point" field'), ({**MBPP, "code": "def f(:"}, "rows.jsonl:1:.*invalid syntax")]:
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         with pytest.raises(UserError, match=says):
