@@ -149,7 +149,7 @@ def module_at(place: str, wanted: str):
         return importlib.import_module(place)
     except (OSError, ImportError, SyntaxError) as error:
         package = (getattr(error, "name", None) or "").partition(".")[0]
-        hint = f"; pip install {package}" if package in ADAPTERS else ""
+        hint = f"; pip install -U {package}" if package in ADAPTERS else ""
         if package in LIBRARY:
             hint = f"; {package} is a package of this project: rename yours"
         raise UserError(f"{wanted}: {error}{hint}") from None

@@ -39,7 +39,7 @@ def test_without_the_package_one_line_says_how_to_install_it(package, monkeypatc
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"^environment '{package}:any': .*; pip install {package}$"):
+    with pytest.raises(UserError, match=f"^environment '{package}:any': .*; pip install -U {package}$"):
         envs.load(f"{package}:any")
 
 

@@ -54,7 +54,7 @@ def played(monkeypatch, name, rewards, turns, group_size, run=None):
     chat = Chat(TOKENIZER, envs.schemas(envs.load(env)))
     forced = [i for turn in turns for i in (chat.turn("", turn) if isinstance(turn, list) else [*TOKENIZER.encode(turn, add_special_tokens=False), *sorted(chat.stop_ids)[:1]])]
     make = agent.Row
-    monkeypatch.setattr(agent, "Row", lambda prompt, **options: make(prompt, forced=list(forced), **options))
+    monkeypatch.setattr(agent, "Row", lambda prompt, **options: make(prompt, **options | {"forced": list(forced)}))
     config = SimpleNamespace(env=env, rewards=rewards, max_turns=4, max_new_tokens=400, max_tokens=4000)
     return rollout(MODEL, TOKENIZER, env, [{"prompt": "Use the tool. ", "env": env}], group_size, limits=LIMITS, rewards=envs.rewards_of(config), run=run)
 
