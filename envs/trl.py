@@ -5,6 +5,7 @@ from functools import cache
 from types import SimpleNamespace
 
 from envs.calls import needed
+from experiment.data import LIKE_MESSAGES
 
 
 def opening(reset, task: dict, observation: str) -> list[dict]:
@@ -17,6 +18,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
     if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
         prompt = ""
     if isinstance(prompt, str):
+        if LIKE_MESSAGES.match(prompt):
+            raise ValueError('"prompt" has its messages as text; give them in .jsonl or .parquet')
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')

@@ -5,7 +5,6 @@
     read_trajectories    recorded episodes, which have their token ids
 """
 import json
-import re
 import unicodedata
 from functools import lru_cache
 from importlib import import_module
@@ -14,12 +13,11 @@ from typing import NamedTuple
 import envs
 from agent import Trajectory
 from episodes.tasks import need, read_as
-from experiment.data import reading
+from experiment.data import LIKE_MESSAGES, reading
 from experiment.episodes import without_faults
 from llm.chat import Chat
 
 RECORDED = "llm.recorded"  # only conversations in files need it
-LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content)['"]\s*:""")
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
                   "observation": "tool"}
