@@ -46,8 +46,13 @@ def parquet_rows(path):
         raise UserError(f'{path}: reading parquet needs "pip install pyarrow"; '
                         "or convert to .jsonl") from None
     with reading(path):
-        batches = parquet.ParquetFile(path).iter_batches(1000)
-        yield from _as_json(path, (row for batch in batches for row in batch.to_pylist()))
+        file = parquet.ParquetFile(path)
+        rows = (row for batch in file.iter_batches(1000) for row in batch.to_pylist())
+        # What the package datasets writes as JSON text ("Json") it also reads.
+        if b'"Json"' in (file.schema_arrow.metadata or {}).get(b"huggingface", b""):
+            from datasets import Features
+            rows = map(Features.from_arrow_schema(file.schema_arrow).decode_example, rows)
+        yield from _as_json(path, rows)
 
 
 def _as_json(path, rows):

@@ -117,6 +117,14 @@ def test_what_is_no_data(here, data, says):
     assert str(error.value).startswith(says) and "\n" not in str(error.value)
 
 
+def test_json_in_parquet_that_datasets_has_written_is_read_as_it_was(here):
+    """TRL's tools have different arguments in each row, for which datasets has the type Json."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "f", "parameters": {"properties": {name: {"type": "string"}}}}}]} for name in "xy"]
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet("j.parquet")
+    assert rows_of("j.parquet") == rows
+
+
 # ---------------------------------------------------------------------------------------------- the hub
 def quiz(name="own/quiz"):
     """Write a data set with two configs and two splits in the form that the hub has."""
