@@ -52,8 +52,14 @@ def _rows(source, columns):
     place = "the list of rows" if source.startswith("[") else source
     missing = set(columns.values())
     for line, row in read_rows(source):
-        missing -= row.keys()
-        renamed = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+        cells = dict(row)
+        for name in columns.values():
+            # verl has answers as "reward_model.ground_truth".
+            outer, _, inner = name.partition(".")
+            if name not in row and isinstance(row.get(outer), dict) and inner in row[outer]:
+                cells[name] = row[outer][inner]
+        missing -= cells.keys()
+        renamed = {ours: cells[theirs] for ours, theirs in columns.items() if theirs in cells}
         kept = {name: value for name, value in row.items() if name not in columns.values()}
         yield f"{place}:{line}", {**kept, **renamed}
     if missing:

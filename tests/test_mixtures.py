@@ -74,6 +74,8 @@ def test_names_of_columns(here):
     assert rows_of("a.jsonl", "b=a,a=b") == [{"b": 1, "a": 2}, {"b": 3}]  # two that change places
     assert rows_of("a.jsonl", "b=a") == [{"b": 1}, {"b": 3}]  # theirs replaces what has our name
     assert rows_of("a.jsonl", "c=a,tier=levl") == [{"b": 2, "c": 1}, {"c": 3}]  # other data may have it
+    write("verl.jsonl", [{"a.b": 0, "reward_model": {"ground_truth": "4"}}, {"reward_model": None}])
+    assert rows_of("verl.jsonl", "answer=reward_model.ground_truth,b=a.b") == [{"b": 0, "answer": "4", "reward_model": {"ground_truth": "4"}}, {"reward_model": None}]
     for fields in ("a", "a=", "=b", "a=b,a=c"):
         with pytest.raises(UserError, match=f"--fields {fields.split(',')[-1]}: write question=problem,"):
             rows_of("a.jsonl", fields)
