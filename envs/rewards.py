@@ -14,11 +14,12 @@ positive rewards of an episode whose value is 0. Values are logged as reward/NAM
 import math
 import re
 import string
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 
 import envs
@@ -240,9 +241,11 @@ class Rewards:
         t.rewards = [0.0] * len(t.rewards)
         vetoed = False
         earned = []
+        values = {name: value for name, value in values.items()
+                  if value is not None and (name != "environment" or session.pays)}
+        if not values:
+            note_unscored(", ".join(t.info["task"]))
         for name, value in values.items():
-            if value is None or name == "environment" and not session.pays:
-                continue
             weight = self.weights.get(name, 1.0)
             turns = per_turn(name, value, len(t.rewards))
             if not all(map(is_finite, turns)):
@@ -259,6 +262,13 @@ class Rewards:
         t.reward = math.fsum(t.rewards)
         if not session.pays and not hasattr(session.env, "_check"):
             t.info["success"] = (math.fsum(earned) if earned else t.reward) > 0 and not vetoed
+
+
+@cache
+def note_unscored(columns: str):
+    """Say once that all functions returned None for an episode, which then is paid nothing."""
+    print(f"note: --rewards: no function scores a task with the columns {columns}; its reward is 0 "
+          "(exact and math_verify need answer or solution: --fields)", file=sys.stderr)
 
 
 def per_turn(name: str, value, count: int) -> list[float]:

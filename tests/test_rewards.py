@@ -204,6 +204,13 @@ def test_weights_names_turns_and_what_is_not_scored(functions):
     assert summarise([t, other])["reward/half"] == 0.5 and summarise([t, other])["reward/exact"] == 1.0  # means over those that have them
 
 
+def test_an_episode_that_no_function_scores_is_told_once(functions, capsys):
+    for _ in range(2):
+        assert paid(f"exact,{functions}:unscored", said("a", task={"prompt": "?", "truth": "a"}), pays=False).reward == 0
+    assert capsys.readouterr().err == ("note: --rewards: no function scores a task with the columns prompt, truth; its reward is 0 "
+                                       "(exact and math_verify need answer or solution: --fields)\n")
+
+
 def test_the_environment_may_weigh_nothing_or_less(functions):
     assert paid(f"{functions}:half,environment=0", said("a"), total=3.0).rewards == [0.5]
     assert paid("environment=0.5", said("a"), total=3.0).reward == 1.5
