@@ -98,14 +98,13 @@ def next_command(program, config, *words):
         if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
             continue
         # A list of prompts is in the run's config.yaml.
-        if name == "tasks" and str(value).startswith("["):
-            continue
-        if value not in (None, getattr(type(config), name, None)):
+        is_list = name == "tasks" and str(value).startswith("[")
+        if not is_list and value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]
     return shlex.join(words)
 
 
-def first_notes(metrics, config, model, has_expert):
+def first_notes(metrics, config, model, has_expert, has_tools):
     """Return notes on what the model was not made for: so many tokens, short turns, or tools.
 
     `metrics` are those of the untrained policy's held-out episodes, {} if there are none.
@@ -120,11 +119,10 @@ def first_notes(metrics, config, model, has_expert):
             f"note: {metrics['truncated']:.0%} of the held-out episodes are cut by a token limit: "
             f"--max_new_tokens {config.max_new_tokens} (a turn), --max_tokens {config.max_tokens} "
             "(an episode)")
-    if "actions" in metrics and min(metrics["actions"], metrics["structure"]) < 0.1:
+    if has_tools and min(metrics.get("actions", 1), metrics.get("structure", 1)) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
-        words = ["python", path_of("sft.py"), "--model_path", config.model_path,
-                 "--env", str(config.env)]
-        for name in ("tasks", "env_options", "lora_r"):
+        words = ["python", path_of("sft.py")]
+        for name in ("model_path", "env", "tasks", "env_options", "lora_r"):
             if getattr(config, name, None):
                 words += [f"--{name}", str(getattr(config, name))]
         advice = f"SFT first: {shlex.join(words)}" if has_expert else (
@@ -213,7 +211,7 @@ def alarms(early, late):
          f"tool calls an episode fell from {was.actions:.2g} to {now.actions:.2g}",
          "check that the reward cannot be had without tools", "lower --learning_rate"),
         ("structure", now.structure < 0.1,
-         "the model makes hardly any tool call that can be read", "teach it the format first "
+         "hardly any turn of the model can be read", "teach it the format first "
          "(python sft.py with the same --model_path and --env) and start from that folder"),
         ("signal", now.groups_without_signal > 0.9,
          f"in {now.groups_without_signal:.0%} of groups all advantages are 0 and teach nothing",

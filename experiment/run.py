@@ -72,6 +72,8 @@ class Run:
         self.config, self.algorithm = config, algorithm
         self.sources = envs.sources(config) if envs else []
         self.has_expert = bool(envs) and envs.has_expert(config.env)
+        self.has_tools = bool(envs) and any(
+            envs.tools(envs.load(name)) for name in envs.names_of(config.env))
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
                        for name in flags}
@@ -228,7 +230,8 @@ class Run:
             if headline(self.before):
                 say(f"before: {headline(self.before)}")
         if self.algorithm != "sft":
-            for note in first_notes(self.before, self.config, state.model, self.has_expert):
+            for note in first_notes(self.before, self.config, state.model, self.has_expert,
+                                    self.has_tools):
                 say(note)
         if total > self.step:
             say(plan(self.config, total - self.step))

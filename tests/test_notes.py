@@ -236,9 +236,10 @@ def test_sft_is_advised_where_an_expert_can_be_imitated():
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="g.py:Guess", tasks=None)
     model = SimpleNamespace(config=SimpleNamespace())
     metrics = {"actions": 0.0, "structure": 1.0}
-    [line] = notes.first_notes(metrics, config, model, has_expert=True)
+    [line] = notes.first_notes(metrics, config, model, has_expert=True, has_tools=True)
     assert line.endswith("SFT first: python sft.py --model_path m --env g.py:Guess")
-    [line] = notes.first_notes(metrics, config, model, has_expert=False)
+    [line] = notes.first_notes(metrics, config, model, has_expert=False, has_tools=True)
+    assert notes.first_notes(metrics, config, model, has_expert=False, has_tools=False) == []
     assert "--" not in line and "_expert()" in line and "envs/template.py" in line
 
 
