@@ -59,6 +59,9 @@ def _rows(source, columns):
             if name not in row and isinstance(row.get(outer), dict) and inner in row[outer]:
                 cells[name] = row[outer][inner]
         missing -= cells.keys()
+        if row.get("chat_template_kwargs"):
+            say_once(f"note: {place}: chat_template_kwargs is not read; set such values at the top "
+                     "of the model's chat_template.jinja: {% set enable_thinking = false %}")
         renamed = {ours: cells[theirs] for ours, theirs in columns.items() if theirs in cells}
         kept = {name: value for name, value in row.items() if name not in columns.values()}
         yield f"{place}:{line}", {**kept, **renamed}

@@ -278,6 +278,12 @@ def test_tasks_beside_other_data_take_the_same_names(here, place, capsys):
     assert load_tasks(monkey.env, "test", 3, 0, monkey.dataset, monkey.eval_dataset, fields=monkey.fields)[0]["noise"] == 0.5
 
 
+def test_the_arguments_of_a_template_that_trl_reads_in_a_row_are_said_to_be_none_of_ours(here, capsys):
+    write("a.jsonl", [{"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "b", "chat_template_kwargs": {"enable_thinking": False}}])
+    rows_of("a.jsonl")
+    assert capsys.readouterr().out.splitlines() == ["note: a.jsonl: chat_template_kwargs is not read; set such values at the top of the model's chat_template.jinja: {% set enable_thinking = false %}"]
+
+
 def test_a_column_that_no_row_has_is_named(here, capsys):
     write("a.jsonl", [{"problem": "1 + 1", "n": 1}, {"n": 2}])
     assert list(read_data("a.jsonl", "question=problem")) == [("a.jsonl:1", {"n": 1, "question": "1 + 1"}), ("a.jsonl:2", {"n": 2})]
