@@ -14,6 +14,7 @@ import re
 import textwrap
 import typing
 from collections import ChainMap
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -263,16 +264,16 @@ class RunFlags:
     def __post_init__(self):
         """Let a YAML file name the home folder ~, and Python code give objects for their names.
 
-        These are paths, classes, functions and lists of them, rows of data, dicts of options, and
-        NumPy's numbers. config.yaml holds text.
+        These are paths, classes, functions and lists of them, rows (a list or a datasets.Dataset),
+        dicts of options, and NumPy's numbers. config.yaml holds text.
         """
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
             elif name in CODE:
                 value = _named(value)
-            elif name in LISTS and isinstance(value, list):
-                value = json.dumps(value)
+            elif name in LISTS and (isinstance(value, list) or hasattr(value, "to_list")):
+                value = json.dumps(value if isinstance(value, list) else value.to_list())
             elif isinstance(value, dict):
                 value = ",".join(f"{key}={item}" for key, item in value.items())
             elif hasattr(value, "item"):
@@ -336,10 +337,8 @@ def _parse_text(text, kind):
     # int() and float() also read "1_0", "nan" and digits of other scripts.
     if not re.fullmatch("[-+.0-9eE]+", text):
         return None
-    try:
+    with suppress(ValueError):
         return kind(text)
-    except ValueError:
-        return None
 
 
 def nearest(name, known, prefix="", otherwise="--help lists them"):
@@ -350,8 +349,7 @@ def nearest(name, known, prefix="", otherwise="--help lists them"):
 
 def check_accumulation(config, sequences: int):
     """Raise UserError if a step of so many sequences needs other forward passes."""
-    accumulation = config.gradient_accumulation_steps
-    if accumulation and accumulation * config.batch_size != sequences:
-        product = accumulation * config.batch_size
-        raise UserError(f"a step has {sequences} sequences, but batch_size {config.batch_size} x "
-                        f"gradient_accumulation_steps {accumulation} = {product}")
+    steps, size = config.gradient_accumulation_steps, config.batch_size
+    if steps and steps * size != sequences:
+        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
+                        f"gradient_accumulation_steps {steps} = {steps * size}")

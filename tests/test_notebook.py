@@ -15,6 +15,7 @@ import sft
 from episodes.tasks import load_tasks
 from experiment.config import convert, options
 from experiment.errors import UserError
+from experiment.run import Run
 
 ROOT = Path(__file__).parent.parent
 CELL = '''
@@ -91,12 +92,16 @@ def test_lists_and_functions_stand_for_their_names_and_rows_for_a_data_set():
     config = grpo.Config(env=[cls, "gsm8k"], rewards=[test_the_name_of_a_class_is_one_that_finds_it], dataset=[{"prompt": "2 + 2?"}])
     assert config.env == "envs.equations:Equations,gsm8k" and config.rewards == f"{__name__}:test_the_name_of_a_class_is_one_that_finds_it"
     assert config.dataset == '[{"prompt": "2 + 2?"}]'
+    table = pytest.importorskip("datasets").Dataset.from_list([{"prompt": "2 + 2?"}])
+    assert grpo.Config(dataset=table).dataset == config.dataset
 
 
-def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says():
+def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says(tmp_path):
     """YAML cannot hold NumPy's: the run died with a traceback as it wrote config.yaml."""
     config = grpo.Config(learning_rate=np.logspace(-4, -2, 3)[1], seed=np.arange(3)[2], env="gsm8k", env_options={"tools": "calculator"},
                          fields={"question": "problem", "answer": "solution"})
+    book = Run(sft.Config(learning_rate="1e-4", output_dir=str(tmp_path)), "sft")
+    assert book.config.learning_rate == 1e-4  # PyYAML reads 1e-4 as text
     assert type(config.learning_rate) is float and type(config.seed) is int and config.seed == 2
     assert config.env_options == "tools=calculator" and config.fields == "question=problem,answer=solution"
 
