@@ -195,9 +195,8 @@ def sources(config) -> list[str]:
     if rewards := rewards_of(config):
         modules += rewards.modules
     for module_name in modules:
-        path = getattr(sys.modules[module_name], "__file__", None)
         # A class of a notebook has no file.
-        if path:
+        if path := getattr(sys.modules[module_name], "__file__", None):
             finder = Imports([os.path.dirname(path)], excludes=LIBRARY)
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path

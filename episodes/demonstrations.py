@@ -68,6 +68,8 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
+    if row.get("label") is False:
+        raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     for name in ("messages", "conversations"):
         if name in given:
             return as_messages(row[name], name)
@@ -194,8 +196,7 @@ def count_control_tokens(conversations: list[Conversation], tokenizer):
     texts = [json.dumps(c.messages, ensure_ascii=False) for c in conversations
              if c.messages[0].get("role") != TEXT]
     for token in tokenizer.all_special_tokens:
-        count = sum(token in text for text in texts)
-        if count:
+        if count := sum(token in text for text in texts):
             print(f"{count} rows contain {token} as text")
 
 
