@@ -121,7 +121,7 @@ def check_ingredients(recorded, paths):
         if not label.startswith("program "):
             raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
                             "that back (a model of the hub has to be loaded here before), or begin "
-                            "anew with another --output_dir")
+                            "anew with another --output_dir (from its weights: --model_path)")
         # Which modules are imported may depend on the caller.
         if label in recorded and label in now:
             print(f"note: {label} is not the file this run began with: from here on it may learn "
