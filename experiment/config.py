@@ -270,12 +270,12 @@ class RunFlags:
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
+            elif isinstance(value, dict):
+                value = ",".join(f"{_named(key)}={item}" for key, item in value.items())
             elif name in CODE:
                 value = _named(value)
             elif name in LISTS and (isinstance(value, list) or hasattr(value, "to_list")):
                 value = json.dumps(value if isinstance(value, list) else value.to_list())
-            elif isinstance(value, dict):
-                value = ",".join(f"{key}={item}" for key, item in value.items())
             elif hasattr(value, "item"):
                 value = value.item()
             setattr(self, name, value)
@@ -286,7 +286,7 @@ def _named(value):
     """Return the name by which a class or function is found again, with commas those of a list."""
     if isinstance(value, list):
         return ",".join(map(_named, value))
-    return f"{value.__module__}:{value.__qualname__}" if callable(value) else value
+    return f"{value.__module__}:{value.__qualname__}" if callable(value) else value and str(value)
 
 
 # ----------------------------------------------------------------------------------- reading values
