@@ -212,11 +212,15 @@ def with_setup(setup: str, code: str) -> str:
 
 def plain(value) -> str:
     """Return a value out of `Result.outcomes` as Python writes it, but that a tuple is a list."""
-    if isinstance(value, dict):
-        [(kind, items)] = value.items()
-        items = [": ".join(map(plain, i)) if kind == "dict" else plain(i) for i in items]
-        return f"{{{', '.join(items)}}}"
-    return f"[{', '.join(map(plain, value))}]" if isinstance(value, list) else repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(plain, value))}]"
+    if not isinstance(value, dict):
+        return repr(value)
+    [(kind, items)] = value.items()
+    if kind == "dict":
+        pairs = [": ".join(map(plain, item)) for item in items]
+        return f"{{{', '.join(pairs)}}}"
+    return f"{{{', '.join(map(plain, items))}}}"
 
 
 def verdicts(result, tests) -> list[bool]:

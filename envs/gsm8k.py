@@ -41,6 +41,13 @@ NUMBER = re.compile(r"[+-]?(\\?\$)?([0-9]{1,3}(,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\
 BOXED = re.compile(r"\\boxed\{([^}\n]*)\}?")
 
 
+def _as_written(value):
+    """Return a float as the decimal that a person reads."""
+    if type(value) is float:
+        return Fraction(f"{value:.15g}")
+    return value
+
+
 def _value(node: ast.expr) -> int | float:
     """Return the value of a syntax node, or raise. No value on the way is larger than a float."""
     match node:
@@ -63,7 +70,7 @@ def _value(node: ast.expr) -> int | float:
         raise OverflowError
     # As a float 0.1 is more than a tenth, and 1 // 0.1 is 9.
     if function in (operator.floordiv, operator.mod, math.ceil, math.floor):
-        values = [Fraction(f"{v:.15g}") if type(v) is float else v for v in values]
+        values = map(_as_written, values)
     if function:
         value = function(*values)
     if type(value) is Fraction:

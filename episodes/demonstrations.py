@@ -68,13 +68,13 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
-    if row.get("label") is False:
-        raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     for name in ("messages", "conversations"):
         if name in given:
             return as_messages(row[name], name)
     if "completion" in row and not given & {"output", "text"}:
         need(row, "prompt", "completion")
+        if row.get("label") is False:
+            raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     prompt = prompt_in(row)
     for name in ("completion", "output"):
         if name in given and prompt:
