@@ -15,7 +15,6 @@ from unittest import mock
 from weakref import finalize
 
 import torch
-from torch.fx.experimental import _config as meta_device
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -149,8 +148,13 @@ def standing_for(kind: str):
           mock.patch.object(quantization, "blocks", first_blocks),
           mock.patch.object(logprobs, "blocks", first_blocks),
           mock.patch.object(pointwise, "pieces", first_pieces),
-          meta_device.patch(meta_nonzero_assume_all_nonzero=True)):
+          mock.patch.object(torch.Tensor, "nonzero", _all_places)):
         yield
+
+
+def _all_places(mask):
+    """Return the places (numel, dim) that a mask selects on the meta device: all."""
+    return mask.new_empty(mask.numel(), mask.dim(), dtype=torch.long)
 
 
 def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,

@@ -56,7 +56,7 @@ def test_a_program_and_an_import_end_in_that_line_before_what_windows_lacks(tmp_
     for words in (["-m", "experiment.program"], ["-c", "import envs"]):
         code, out, errors = python(*words, cwd=ROOT, PYTHONPATH=str(tmp_path))
         assert code == 1 and not out
-        assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.20 is needed; pip install -r requirements.txt\n"
+        assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.23 is needed; pip install -r requirements.txt\n"
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_a_decode_step_on_a_gpu(tiny, memory):
             engine.fill()
             kernels = count(device, lambda: engine.static_step(8, 128))
     assert engine.fused and not device.events
-    assert kernels <= 1.05 * KERNELS[memory][0]
+    assert kernels <= 1.1 * KERNELS[memory][0]
 
 
 def test_an_update_on_a_gpu(tiny, memory):
@@ -122,7 +122,7 @@ def test_an_update_on_a_gpu(tiny, memory):
         for i, tokens in enumerate((60, 2100), 1):
             ids = torch.tensor([ids_of(tokens, 1), ids_of(tokens, 2)]).to(model.device)
             kernels = count(device, update)
-            assert kernels <= 1.05 * KERNELS[memory][i]
+            assert kernels <= 1.1 * KERNELS[memory][i]
             copies.append({event: n for event, n in device.events.items() if "copy" in event})
     assert copies[0] == copies[1] and sum(copies[0].values()) <= (4 * 60 if memory == "small" else 4)
 
