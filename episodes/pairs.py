@@ -134,11 +134,16 @@ def split_pairs(pairs, config) -> tuple[list, list]:
     return learned, held_out
 
 
+def is_of_prompt(message: dict) -> bool:
+    """True for what stands before the first turn that is learned."""
+    return message["role"] != "assistant" or message.get("loss") == 0
+
+
 def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
     rows = []
     for i, (chosen, rejected) in enumerate(learned + held_out):
-        prompt = list(takewhile(lambda m: m["role"] != "assistant", chosen.messages))
+        prompt = list(takewhile(is_of_prompt, chosen.messages))
         rows.append({
             "prompt": prompt,
             "chosen": chosen.messages[len(prompt):],

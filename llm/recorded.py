@@ -37,6 +37,7 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     calls, call_ids = [], []  # of the last assistant message
     since = []  # the messages since then
     last = None  # the role of the message before
+    past = _past(messages)
     for i, message in enumerate(messages):
         try:
             _check_role(message.get("role"), last, len(since) < len(calls))
@@ -47,6 +48,9 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
             last = message["role"]
             if message["role"] != "assistant":
                 since.append({"role": message["role"], "content": text})
+                continue
+            if i < past and not new_calls:
+                since.append({**message, "content": _text_of(message["content"])})
                 continue
             before = _ids_before_turn(chat, since, calls, ids)
             turn = _turn_ids(chat, text, new_calls, loss)
@@ -61,6 +65,21 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         without = ' without "loss": 0' if messages else ""
         raise ValueError(f"nothing to train: no assistant message{without}")
     return ids, mask
+
+
+def _past(messages):
+    """Return how many messages are the first prompt, which the template renders as a whole.
+
+    They are those before the first turn that is learned, if they end with a question and call no
+    tool: the same prompt as that of a rollout.
+    """
+    for i, message in enumerate(messages):
+        if message.get("role") == "tool":
+            break
+        is_learned = 0 not in (message.get("loss"), message.get("weight"))
+        if message.get("role") == "assistant" and is_learned:
+            return i if messages[i - 1].get("role") == "user" else 0
+    return 0
 
 
 def _check_role(role, last, needs_result):

@@ -11,15 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import real, small
+from families import NAMES, real, small
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate
+from envs.trl import opening
+from episodes.demonstrations import messages_in
 from episodes.imitation import demonstrate
 from episodes.imitation import read_split
+from episodes.pairs import preference
 from episodes.tasks import is_held_out, load_tasks, recorded_env
 from envs.session import Session, Watch
 from experiment.errors import UserError
@@ -103,6 +106,21 @@ def test_same_chat_through_sft_and_rollout_gives_the_same_ids(case):
     assert recorded_ids(chat, written) == (played.token_ids, played.loss_mask)
     if case != "gptoss":  # whose channels are part of the text
         assert recorded_ids(chat, played.messages) == (played.token_ids, played.loss_mask)
+
+
+@pytest.mark.parametrize("case", ["tiny", *NAMES])
+def test_a_prompt_with_earlier_turns_is_that_of_a_rollout(case):
+    """Of sft.py, dpo.py and grpo.py alike, also where the template shows no thought of a past turn (Qwen3, DeepSeek)."""
+    chat = Chat(make_tiny()[1] if case == "tiny" else real(case[5:]) if case.startswith("real:") else small(case), [])
+    for past in ANSWER, {**ANSWER, "reasoning_content": "Six times seven."}:
+        prompt = [SYSTEM, ASK, past, {"role": "user", "content": "Why?"}]
+        rollout = chat.prompt(opening(lambda **_: None, {"prompt": prompt}, ""))
+        learned = messages_in({"prompt": prompt, "completion": "Because."}, None)
+        pairs = preference({"prompt": prompt, "chosen": "Because.", "rejected": [*prompt, {"role": "assistant", "content": "No."}]}, "p:1")
+        marked = [*prompt[:2], {**past, "weight": 0}, prompt[3], {"role": "assistant", "content": "Because."}]
+        for messages in learned, marked, *(side.messages for side in pairs):
+            ids, mask = recorded_ids(chat, messages)
+            assert ids[:mask.index(1)] == rollout
 
 
 def test_openais_form_text_and_ours_give_the_same_ids(chat):
