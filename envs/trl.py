@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from envs.calls import needed
 from experiment.data import LIKE_MESSAGES
+from llm.tool_calls import check_call
 
 
 def opening(reset, task: dict, observation: str) -> list[dict]:
@@ -21,6 +22,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
         if LIKE_MESSAGES.match(prompt):
             raise ValueError('"prompt" has its messages as text; give them in .jsonl or .parquet')
         prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list):
+        prompt = list(map(with_calls, prompt))
     if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
@@ -53,6 +56,20 @@ def is_message(value) -> bool:
     """True for a message of text."""
     return isinstance(value, dict) and all(
         isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def with_calls(message):
+    """Return a message of a prompt, the calls in it as templates and our episodes need them.
+
+    OpenAI writes their arguments as JSON inside a string, and no content beside them.
+    """
+    if not isinstance(message, dict) or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = check_call(call)
+        calls.append({**call, **function, "function": function})
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 def is_of_trl(function) -> bool:

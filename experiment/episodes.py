@@ -15,18 +15,18 @@ def members(ids) -> list[list[int]]:
 
 
 def message_lines(messages: list[dict]) -> list[str]:
-    """Return messages of an episode as lines. The results of a turn must follow the turn."""
+    """Return messages as lines. Results follow their turn; those in a prompt have no reward."""
     lines = []
     calls = []
     for message in messages:
-        content = message["content"]
         if message["role"] == "tool":
-            call = call_text(calls.pop(0)) if calls and message["name"] else "unreadable call"
-            lines.append(f"{call} -> {content}   {round(message['reward'], 3):+}")
+            is_read = calls and message.get("name") != ""
+            call = call_text(calls.pop(0)) if is_read else "unreadable call"
+            lines.append(f"{call} -> {message['content']}   {round(message.get('reward', 0), 3):+}")
             continue
-        calls = list(message.get("tool_calls", []))
-        if content:
-            lines.append(f"{message['role'].capitalize()}: {content}")
+        calls = list(message.get("tool_calls") or [])
+        if message["content"]:
+            lines.append(f"{message['role'].capitalize()}: {message['content']}")
     return [printable(line) for line in lines]
 
 

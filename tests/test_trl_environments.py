@@ -12,6 +12,7 @@ import grpo
 from agent import Limits, rollout
 from envs.trl import opening
 from episodes.tasks import load_tasks, train_and_held_out
+from experiment.episodes import transcript
 from experiment.errors import UserError
 from llm.chat import Chat
 from llm.tiny import make_tiny
@@ -173,6 +174,16 @@ def test_a_prompt_ends_with_the_users_message(prompt, observation, shown):
     else:
         with pytest.raises(ValueError, match=shown):
             opening(lambda: None, {"prompt": prompt}, observation)
+
+
+def test_a_prompt_may_have_calls_in_openais_form(monkeypatch):
+    """Arguments as JSON text and no content beside them: the model sees what it sees of a call in TRL's form."""
+    asked = {"role": "assistant", "content": None, "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "echo", "arguments": '{"message": "a"}'}}]}
+    of_trl = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "echo", "arguments": {"message": "a"}}}]}
+    after = [{"role": "tool", "tool_call_id": "call00000", "content": "A"}, {"role": "assistant", "content": "It said A."}, {"role": "user", "content": "Again."}]
+    first, second = (played(monkeypatch, "EchoToolEnv", "reward_func", {"prompt": [*ASK, turn, *after]}, call("echo", message="b"), "done") for turn in (asked, of_trl))
+    assert first.token_ids == second.token_ids and '{"name": "echo", "arguments": {"message": "a"}}' in TOKENIZER.decode(first.token_ids)
+    assert [line for line in transcript(first.to_json()).splitlines() if "echo" in line] == ['echo(message="a") -> A   +0', 'echo(message="b") -> b   +0.0']
 
 
 def test_a_column_that_no_task_has_is_said_once(monkeypatch, capsys):
