@@ -23,7 +23,7 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
             raise ValueError('"prompt" has its messages as text; give them in .jsonl or .parquet')
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
-        prompt = list(map(with_calls, prompt))
+        prompt = list(map(as_past, prompt))
     if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
@@ -58,18 +58,21 @@ def is_message(value) -> bool:
         isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def with_calls(message):
-    """Return a message of a prompt, the calls in it as templates and our episodes need them.
+def as_past(message):
+    """Return a message of a prompt, an assistant's marked as not sampled here ("loss": 0).
 
-    OpenAI writes their arguments as JSON inside a string, and no content beside them.
+    OpenAI writes the arguments of its calls as JSON inside a string, and no content beside them;
+    templates and our episodes have the arguments as an object.
     """
-    if not isinstance(message, dict) or not message.get("tool_calls"):
+    if not isinstance(message, dict) or message.get("role") != "assistant":
         return message
     calls = []
-    for call in message["tool_calls"]:
+    for call in message.get("tool_calls") or []:
         function = check_call(call)
         calls.append({**call, **function, "function": function})
-    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+    if calls:
+        message = {**message, "content": message.get("content") or "", "tool_calls": calls}
+    return {**message, "loss": 0}
 
 
 def is_of_trl(function) -> bool:

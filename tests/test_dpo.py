@@ -358,6 +358,17 @@ def test_a_pair_file_of_recorded_messages_gives_the_episodes_own_tokens(tiny, re
     assert {tuple((tuple(t.token_ids), tuple(t.loss_mask)) for t in pair) for pair in pairs} == ids
 
 
+def test_pairs_of_prompts_with_earlier_turns_keep_them_in_the_prompt(start, tmp_path):
+    """Else whoever learns from preference_pairs.json would learn turns that no episode sampled."""
+    code = tmp_path / "plain.py"
+    code.write_text("class Plain:\n    def reset(self, **_): pass\n\ndef paid(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n")
+    tasks = [{"prompt": [USER, GOOD, {"role": "user", "content": f"Add {i}."}]} for i in range(4)]
+    run(start, tmp_path / "o", env=f"{code}:Plain", tasks=tasks, rewards=f"{code}:paid", num_tasks=4, group_size=2, max_new_tokens=4, max_steps=0)
+    made = json.loads((tmp_path / "o" / "preference_pairs.json").read_text())
+    assert made and all([m["role"] for m in row["prompt"]] == ["user", "assistant", "user"] for row in made)
+    assert all([m["role"] for m in row[side]] == ["assistant"] for row in made for side in ("chosen", "rejected"))
+
+
 USER, GOOD, BAD = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"},
                    {"role": "assistant", "content": "5"})
 
