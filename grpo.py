@@ -371,7 +371,7 @@ def train(config: Config) -> dict:
     flags = rollout_options(config, run, model)
     collect = collector(partial(rollout, model, tokenizer, config.env, **flags), tasks, config, run)
     test = partial(evaluate, model, tokenizer, config.env, held_out, **flags)
-    total = run.total_steps(len(tasks) // config.tasks_per_step, DEFAULT_STEPS)
+    total = run.total_steps(len(tasks) / config.tasks_per_step, DEFAULT_STEPS)
     with run:  # ended early, it saves the last whole step, unless the next one's updates have begun
         for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
             # 1. Rollout: group_size episodes of each drawn task.

@@ -149,7 +149,7 @@ class Run:
     def total_steps(self, steps_per_epoch, default=None):
         """Return --max_steps, else the steps of --num_epochs passes over the data, else default.
 
-        A resumed run has as many as before unless --max_steps says more.
+        The last step is a whole one. A resumed run has as many unless --max_steps says more.
         """
         # The first rank has read what the run began with.
         steps = self.ranks.first(lambda: self.values["max_steps"])
@@ -157,7 +157,7 @@ class Run:
             return steps
         if self.config.num_epochs is None:
             return default
-        return self.config.num_epochs * max(1, steps_per_epoch)
+        return max(1, math.ceil(round(self.config.num_epochs * steps_per_epoch, 6)))
 
     def scheduled(self, peak, step):
         """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.

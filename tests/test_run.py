@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -461,3 +462,10 @@ def test_streams_that_the_shell_has_closed_are_no_fault(closed, says):
     words = f"{shlex.quote(sys.executable)} -m envs.check nowhere {closed}"
     done = subprocess.run(words, shell=True, cwd=Path(sft.__file__).parent, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(says) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("tasks, per_step, epochs, steps", [(10, 8, 1, 2), (15, 8, 8, 15), (16, 8, 3, 6), (11, 10, 10, 11), (4, 8, 10, 5), (1, 8, 1, 1)])
+def test_num_epochs_is_passes_over_all_tasks(tasks, per_step, epochs, steps):
+    """15 tasks, 8 a step: 8 epochs once were 8 steps, little more than 4 passes."""
+    made = SimpleNamespace(values={"max_steps": None}, config=SimpleNamespace(num_epochs=epochs), ranks=SimpleNamespace(first=lambda act: act()))
+    assert Run.total_steps(made, tasks / per_step, 36) == steps
