@@ -1,6 +1,7 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 import json
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from itertools import chain
 
@@ -13,6 +14,7 @@ from experiment.files import finite
 from experiment.seeds import mix, shuffled, split_of
 
 CELLS = "envs.cells"  # only a .csv file needs it
+needed = cache(envs.needed)  # a file may have a million rows
 
 
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
@@ -108,7 +110,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
 
 def _as_task(cls, row: dict) -> dict | None:
     """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
-    required = envs.needed(cls.reset)
+    required = needed(cls.reset)
     hint = f"rows are read as tasks of {cls.__name__}; --env chooses another environment"
     try:
         task = cls._row(row) if hasattr(cls, "_row") else row
@@ -118,7 +120,7 @@ def _as_task(cls, row: dict) -> dict | None:
         raise
     if task is not None:
         need(task, *required, otherwise=hint)
-        if "prompt" in task:
+        if not isinstance(task.get("prompt"), str | None):
             import_module(envs.TRL).opening(cls.reset, task, "any question")
     return task
 
@@ -202,11 +204,11 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
     if first:
         return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
     epoch, place = divmod(step * tasks_per_step, len(tasks))
-    drawn = shuffled(tasks, [seed, epoch])[place:]
+    drawn = shuffled(tasks, [seed, epoch], slice(place, place + n))
     while len(drawn) < n:
         epoch += 1
-        drawn += shuffled(tasks, [seed, epoch])
-    return drawn[:n]
+        drawn += shuffled(tasks, [seed, epoch], slice(n - len(drawn)))
+    return drawn
 
 
 # ---------------------------------------------------------------------------- rows of any file

@@ -9,10 +9,10 @@ def mix(*numbers_and_texts):
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def shuffled(items, seed):
-    """Return the items in random order."""
+def shuffled(items, seed, part=slice(None)):
+    """Return the items in random order, or only a part of them."""
     import numpy as np
-    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))[part]]
 
 
 def split_of(text: str) -> str:

@@ -780,6 +780,28 @@ def test_an_epoch_takes_every_task_once():
     assert sorted(drawn[:10]) == tasks == sorted(drawn[10:]) and drawn[:10] != drawn[10:]
 
 
+def test_a_step_of_a_million_tasks_touches_only_its_own():
+    touched = []
+
+    class Tasks:
+        __len__ = (10**6).__int__
+
+        def __getitem__(self, i):
+            return touched.append(i) or i
+
+    assert draw_tasks(Tasks(), 0, 3, 8, 0, 8) == touched and len(set(touched)) == 8
+
+
+def test_the_signature_of_reset_is_read_once_for_all_rows_of_a_file(tmp_path, monkeypatch):
+    """It took half of the time that a million rows take."""
+    import inspect
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(f'{{"prompt": "What is {i} + 1?", "equation": "x = {i}"}}\n' for i in range(200)))
+    real, calls = inspect.signature, []
+    monkeypatch.setattr(inspect, "signature", lambda *a, **k: calls.append(a) or real(*a, **k))
+    assert len(load_tasks("equations", "train", None, 0, str(path))) > 150 and len(calls) < 20
+
+
 @pytest.mark.parametrize("name", ["equations", "equations_hard", "meetings", str(ROOT / "envs" / "template.py") + ":HigherLower"])
 def test_train_and_held_out_share_no_task(name):
     train, test = load_tasks(name, "train", 500, 0), load_tasks(name, "test", 200, 1)
