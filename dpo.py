@@ -27,7 +27,7 @@ ones, in the same order.
 """
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -409,13 +409,13 @@ def train(config: Config) -> dict:
     state = TrainingState(model, tokenizer, optimizer)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(learned) / per_step)
+    batches = lru_cache(1)(partial(shuffled_batches, learned, per_step, config.seed))
     test = partial(evaluate_held_out, model, tokenizer, test_tasks, held_out, ref_sums, config, run)
     with run:
         for step in run.steps(run.total_steps(steps_per_epoch), state, test):
             # 1. Episodes: the next pairs of the epoch; similar lengths share a forward pass.
             epoch, place = divmod(step, steps_per_epoch)
-            batch = shuffled_batches(learned, per_step, config.seed, epoch)[place]
-            batch.sort(key=lambda pair: len(longer(pair).token_ids))
+            batch = sorted(batches(epoch)[place], key=lambda pair: len(longer(pair).token_ids))
 
             # 2. Targets: the log-probs of the reference are in ref_sums already.
             counts = counts_of(batch)

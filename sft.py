@@ -23,7 +23,7 @@ Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 import io
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
@@ -128,7 +128,8 @@ def train(config: Config) -> dict:
     tasks = evaluation_tasks(config, learned)
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     per_step = config.batch_size * config.gradient_accumulation_steps
-    steps_per_epoch = len(batches_of_like_length(learned, per_step, config.seed, 0))
+    batches = lru_cache(1)(partial(batches_of_like_length, learned, per_step, config.seed))
+    steps_per_epoch = len(batches(0))
     evaluate = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
     with run:
         state = TrainingState(model, tokenizer, optimizer)
@@ -136,7 +137,7 @@ def train(config: Config) -> dict:
         for step in run.steps(total, state, evaluate, evaluate_before=config.model_path != "tiny"):
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
-            batch = batches_of_like_length(learned, per_step, config.seed, epoch)[place]
+            batch = batches(epoch)[place]
             token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
 
             # 2. Targets: every token that the demonstrator wrote counts the same.
