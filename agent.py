@@ -278,7 +278,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     is_first = run is None or not (run.watch or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
-    episodes = {}
+    episodes, groups = {}, {}
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
     policy = getattr(engine, "load_policy", decoded_here)
@@ -291,9 +291,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
             prompt = episode.trajectory.token_ids
+            group = groups.setdefault(tuple(prompt), len(groups))
             row_seed = mix(seed, step, first_task + i, sample)
-            row = Row(prompt, group=tuple(prompt), seed=row_seed, limit=episode.turn_budget)
-            episodes[row] = episode
+            episodes[Row(prompt, group=group, seed=row_seed, limit=episode.turn_budget)] = episode
             watch.check_abandoned()
         started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
