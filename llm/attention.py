@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from experiment.process import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
+MOST_SCORES = 2**28  # of a pass over prompts, at once
 SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
 MAX_SCORES = 2**25  # of one row; with more it is left to the stock kernel, which keeps none
 
@@ -22,6 +23,10 @@ def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None
     """
     B, H, T, D = query.shape
     kv_heads, S = key.shape[1:3]
+    if T > 1 and B * H * T * S > MOST_SCORES:
+        halves = zip(query.chunk(2, 2), bias.chunk(2, -2))
+        halves = [grouped_attention(q, key, value, b, scaling, softcap, sinks) for q, b in halves]
+        return torch.cat(halves, 1)
     query = (query * scaling).reshape(B, kv_heads, -1, D)
     scores = query @ key.transpose(2, 3)  # (B, H_kv, H / H_kv * T, S)
     if softcap is not None:

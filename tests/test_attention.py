@@ -138,6 +138,19 @@ def test_repeated_keys_give_the_shared_ones_numbers_and_gradients(monkeypatch):
     assert close(with_gradients(lambda *x: attention.stock_attention(MODULE, None, *x, scaling=0.3), *heads(7)), theirs)
 
 
+@pytest.mark.parametrize("softcap, sinks", [(None, None), (0.7, torch.linspace(-2, 2, 6))])
+def test_a_long_prompt_goes_through_in_parts(monkeypatch, softcap, sinks):
+    """All scores of a prompt of 8,000 tokens of SmolLM2 at once took 4 GB, twice as many tokens four times that."""
+    query, key, value = (x.detach() for x in heads(101))
+    bias = torch.full((2, 1, 1, 101, 101), -torch.inf).triu(1)
+    whole = attention.grouped_attention(query, key, value, bias, 0.3, softcap, sinks)
+    sizes, softmax = [], torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *dim: sizes.append(x.numel()) or softmax(x, *dim))
+    monkeypatch.setattr(attention, "MOST_SCORES", 20000)
+    parts = attention.grouped_attention(query, key, value, bias, 0.3, softcap, sinks)
+    assert (parts - whole).abs().max() < 1e-6 and len(sizes) == 8 and max(sizes) <= 20000
+
+
 @pytest.mark.parametrize("softcap, sinks", [(0.7, None), (None, torch.linspace(-2, 2, 6)), (0.7, torch.linspace(-2, 2, 6))])
 def test_capped_scores_and_sinks_one_head_after_the_other(softcap, sinks):
     query, key, value = (x.detach() for x in heads(7))
