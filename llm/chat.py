@@ -42,14 +42,6 @@ class TurnEnd(NamedTuple):
     cut_id: int
     count: int
 
-    def suffix(self, ids: list[int], sampled_stop: int | None) -> list[int]:
-        """Return the ids of a rendering that follow what was sampled of the dummy turn."""
-        positions = [i for i, token_id in enumerate(ids) if token_id == self.cut_id]
-        start = positions[self.count - 1]
-        if sampled_stop == self.stop_id:
-            start += 1
-        return ids[start:]
-
 
 class Chat:
     """Messages to token ids, for one tokenizer and one list of tools.
@@ -144,12 +136,17 @@ class Chat:
             texts = [f"<tool_response>\n{text}\n</tool_response>" for text in results]
             return self.reply("\n".join(texts), sampled_stop)
         names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
-        ids = self._template.ids(self._called(names, results))
-        return self._call_end.suffix(ids, sampled_stop)
+        return self._after(self._call_end, self._called(names, results), sampled_stop)
 
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:
         """Return the ids that follow an answer: a user message, then the generation prompt."""
-        return self._answer_end.suffix(self._template.ids(self._answered(text)), sampled_stop)
+        return self._after(self._answer_end, self._answered(text), sampled_stop)
+
+    def _after(self, end: TurnEnd, dummy, sampled_stop) -> list[int]:
+        """Return the ids of a dummy conversation that follow what was sampled of its turn."""
+        # Encoding all tools again would take most of the time of a turn.
+        ids = self._template.ids(dummy, since=(end.cut_id, end.count))
+        return ids[1:] if sampled_stop == end.stop_id else ids
 
     @property
     def shows_one_call(self) -> bool:
@@ -273,14 +270,14 @@ class Chat:
         answered = self._answered(REPLY)
         closed = template.controls(template.render(answered[:1], generate=False))
         opened = template.controls(template.render(answered[:1]))
-        followed = template.controls(template.render(answered))
+        text = template.since(template.render(answered), *self._answer_end[1:])
+        followed = template.controls(text)
         opening = opened[len(os.path.commonprefix([closed, opened])) :]
-        following = self._answer_end.suffix(followed, self.answer_stop_id)
         # gpt-oss writes some of them between a thought and its answer, too.
         thoughtful = self._answered(REPLY, thinking=THOUGHT, reasoning_content=THOUGHT)[:2]
         rendering = template.render(thoughtful, generate=False)
         inside = template.controls(rendering.partition(THOUGHT)[2].partition(ANSWER)[0])
-        return frozenset({*opening[:1], *following[:1]}.difference(inside))
+        return frozenset({*opening[:1], *followed[1:2]}.difference(inside))
 
 
 def _call_id(i):

@@ -92,12 +92,21 @@ class Template:
         written = self._control.findall(self._marked.sub(" ", rendering))
         return [self._control_ids[spelling] for spelling in written]
 
-    def ids(self, messages: list[dict], generate: bool = True) -> list[int]:
-        """Return the token ids of a rendering of messages."""
-        return list(self._cached_ids(json.dumps(messages), generate))
+    def since(self, rendering: str, token_id: int, n: int) -> str:
+        """Return a rendering from where the template writes a control token for the n-th time."""
+        written = self._marked.sub(lambda spelled: " " * len(spelled[0]), rendering)
+        places = [control.start() for control in self._control.finditer(written)
+                  if self._control_ids[control[0]] == token_id]
+        return rendering[places[n - 1]:]
 
-    def _render_ids(self, messages, generate):
+    def ids(self, messages: list[dict], generate: bool = True, since=None) -> list[int]:
+        """Return the ids of a rendering, or with (control token, n) those from its n-th on."""
+        return list(self._cached_ids(json.dumps(messages), generate, since))
+
+    def _render_ids(self, messages, generate, since):
         rendering = self.render(json.loads(messages), generate)
+        if since:
+            rendering = self.since(rendering, *since)
         # Splitting gives [text, spelled control token or None, text, ..., text].
         pieces = self._marked.split(rendering)
         ids = self.encode(pieces[0])
