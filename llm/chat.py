@@ -114,8 +114,13 @@ class Chat:
             raise ValueError(f"the chat template shows one tool call per turn, got {len(calls)}")
         user = self._message("user", USER)
         assistant = self._message("assistant", content, calls, **fields)
-        prompt = self._template.ids([user])
-        whole = self._template.ids([user, assistant], generate=False)
+        template = self._template
+        # Encode only what follows the last control token before the turn, without all tools.
+        texts = template.render([user]), template.render([user, assistant], generate=False)
+        opened = template.controls(os.path.commonprefix(texts))
+        since = (opened[-1], opened.count(opened[-1])) if opened else None
+        prompt = template.ids([user], since=since)
+        whole = template.ids([user, assistant], generate=False, since=since)
         shared = len(os.path.commonprefix([prompt, whole]))
         turn = self._continue_prompt(prompt[shared:], whole[shared:])
         stop = self.call_stop_id if calls else self.answer_stop_id

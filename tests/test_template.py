@@ -199,7 +199,7 @@ def test_a_turn_encodes_no_tool_again(name, monkeypatch):
     few, many = Chat(small(name), TOOLS), Chat(small(name), [*TOOLS, long])
     encoded, encode = [], many._template.encode
     monkeypatch.setattr(many._template, "encode", lambda text: encoded.append(text) or encode(text))
-    for play in (lambda c: c.results(TWO, ["a", "b"], None), lambda c: c.reply("Hi", None)):
+    for play in (lambda c: c.results(TWO, ["a", "b"], None), lambda c: c.reply("Hi", None), lambda c: c.turn("Hi", [])):
         assert play(many) == play(few)
     assert encoded and max(map(len, encoded)) < 1000
 
