@@ -5,6 +5,7 @@ from statistics import fmean
 
 from experiment.episodes import is_finite
 
+DRAWN = 5000  # stretches of a run, of each of which the thin curve shows two points
 PARTS = 20  # of a run, over each of which the bold curve is a mean
 UNITS = {"peak_memory_mb": "MiB"}
 UNITS |= dict.fromkeys(("entropy", "kl", "approx_kl", "held_out_loss"), "nats per token")
@@ -39,6 +40,16 @@ def points_of(log, name):
     return [(step, value) for step, value in points if type(step) is int and is_finite(value)]
 
 
+def thinned(points):
+    """Return the lowest and the highest point of each of DRAWN stretches, or all of a few."""
+    size = math.ceil(len(points) / DRAWN)
+    if size <= 2:
+        return points
+    parts = [sorted(points[i:i + size], key=lambda point: point[1])
+             for i in range(0, len(points), size)]
+    return [point for part in parts for point in sorted({part[0], part[-1]})]
+
+
 def chart(name, points):
     """Return one curve as a <figure>, between its lowest and its highest value."""
     steps, values = zip(*points)
@@ -64,7 +75,7 @@ def chart(name, points):
             f'<svg viewBox="0 0 320 140" role=img aria-label="{name}">'
             f"<text x=10 y=12>{number(high)}</text><text x=10 y=135>{number(low)}</text>"
             f"<text x=310 y=135 text-anchor=end>steps {first} to {last}</text>"
-            f"{polyline('raw', points)}{polyline('smooth', means)}</svg></figure>")
+            f"{polyline('raw', thinned(points))}{polyline('smooth', means)}</svg></figure>")
 
 
 def number(value, style=""):
