@@ -292,8 +292,7 @@ def dithered(total, dtype, noise=None):
     random bits are added below the last bit that 16-bit numbers have, and the rest is cut off, so
     that the mean over the weights is right (but for float16 numbers below 6e-5). A zero update
     changes nothing, NaN stays NaN, and a number above the largest of the dtype may become infinite.
-    As the random bits are constants, rollout, update, evaluation and `lora.py merge` compute with
-    the same weights.
+    The random bits are constants: rollout, update, evaluation and `merge` have the same weights.
 
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.

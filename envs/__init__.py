@@ -122,8 +122,7 @@ def load(name: str) -> type:
 
     Args:
         name: a name of ENVS, `package.module:Class`, `path/to/file.py:Class`, or `package:name`
-            of one of ADAPTERS. It comes from the person who runs the program, never from data: the
-            code behind it is run.
+            of one of ADAPTERS. A user gives it, never data: the code behind it is run.
     """
     target = ENVS.get(name, name)
     if ":" not in target:

@@ -142,8 +142,7 @@ def load_environments(tokenizer, env_names: str, generation_config=None,
 class Session:
     """One environment during one episode, and the only way to call into it.
 
-    A tool that fails or is late answers with an error text. Any other failure of the environment
-    raises EnvironmentFault.
+    A tool that fails or is late answers with an error text. Other failures are EnvironmentFaults.
 
     Attributes:
         pays: False without get_reward(): `reward` then is the environment's own affair, as in TRL.

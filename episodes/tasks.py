@@ -7,7 +7,7 @@ from itertools import chain
 
 import envs
 from experiment.config import MIXTURES
-from experiment.data import reading
+from experiment.data import LIKE_MESSAGES, reading
 from experiment.episodes import print_dropped
 from experiment.errors import UserError
 from experiment.files import finite
@@ -120,7 +120,8 @@ def _as_task(cls, row: dict) -> dict | None:
         raise
     if task is not None:
         need(task, *required, otherwise=hint)
-        if not isinstance(task.get("prompt"), str | None):
+        prompt = task.get("prompt")
+        if not isinstance(prompt, str | None) or LIKE_MESSAGES.match(prompt or ""):
             import_module(envs.TRL).opening(cls.reset, task, "any question")
     return task
 

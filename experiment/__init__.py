@@ -1,7 +1,6 @@
 """From flags to an output folder to a report: everything in a run that has no equation.
 
-What the algorithms, agent.py and lora.py use is imported here. The modules of this package import
-each other directly.
+What the algorithms, agent.py and lora.py use is imported here. Modules inside import each other.
 """
 import os
 import sys

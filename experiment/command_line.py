@@ -1,8 +1,7 @@
 """The command line and YAML files become a config: defaults < `--config file.yaml` < command line.
 
 argparse does the parsing. Added here are YAML files, errors of one line, --no_x for a switch x, and
-a proposal where a name is unknown. If a flag is given twice the last one wins, so that a script may
-end in "$@".
+a proposal where a name is unknown. Of a flag given twice the last one wins: a script may end in $@.
 """
 import argparse
 import functools

@@ -1,8 +1,7 @@
 """Errors that end a program with one line in place of a traceback."""
 import re
 
-# Control characters other than newline and tab, marks that reverse the direction of writing, and
-# lone surrogates.
+# Control characters but newline and tab, marks that reverse writing, and lone surrogates.
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -41,8 +40,7 @@ class Stop(Printable):
     """Ends a run early with a message that says why and how to continue.
 
     It is not an Exception, so that code which catches the faults of a tool or row lets it pass.
-    `code` is the exit status: 3 for numbers that are not finite, 4 for a full disk, 128 plus the
-    number of a signal.
+    `code` is the exit status: 3 for numbers that are not finite, 4 for a full disk, 128 + a signal.
     """
 
     def __init__(self, message, code):

@@ -24,8 +24,7 @@ from lora import adapter_tensors, settings
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 ADDED = "added.safetensors"
-# The keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing. Others that
-# are set are refused.
+# Keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing; no others pass.
 UNDERSTOOD = {
     "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
     "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
@@ -40,9 +39,8 @@ FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
     """Return AdamW over what trains in the model. `Run.steps` applies the schedule to `lr`.
 
-    A beta2 of 0.95 soon forgets the tiny first gradients of a fresh adapter. An adapter that
-    `load_model` put into host memory is updated there: the device holds no adapter, gradient or
-    moment.
+    A beta2 of 0.95 soon forgets the tiny first gradients of a fresh adapter. An adapter in host
+    memory is updated there: the device holds no adapter, gradient or moment.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     # On a CPU the fused kernel is the fastest one. None lets torch choose.

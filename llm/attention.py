@@ -17,9 +17,8 @@ def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None
     """Attention as two matrix products, without repeating a key for the query heads that share it.
 
     The query (B, H, T, D) heads of one KV head are stacked as its query rows. key and value are
-    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S). `softcap` bounds the
-    scores before. sinks (H,) are the scores of a further key whose value is 0, a head each.
-    Returns (B, T, H, D).
+    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S), which `softcap` bounds
+    before. sinks (H,) are scores of a further key whose value is 0. Returns (B, T, H, D).
     """
     B, H, T, D = query.shape
     kv_heads, S = key.shape[1:3]

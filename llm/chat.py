@@ -148,8 +148,7 @@ class Chat:
         return self._after(self._answer_end, self._answered(text), sampled_stop)
 
     def _after(self, end: TurnEnd, dummy, sampled_stop) -> list[int]:
-        """Return the ids of a dummy conversation that follow what was sampled of its turn."""
-        # Encoding all tools again would take most of the time of a turn.
+        """Return the ids that follow what was sampled of a dummy turn, without all tools before."""
         ids = self._template.ids(dummy, since=(end.cut_id, end.count))
         return ids[1:] if sampled_stop == end.stop_id else ids
 
@@ -176,8 +175,7 @@ class Chat:
             turn_ids: what stands there instead, up to the end of the rendering.
         """
         missing = self._template.decode(prompt_ids)
-        # The prompt may end with "<think>", "\n" where the turn has "<think>", "\n\n": one token
-        # across the seam.
+        # The prompt may end with "<think>\n" where the turn has "<think>\n\n", with other tokens.
         for end in range(len(missing.encode()) + 2):
             text = self._template.decode(turn_ids[:end])
             if text.startswith(missing):

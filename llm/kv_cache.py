@@ -78,8 +78,7 @@ class RowCache:
     def prepare_step(self, position, span: int):
         """Make the next pass write one token for each of the first R rows, at `position` (R,).
 
-        It reads the first `span` positions. Nothing depends on the values of `position`, so a CUDA
-        graph can replay it.
+        It reads `span` positions. No value of `position` is looked at: CUDA graphs can replay it.
         """
         self.read = slice(0, len(position)), slice(None), slice(0, span)
         index = torch.arange(len(position), device=self.device)

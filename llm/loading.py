@@ -99,8 +99,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
 def merge(source: str, folder: str, dtype: str = "auto"):
     """Write the plain model folder, weights and tokenizer, of an adapter or output folder.
 
-    In the run's dtype these are, to the bit, the weights that it sampled and trained with. The
-    folder gets its name when it is whole.
+    In the run's dtype these are the weights that it sampled with. The folder is whole or absent.
     """
     place = os.path.dirname(os.path.abspath(folder))
     os.makedirs(place, exist_ok=True)

@@ -23,8 +23,7 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     """Return log pi(token t | tokens before t) and the policy's entropy there, in nats.
 
     Column t belongs to token t and is predicted from column t - 1; column 0 is 0.0. The head runs
-    only where the mask is 1. No attention mask is needed, because causal attention cannot see
-    padding on the right.
+    only where the mask is 1. Padding is on the right, where causal attention cannot see it.
 
     Args:
         model: the policy

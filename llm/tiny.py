@@ -21,8 +21,7 @@ TINY_SPLIT = "|".join([
 
 
 def make_tiny(seed: int = 0):
-    """A Qwen3 of about 0.9 M random parameters, byte-level tokenizer, ChatML/Hermes template ->
-    model, tokenizer.
+    """Return a Qwen3 of about 0.9 M random parameters, and a byte-level tokenizer with ChatML.
 
     Not a Qwen2: transformers 5 opens that with splitting rules of its own.
     """

@@ -1,6 +1,7 @@
 """Curves of a run as inline SVG: small multiples of every number that changes."""
 import math
 from html import escape
+from operator import itemgetter
 from statistics import fmean
 
 from experiment.episodes import is_finite
@@ -45,7 +46,7 @@ def thinned(points):
     size = math.ceil(len(points) / DRAWN)
     if size <= 2:
         return points
-    parts = [sorted(points[i:i + size], key=lambda point: point[1])
+    parts = [sorted(points[i:i + size], key=itemgetter(1))
              for i in range(0, len(points), size)]
     return [point for part in parts for point in sorted({part[0], part[-1]})]
 
