@@ -193,7 +193,7 @@ def _event_loop():
 def shortened(texts: list[str], tokens: int, encode) -> tuple[list[str], list[int]]:
     """Return the results of a turn, shortened until `encode` makes few enough tokens of them.
 
-    Returns the texts and their ids. These are more than `tokens` if SHORTEST characters each are.
+    Returns the texts and their ids, more than `tokens` only if SHORTEST characters of each are.
     """
     # A token has about three characters. Numbers and Chinese have fewer.
     limit = 3 * tokens // max(len(texts), 1)

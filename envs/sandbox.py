@@ -182,4 +182,6 @@ def same(value, wanted) -> bool:
         return (isinstance(items, list) and len(items) == len(wanted)
                 and all(any(same(item, want) for item in items) for want in wanted))
     # MBPP's own solutions divide, and return 240.0 where the test says 240.
-    return type(value) in (type(wanted), {int: float}.get(type(wanted))) and value == wanted
+    if type(wanted) is int and type(value) is float:
+        return value == wanted
+    return type(value) is type(wanted) and value == wanted

@@ -133,7 +133,7 @@ def without_loss(messages):
 class Encoder:
     """Turns conversations into token ids and a loss mask: the same ids as in a rollout.
 
-    config: names the environment whose tools and system message a conversation without gets.
+    config: names the environment whose tools and system message a conversation gets by default.
     """
 
     def __init__(self, tokenizer, config):

@@ -91,7 +91,7 @@ def read_recorded(config, tokenizer, vocabulary):
 def read_split(read, path, content, config):
     """Return at most max_samples items to learn from and HELD_OUT others, in random order.
 
-    No content is in both. Held out are --eval_dataset's items, or a tenth of `path`, by a hash.
+    No content is in both. Held out are the items of --eval_dataset, or a tenth by hash.
 
     Args:
         read: a function that returns the items of a file.

@@ -40,7 +40,7 @@ class Stop(Printable):
     """Ends a run early with a message that says why and how to continue.
 
     It is not an Exception, so that code which catches the faults of a tool or row lets it pass.
-    `code` is the exit status: 3 for numbers that are not finite, 4 for a full disk, 128 + a signal.
+    `code` is the exit status: 3 for numbers not finite, 4 for a full disk, 128 plus the signal's.
     """
 
     def __init__(self, message, code):

@@ -175,7 +175,7 @@ class Chat:
             turn_ids: what stands there instead, up to the end of the rendering.
         """
         missing = self._template.decode(prompt_ids)
-        # The prompt may end with "<think>\n" where the turn has "<think>\n\n", with other tokens.
+        # The prompt may end with "<think>\n" where the turn has "<think>\n\n": "\n\n" is one token.
         for end in range(len(missing.encode()) + 2):
             text = self._template.decode(turn_ids[:end])
             if text.startswith(missing):

@@ -76,7 +76,7 @@ def tiled(mlp, run, tokens, x):
     An adapter in host memory goes to the device once, and its gradients are summed there.
     """
     if not x.is_cpu:
-        # A GPU waits for launches.
+        # A GPU waits for launches. A step takes more memory while it decodes than in such tiles.
         tokens *= 16
     if x[..., 0].numel() <= tokens:
         return run(x)

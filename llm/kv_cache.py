@@ -78,7 +78,7 @@ class RowCache:
     def prepare_step(self, position, span: int):
         """Make the next pass write one token for each of the first R rows, at `position` (R,).
 
-        It reads `span` positions. No value of `position` is looked at: CUDA graphs can replay it.
+        It reads the first `span` positions and looks at no value of `position`, as graphs demand.
         """
         self.read = slice(0, len(position)), slice(None), slice(0, span)
         index = torch.arange(len(position), device=self.device)

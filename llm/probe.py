@@ -158,7 +158,7 @@ def engine_logprobs(model, ids):
 def narrow_windows(model):
     """Inside the block every sliding window of the model is WINDOW tokens wide.
 
-    So a few tokens are more than a window, whose real size may be thousands. Yields True if any is.
+    So a few tokens are more than a window, which may really be of thousands. Yields True if any is.
     """
     widths = []
     for thing in (model.config, model.config.get_text_config(), *model.modules()):
