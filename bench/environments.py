@@ -47,7 +47,7 @@ RUNS = {
     "search": ("smollm2", [0, 1, 2], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
                "--env search --max_steps 40"),
     "code": ("smollm2", [0, 1, 2], 100, [f"--env code {LEVEL} --expert_noise 0.7 --max_samples 400 {SFT}"],
-             f"--env code {LEVEL} --max_turns 6 --learning_rate 2e-4 --max_steps 30"),
+             f"--env code {LEVEL} --max_turns 6 --learning_rate 2e-4 --max_steps 24 --tasks_per_step 4"),
     "business, smollm2": ("smollm2", [0, 1, 2], 100,
                           [f"--env business --expert_noise 0.4 --max_samples 800 {SFT} --max_steps 120"],
                           "--env business --max_steps 40"),
