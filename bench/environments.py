@@ -19,6 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import spread, wilson  # noqa: E402
@@ -29,8 +31,6 @@ WRITING = ["--env writing --expert_noise 0.5 --max_samples 3000 --max_steps 300 
            "--env writing --expert_noise 0.4 --max_samples 5000 --max_steps 600 --batch_size 16 --learning_rate 2e-3 "
            "--seed 1"]
 MIXED = "--env equations,writing"
-LEVEL = "--env_options levels=1"
-THREE = f"--env equations,search,code {LEVEL}"
 # Name -> model, seeds, held-out tasks, flags of the stages of sft.py, flags of grpo.py.
 RUNS = {
     "writing": ("tiny", [0, 1, 2], 100, WRITING, "--env writing --learning_rate 2e-3 --max_steps 16"),
@@ -46,14 +46,11 @@ RUNS = {
               f"{MIXED} --max_steps 80"),
     "search": ("smollm2", [0, 1, 2], 100, [f"--env search --expert_noise 0.4 --max_samples 400 {SFT}"],
                "--env search --max_steps 40"),
-    "code": ("smollm2", [0, 1, 2], 100, [f"--env code {LEVEL} --expert_noise 0.7 --max_samples 400 {SFT}"],
-             f"--env code {LEVEL} --max_turns 6 --learning_rate 2e-4 --max_steps 24 --tasks_per_step 4"),
+    "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.7 --max_samples 400 {SFT}"],
+             "--env code --env_options levels=1 --max_turns 6 --learning_rate 2e-4 --max_steps 20 --tasks_per_step 4"),
     "business, smollm2": ("smollm2", [0, 1, 2], 100,
                           [f"--env business --expert_noise 0.4 --max_samples 800 {SFT} --max_steps 120"],
                           "--env business --max_steps 40"),
-    "equations,search,code": ("smollm2", [0, 1, 2], 150,
-              [f"{THREE} --expert_noise 0.5 --max_samples 1200 {SFT} --max_steps 120"],
-              f"{THREE} --max_turns 8 --max_steps 50"),
     "business": ("tiny", [0], 100,
                  ["--env business --expert_noise 0.5 --max_samples 8000 --max_steps 900 --batch_size 16"],
                  "--env business --learning_rate 2e-3 --max_steps 24"),
@@ -104,10 +101,10 @@ def main():
     path = ROOT / "bench" / "results" / "environments.json"
     result = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     for name in args.only:
-        result["runs"][name] = learning(name, args)
+        result["runs"][name] = {
+            **learning(name, args), "command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
+            "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} shared cores"}
         print(name, json.dumps(result["runs"][name]["summary"]), flush=True)
-        result |= {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
-                   "machine": f"{os.cpu_count()} shared cores, no GPU"}
         path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
