@@ -50,6 +50,18 @@ def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_trainer(base, tm
     assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["sampler_gap"] < 1e-5 and metrics["clip_high"] == 0
 
 
+def test_of_several_updates_the_first_gives_the_first_ratio_and_the_last_the_rest(base, tmp_path):
+    _, (metrics,) = run(base, tmp_path, updates_per_step=2, learning_rate=5e-3)
+    assert abs(metrics["first_ratio"] - 1) < 1e-3 and metrics["sampler_gap"] < 1e-5 and metrics["gap"] > 1e-3 and metrics["approx_kl"] > 1e-6
+
+
+def test_credit_and_scale_of_the_flags_reach_the_advantages(base, tmp_path):
+    def size(**options):
+        return run(base, tmp_path, **options)[1][0]["advantage_abs"]
+    assert size(scale_rewards="none", reward_scaling=0.1) == pytest.approx(0.1 * size(scale_rewards="none"), rel=1e-4)
+    assert size(credit="turn") != size()
+
+
 def test_without_a_kl_penalty_there_is_no_kl_in_the_log(base, tmp_path):
     _, (without,) = run(base, tmp_path / "a", kl_coef=0.0)
     _, (with_kl,) = run(base, tmp_path / "b", kl_coef=0.1)
