@@ -42,7 +42,7 @@ def cheapest_order(trajectories: list, batch_size: int) -> list:
     longest = {}  # of each group
     for t in by_length:
         longest.setdefault(t.group_id, len(t.token_ids))
-    by_group = sorted(by_length, key=lambda t: (-longest[t.group_id], t.group_id))
+    by_group = sorted(by_length, key=lambda t: (-longest[t.group_id], str(t.group_id)))
     return min(by_length, by_group, key=lambda order: forwarded_tokens(order, batch_size))
 
 
