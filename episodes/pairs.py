@@ -25,7 +25,7 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     """Return the pairs (chosen, rejected) of --dataset as episodes.
 
     The loss falls on what follows the prompt. Conversations without tools or system message get
-    those of the environment. UserError: `FILE:LINE: what is wrong`.
+    those of the environment. UserError: `FILE:LINE: what is wrong`, or that no pair is left.
     """
     encode = Encoder(tokenizer, config)
     pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
@@ -33,6 +33,8 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
     kept = [pair for pair in encoded if pair[0].token_ids != pair[1].token_ids]
     print_dropped(encoded, kept, "pairs have the same tokens on both sides: dropped")
+    if not kept:
+        raise UserError(f"{config.dataset:.200}: no pair is left to learn from")
     return kept
 
 

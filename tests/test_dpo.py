@@ -430,6 +430,14 @@ def test_a_bad_row_is_told_by_file_and_line(start, tmp_path, monkeypatch, row, w
         run(start, tmp_path / "o", dataset="pairs.jsonl")
 
 
+def test_sides_that_differ_in_no_token_are_dropped_and_no_pair_at_all_is_refused(tiny, tmp_path, capsys):
+    alike = {"prompt": "2+2?", "chosen": {**GOOD, "name": "a"}, "rejected": {**GOOD, "name": "b"}}
+    assert len(read_pairs(tmp_path / "pairs.jsonl", [alike, {**alike, "rejected": "5"}], tiny[1])) == 1
+    assert "1 of 2 pairs have the same tokens on both sides: dropped" in capsys.readouterr().out
+    with pytest.raises(UserError, match="pairs.jsonl: no pair is left to learn from"):
+        read_pairs(tmp_path / "pairs.jsonl", [alike], tiny[1])
+
+
 # ---------------------------------------------------------------------------------------------------------- loop
 def test_before_the_first_update_the_policy_is_the_reference(start, recorded, tmp_path):
     """Fresh adapter, the same adapter gone on from, all weights: the first loss is log 2, the second is not."""
