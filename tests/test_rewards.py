@@ -47,7 +47,8 @@ def call(name, **arguments):
 # --------------------------------------------------------------------------------------- built in, by hand
 @pytest.mark.parametrize("text, answer", [
     ("It is 7.", "It is 7."), ("so #### 7", " 7"), (r"<answer> \boxed{7} </answer>", "7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"it is \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
-    ([call("look", at="a", by="b"), call("submit", value=7)], "7"), ([call("done")], ""), ("", "")])
+    ([call("look", at="a", by="b"), call("submit", value=7)], "7"), ([call("done")], ""), ("", ""),
+    ([call("answer", value=6), call("answer", value=7)], "7"), ([call("answer", value=7, unit="m")], "")])
 def test_the_final_answer(text, answer):
     assert rewards.answer_of(said("<answer>0</answer>", text)) == answer
 
@@ -55,7 +56,8 @@ def test_the_final_answer(text, answer):
 @pytest.mark.parametrize("text, task, value", [
     ("The  Eiffel Tower!", {"answer": "eiffel tower"}, 1.0), ("Eiffel", {"answer": "eiffel tower"}, 0.0), ("#### 72", {"answer": "48 + 24 = 72\n#### 72"}, 1.0),
     ("-7", {"answer": 7}, 0.0), ("1.5", {"answer": 15}, 0.0), ("1/2", {"answer": "12"}, 0.0), ("-1.5.", {"answer": -1.5}, 1.0), ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), (r"\boxed{7}", {"solution": r"As $x = 3 + 4$, it is $\boxed{7}$."}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0),
-    ("Roma!", {"answer": ["Rome", "Roma"]}, 1.0), ("Oslo", {"answer": ["Rome", "Roma"]}, 0.0), ("A", {"answer": "A"}, 1.0), ("", {"answer": "A"}, 0.0), ("the", {"answer": "A"}, 0.0)])
+    ("Roma!", {"answer": ["Rome", "Roma"]}, 1.0), ("Oslo", {"answer": ["Rome", "Roma"]}, 0.0), ("A", {"answer": "A"}, 1.0), ("", {"answer": "A"}, 0.0), ("the", {"answer": "A"}, 0.0),
+    ("Covid-19", {"answer": "covid19"}, 1.0), ("7", {"answer": "7", "solution": "As 3 + 4 = 7, it is seven."}, 1.0)])
 def test_exact_match(text, task, value):
     assert rewards.exact(said(text, task=task)) == value
 
@@ -65,7 +67,7 @@ def test_format_is_all_or_nothing():
 
 
 @pytest.mark.parametrize("success, calls, unreadable, errors, value", [
-    (True, 1, 0, 0, 1.0), (True, 2, 0, 1, 1.0), (True, 1, 0, 1, 0.0), (True, 0, 1, 1, 0.0), (True, 0, 0, 0, 0.0), (False, 1, 0, 0, 0.0)])
+    (True, 1, 0, 0, 1.0), (True, 2, 0, 1, 1.0), (True, 1, 1, 1, 1.0), (True, 1, 0, 1, 0.0), (True, 0, 1, 1, 0.0), (True, 0, 0, 0, 0.0), (False, 1, 0, 0, 0.0)])
 def test_a_tool_counts_where_it_worked_and_the_task_is_solved(success, calls, unreadable, errors, value):
     assert rewards.tool_used(said("a", success=success, tool_calls=calls, unreadable_calls=unreadable, tool_errors=errors)) == value
 
@@ -81,6 +83,7 @@ def test_the_budget_of_a_turn_is_also_what_the_episode_leaves():
     """94 tokens precede it: L_max is 100 - 95 = 5, L_cache 1. Five tokens are cut by the episode's limit."""
     assert rewards.length(said("a", mask=[0] * 95 + [1] * 5), LIMITS) == pytest.approx([-1.0])
     assert rewards.length(said("a", mask=[0] * 95 + [1] * 4), LIMITS) == pytest.approx([0.0])
+    assert rewards.length(said("a", "b", mask=[0] * 40 + [1] * 5 + [0] * 50 + [1] * 5), LIMITS) == pytest.approx([0.0, -1.0])
 
 
 @pytest.mark.parametrize("texts, value", [
@@ -118,8 +121,8 @@ def test_a_step_ahead_is_paid_in_the_main_thread():
 
 def test_math_verify_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match="--rewards math_verify: pip install math-verify"):
-        rewards.math_verify(said("3", task={"answer": "3"}))
+    with pytest.raises(UserError, match="^--rewards math_verify: pip install math-verify$"):
+        paid("math_verify", said("3", task={"answer": "3"}))
 
 
 # ------------------------------------------------------------------------------------------ what --rewards says
@@ -135,6 +138,9 @@ def by_turn(episode):
 def allowed(episode):
     return "no" not in episode.messages[-1]["content"]
 
+def yes(episode):
+    return True
+
 def of_logprobs(episode):
     return sum(episode.logprobs) / sum(episode.loss_mask)
 
@@ -146,6 +152,9 @@ def raises(episode):
 
 def nan(episode):
     return float("nan")
+
+def nan_in_one_turn(episode):
+    return [1.0, float("nan")]
 
 def short(episode):
     return [1.0]
@@ -237,6 +246,9 @@ def test_a_trl_function_gets_none_for_a_column_that_these_tasks_leave_empty_and_
 def test_a_veto_takes_what_is_positive(functions, text, total, reward):
     t = paid(f"{functions}:allowed=veto,{functions}:half", said(text), total=total)
     assert t.reward == reward and t.reward_parts["allowed"] == float(text == "yes")
+    for others in (f"{functions}:yes=veto", f"{functions}:by_turn=veto"):  # neither lifts it nor adds one, turn 0 is paid 0 by the second
+        both = paid(f"{functions}:allowed=veto,{others},{functions}:half", said("a", text), total=total)
+        assert both.reward == reward
 
 
 def test_success_is_a_reward_where_nothing_else_says_it(functions):
@@ -247,10 +259,15 @@ def test_success_is_a_reward_where_nothing_else_says_it(functions):
     assert (solved.reward, solved.info["success"]) == (pytest.approx(0.1), True) and paid("exact=veto,format", said("b", task={"answer": "a"}), pays=False).info["success"] is False
     assert polite.reward_parts == {"exact": 0.0, "format": 1.0, "length": -1.0} and not polite.info["success"]  # manners are no success, and their lack no failure
     assert "environment" not in paid(f"{functions}:half", said("a"), pays=False).reward_parts
+    for words in (f"{functions}:half=-1", f"{functions}:half,{functions}:allowed=veto"):
+        assert paid(words, said("no"), pays=False).info["success"] is False
+    judged = said("a")
+    loaded(f"{functions}:half").pay([agent_episode(judged, SimpleNamespace(pays=False, env=SimpleNamespace(_check=bool)))])
+    assert judged.reward == 0.5 and judged.info["success"] is False  # _check() has said it
 
 
 @pytest.mark.parametrize("name, told", [
-    ("raises", r"--rewards raises raised KeyError: 'missing' \(.*mine.py:20\)"), ("short", r"--rewards short returned \[1.0\]; a reward is .* each of the 2 assistant turns"),
+    ("raises", r"--rewards raises raised KeyError: 'missing' \(.*mine.py:23\)"), ("short", r"--rewards short returned \[1.0\]; a reward is .* each of the 2 assistant turns"),
     ("text", "--rewards text returned 'much'; a reward is a number"), ("few", r"--rewards few returned \[.*\] for 2 completions; give a list"), ("one", "--rewards one returned 0.5 for 2 completions; give a list")])
 def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
     with pytest.raises(UserError, match=told):
@@ -261,6 +278,15 @@ def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
 def test_a_reward_that_is_not_finite_skips_the_step_and_is_told(functions):
     t = paid(f"{functions}:nan", said("a", task={"n": 3}))
     assert math.isnan(t.reward) and "--rewards nan is nan on task {'n': 3}" in t.info["not_finite"]
+    assert math.isnan(paid(f"{functions}:nan_in_one_turn", said("a", "b")).reward)
+
+
+def test_what_failed_or_has_no_finite_reward_is_not_paid(functions):
+    for stop_reason, reward in (("error", 0.25), ("done", math.nan)):
+        t = said("a")
+        t.stop_reason, t.reward = stop_reason, reward
+        loaded(f"{functions}:half,{functions}:raises").pay([agent_episode(t, SimpleNamespace(pays=True, env=None))])
+        assert t.reward is reward and t.reward_parts == {}
 
 
 # ---------------------------------------------------------------------------------------- TRL's signature

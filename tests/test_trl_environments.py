@@ -165,6 +165,7 @@ def test_a_prompt_that_reset_names_is_the_environments(tmp_path):
 
 @pytest.mark.parametrize("prompt, observation, shown", [
     ([{"role": "system", "content": "Rules."}], "Go.", [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Go."}]),
+    ([{"role": "system", "content": "Rules."}], "", "the last message .* the user's, not system"),
     ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Let me think."}], "", "the last message .* the user's, not assistant"),
     ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}, {"role": "tool", "content": "4"}], "", "the last message .* not tool")])
 def test_a_prompt_ends_with_the_users_message(prompt, observation, shown):
