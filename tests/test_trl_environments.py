@@ -184,6 +184,7 @@ def test_a_prompt_may_have_calls_in_openais_form(monkeypatch):
     after = [{"role": "tool", "tool_call_id": "call00000", "content": "A"}, {"role": "assistant", "content": "It said A."}, {"role": "user", "content": "Again."}]
     first, second = (played(monkeypatch, "EchoToolEnv", "reward_func", {"prompt": [*ASK, turn, *after]}, call("echo", message="b"), "done") for turn in (asked, of_trl))
     assert first.token_ids == second.token_ids and '{"name": "echo", "arguments": {"message": "a"}}' in TOKENIZER.decode(first.token_ids)
+    assert [message.get("loss") for message in first.messages if message["role"] == "assistant"] == [0, 0, None, None]  # sft.py does not learn the prompt's
     assert [line for line in transcript(first.to_json()).splitlines() if "echo" in line] == ['echo(message="a") -> A   +0', 'echo(message="b") -> b   +0.0']
 
 
