@@ -678,6 +678,8 @@ def test_of_two_that_load_under_one_name_at_once_one_is_refused(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(load, range(4))) == ["ok", "refused", "refused", "refused"]
     assert served.client.models.retrieve("of/mine").model_extra["parent"] == "base"
+    with pytest.raises(openai.BadRequestError, match="lora_name: tiny is the model that was started"):  # who asks for tiny would be answered by the base
+        served.post("/load_lora_adapter", {"lora_name": "tiny", "lora_path": str(tmp_path / "a")})
     served.http.should_exit = True
 
 

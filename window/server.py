@@ -286,6 +286,8 @@ class Server:
 
     async def load(self, body: Adapter):
         started, model = self.config.model_path, self.player.model
+        if body.lora_name == started:
+            raise Refusal(400, f"lora_name: {started} is the model that was started")
         # An adapter that the server was started with has become a part of the weights.
         if Path(newest(started), ADAPTER).exists() and not settings(model):
             raise Refusal(400, f"lora_path: {started} is an adapter itself; start the server with "
