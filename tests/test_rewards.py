@@ -325,6 +325,10 @@ def test_what_an_assistant_said_in_the_prompt_is_no_completion():
     assert seen == [[shown], [[{"role": "assistant", "content": "four"}]]] and rewards.repetition(t) == 0.0
 
 
+def test_which_functions_are_of_trl():
+    assert rewards.is_of_trl(lambda prompts, completions: 0) and rewards.is_of_trl(lambda **columns: 0) and not rewards.is_of_trl(lambda episode: 0)
+
+
 def test_an_async_function_is_awaited(functions):
     assert paid(f"{functions}:slow=0.5", said("a")).reward == 1.0
     lazy = [agent_episode(said("a"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]  # TRL takes any iterable
