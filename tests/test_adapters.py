@@ -101,6 +101,16 @@ def test_an_answer_in_text_counts_and_what_a_verifier_cannot_read_is_wrong(famil
         assert env._reply(text.replace("%s", env._entry["answer"])) is None and env.get_reward() == reward and env._check() == bool(reward)
 
 
+def test_an_instance_that_is_used_again_has_solved_nothing(families):
+    env = envs.load("reasoning_gym:chain_sum")()
+    env.reset(number=4)
+    env._reply(env._expert())
+    env._reward_parts["old"] = 1.0
+    assert env._check()
+    env.reset(number=5)  # and no limit lets the model answer
+    assert (env._check(), env.get_reward(), env._reward_parts, env.done) == (False, 0.0, {}, False)
+
+
 def test_reasoning_gym_in_a_rollout_and_the_experts_demonstrations(families):
     import agent
     from episodes.imitation import demonstrate

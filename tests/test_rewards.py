@@ -1,10 +1,12 @@
 """envs/rewards.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
+import json
 import math
 import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 
 import agent
@@ -296,19 +298,20 @@ def test_trls_functions_get_trls_arguments():
 
     def function(prompts, completions, completion_ids, environments, number, trainer_state, log_metric, log_extra, **kwargs):
         seen.update(locals())
-        log_metric("accuracy", 0.25)
+        log_metric("accuracy", numpy.float32(0.25))
         log_extra("note", ["first", "second"])
-        log_extra("success", ["False", "False"])
+        log_extra("tool_calls", ["many", "many"])
         return [1.0, None]
     one = said([call("add", n=1)], "done", mask=[0, 0, 1, 0, 1], task={"number": 7, "prompt": [{"role": "user", "content": "?"}]})
-    two = said("four", task={"number": 8})
+    two = said("four", task={"number": 8, "level": 1, "completion": "?"})
     session = SimpleNamespace(pays=False, env="the instance")
     rewards.Rewards({"function": function}, {"environment": 1.0, "function": 2.0}).pay([agent_episode(t, session) for t in (one, two)])
     assert (one.reward, two.reward) == (2.0, 0.0) and one.reward_parts == {"accuracy": 0.25, "function": 1.0} and two.reward_parts == {"accuracy": 0.25}
     assert seen["prompts"] == [[{"role": "user", "content": "?"}]] * 2 and seen["number"] == [7, 8] and seen["environments"] == ["the instance"] * 2
     assert seen["completions"][0][0]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}]
     assert [m["role"] for m in seen["completions"][0]] == ["assistant", "tool", "assistant"] and [len(ids) for ids in seen["completion_ids"]] == [3, 2]
-    assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and one.info["success"] is True and set(seen["kwargs"]) == {"env"}
+    assert seen["trainer_state"].global_step == 3 and one.info["note"] == "first" and one.info["tool_calls"] == 0 and seen["kwargs"] == {"env": [None, None], "level": [None, 1]}
+    json.dumps(one.to_json())  # which has no NumPy's numbers
 
 
 def test_what_an_assistant_said_in_the_prompt_is_no_completion():
@@ -342,9 +345,9 @@ def test_text_prompts_make_text_completions():
     def function(prompts, completions, **kwargs):
         seen.extend([prompts, completions])
         return [0.0]
-    t = said("four", task={"prompt": "2 + 2?"})
+    t = said("four", "or 5", task={"prompt": "2 + 2?"})
     rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0}).pay([agent_episode(t, SimpleNamespace(pays=False, env=None))])
-    assert seen == [["2 + 2?"], ["four"]]
+    assert seen == [["2 + 2?"], ["four\nor 5"]]
 
 
 @pytest.mark.parametrize("text, value", [("<think>\nhm\n</think>\nfour", 1.0), ("four", 0.0)])
