@@ -222,7 +222,7 @@ class Rewards:
         function = self.functions[name]
         try:
             if is_of_trl(function):
-                values = awaited(function(**as_trl(episodes, function)))
+                values = awaited(function(**as_trl(episodes, name, function)))
                 if isinstance(values, Iterable):
                     values = list(values)
             else:

@@ -82,8 +82,10 @@ def is_of_trl(function) -> bool:
         p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def as_trl(episodes: list, function) -> dict:
+def as_trl(episodes: list, name: str, function) -> dict:
     """Return the arguments that TRL 1.16 calls a reward function with (`_calculate_rewards`).
+
+    Its name is that of --rewards: an instance that can be called has none of its own.
 
     Prompts and completions are messages, or text where the task's column "prompt" is text. A
     column that the function asks for and these tasks leave empty is None for each.
@@ -118,10 +120,10 @@ def as_trl(episodes: list, function) -> dict:
              "log_metric": log_metric, "log_extra": log_extra}
     columns = set().union(*tasks)
     wanted = set(needed(function)).difference(given)
-    for name in sorted(wanted - columns):
-        note_missing(function.__name__, name, ", ".join(sorted(columns)))
+    for column in sorted(wanted - columns):
+        note_missing(name, column, ", ".join(sorted(columns)))
     names = (columns | wanted) - {"prompt", "completion"}
-    return {**{name: [task.get(name) for task in tasks] for name in names}, **given}
+    return {**{column: [task.get(column) for task in tasks] for column in names}, **given}
 
 
 @cache

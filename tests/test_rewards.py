@@ -328,6 +328,13 @@ def test_what_an_assistant_said_in_the_prompt_is_no_completion():
     assert seen == [[shown], [[{"role": "assistant", "content": "four"}]]] and rewards.repetition(t) == 0.0
 
 
+def test_an_instance_that_can_be_called_is_a_function_of_trl(tmp_path, capsys):
+    path = tmp_path / "judges.py"
+    path.write_text("class Judge:\n    def __call__(self, completions, truth, **columns):\n        return [1.0 for _ in completions]\n\njudge = Judge()\n")
+    assert paid(f"{path}:judge", said("a"), pays=False).reward == 1.0
+    assert capsys.readouterr().err.startswith("note: --rewards judge: no task of this step has a column 'truth'")
+
+
 def test_which_functions_are_of_trl():
     assert rewards.is_of_trl(lambda prompts, completions: 0) and rewards.is_of_trl(lambda **columns: 0) and not rewards.is_of_trl(lambda episode: 0)
 
