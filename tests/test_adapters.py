@@ -101,6 +101,15 @@ def test_an_answer_in_text_counts_and_what_a_verifier_cannot_read_is_wrong(famil
         assert env._reply(text.replace("%s", env._entry["answer"])) is None and env.get_reward() == reward and env._check() == bool(reward)
 
 
+def test_a_part_of_the_score_is_no_success(families):
+    cls = envs.load("reasoning_gym:chain_sum")
+    assert (cls.options["size"], cls.options["seed"]) == (10_000, 0)
+    env = cls()
+    env.reset(number=4)
+    env._reply(f"<answer>{env._entry['answer']} or more</answer>")
+    assert 0 < env.get_reward() < 1 and not env._check()
+
+
 def test_an_instance_that_is_used_again_has_solved_nothing(families):
     env = envs.load("reasoning_gym:chain_sum")()
     env.reset(number=4)
@@ -172,6 +181,8 @@ def test_a_registered_name_keeps_what_it_sets(games):
     """FrozenLake8x8-v1 is the constructor of FrozenLake-v1 with another map, and Blackjack-v1 plays by other rules than its constructor's defaults."""
     assert envs.load("gymnasium:FrozenLake8x8-v1")().reset(number=0).count("\n") == 9
     assert envs.load("gymnasium:Blackjack-v1").options == {"natural": False, "sab": True}
+    large = envs.load("gymnasium:FrozenLake8x8-v1")
+    assert large.max_turns == large.limits["max_tool_calls"] == 200 and "Starting State" not in large.system_prompt
     assert setup("gymnasium:FrozenLake8x8-v1", "map_name=4x4").cls().reset(number=0).count("\n") == 5
 
 
