@@ -147,8 +147,8 @@ def math_verify(t) -> float | None:
         return None
     answer = answer_of(t)
     given = [parse(f"\\boxed{{{answer.strip().removesuffix('.')}}}")]
-    # The parser finds a 2 in the text 2x + 3: what is marked counts as a whole, or has dollars.
-    if "$" in answer or answer == t.messages[turns_of(t)[-1]]["content"]:
+    # In words it may stand anywhere. In a formula it counts as a whole: 2x + 3 has a 2.
+    if "$" in answer or re.search(r"(?<!\\)\b[A-Za-z]{3}", answer):
         given.append(parse(answer))
     return float(any(verify(gold, one) for gold in golds for one in given))
 

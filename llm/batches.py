@@ -39,10 +39,10 @@ def cheapest_order(trajectories: list, batch_size: int) -> list:
     longest come first, so that what does not fit in memory fails at once.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
-    longest = {}  # of each group
+    place = {}  # of each group, by its longest episode
     for t in by_length:
-        longest.setdefault(t.group_id, len(t.token_ids))
-    by_group = sorted(by_length, key=lambda t: (-longest[t.group_id], str(t.group_id)))
+        place.setdefault(t.group_id, len(place))
+    by_group = sorted(by_length, key=lambda t: place[t.group_id])
     return min(by_length, by_group, key=lambda order: forwarded_tokens(order, batch_size))
 
 

@@ -22,7 +22,7 @@ def test_the_cheapest_order_is_by_group_for_long_prompts_and_by_length_for_short
         order = cheapest_order(episodes, 4)
         groups, lengths = [t.group_id for t in order], [len(t.token_ids) for t in order]
         assert sorted(map(id, order)) == sorted(map(id, episodes)) and lengths[0] == prompt + 30  # the longest first
-        assert (groups == ["a"] * 4 + ["b"] * 4) == by_group and (lengths == sorted(lengths, reverse=True)) == (not by_group)
+        assert (groups == ["b"] * 4 + ["a"] * 4) == by_group and (lengths == sorted(lengths, reverse=True)) == (not by_group)
 
 
 def test_group_ids_of_two_kinds_are_put_in_order():
