@@ -209,14 +209,18 @@ patient = session.Watch(4.0).__enter__()
 two = start(patient)
 submit(two, "nap")
 print(two.results(), flush=True)
+watch.__exit__(), patient.__exit__()  # each would stop the timer of all
+session.HANG_SECONDS = 0.5
 try:
     with session.Watch(0.2) as stopped:
         submit(start(stopped), "nap")
+        time.sleep(0.2)
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     time.sleep(1.0)
 print("alive", flush=True)
-three = start(watch)
+session.HANG_SECONDS = 2.0
+three = start(session.Watch(0.2).__enter__())
 submit(three, "search")
 print(three.results())
 '''
@@ -232,6 +236,37 @@ def test_a_call_that_holds_the_interpreters_lock_ends_the_process_and_is_named(t
     timed_out, slept, alive = done.stdout.splitlines()
     assert "TimeoutError" in timed_out and "slept" in slept and alive == "alive"
     assert done.stderr.startswith("Timeout (0:00:02.2") and 'bomb.py", line 10 in search' in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("how", ["late", "stopped"])
+def test_a_call_that_was_left_behind_is_the_last_of_its_turn(how):
+    """What the model called after it would change an environment that nobody asks any more, or write into a file of the next run."""
+    log, gate = [], threading.Event()
+
+    class Waits:
+        def reset(self, **_):
+            return "Go."
+
+        def wait(self):
+            """Wait."""
+            log.append("wait")
+            gate.wait(10)
+
+        def act(self):
+            """Act."""
+            log.append("act")
+    with Watch(0.2 if how == "late" else 10.0) as watch:
+        session = Session(watch, "waits", Waits, {})
+        session.start()
+        session.submit([{"name": name, "arguments": {}} for name in ("wait", "act")])
+        if how == "late":
+            assert ["no answer within 0.2 s" in text for text, _, _ in session.results()] == [True, True]
+            gate.set()
+            session.outcome.exception(10)
+        while not log:
+            time.sleep(0.01)
+    gate.set()
+    assert isinstance(session.outcome.exception(10), SystemExit) and log == ["wait"]
 
 
 # ------------------------------------------------------------------------------- what episodes share: process and thread
