@@ -276,6 +276,13 @@ def test_rows_that_wait_for_a_tool_do_not_stop_others():
                 ended.append(row)
                 engine.release(row)
     assert ended == rows and not engine.busy and rows[0].state == "ended" and rows[0].slot is not None
+    first, second = Row(prompt, limit=1), Row(prompt, limit=1)
+    engine.add([first, second])
+    assert engine.step() == [first] and engine.waiting == [second]
+    assert not engine.busy  # steps that do nothing would move the clock, by which tool results are due
+    engine.release(first)
+    assert engine.busy and engine.step() == [second]
+    engine.release(second)
     engine.extend(rows[0], [7], 3)
     assert engine.busy
     while engine.busy:
@@ -376,6 +383,24 @@ def test_bf16_runs_and_its_logprobs_are_near_the_trainers():
         difference = recomputed(model, played)
         assert engine.cache.tensors[0, "key"].dtype == torch.bfloat16 and difference.max() < 0.5
         assert difference.sum() / sum(sum(e.mask) for e in played) < 0.05
+
+
+def test_a_long_prefill_is_split_and_draws_the_same(monkeypatch):
+    """Its intermediate values would fill a GPU. One row is never split."""
+    model, prompts = build("qwen2"), [ids_of(n, n) for n in (20, 9, 30, 4, 100)]
+    whole = complete(model, prompts, max_new_tokens=5, slots=5)
+    sizes = []
+
+    def prefilled(ids, cache):
+        sizes.append(ids.shape)
+        return decoder(ids, cache)
+    engine = make_engine(model, slots=5)
+    decoder, engine.decoder = engine.decoder, prefilled
+    prefilled.head = decoder.head
+    monkeypatch.setattr("llm.engine.LONG", 64)
+    split = generate(engine, prompts, group_size=1, max_new_tokens=5, seed=0, forced=None)
+    assert [ids for ids, _ in split] == [ids for ids, _ in whole]
+    assert sorted(width for _, width in sizes if width > 1) == [4, 20, 30, 100] and all(rows * width <= 64 or rows == 1 for rows, width in sizes)
 
 
 def test_not_finite_weights_stop_the_engine():

@@ -5,7 +5,7 @@ from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedu
 
 import lora
 from llm import checkpointing, fused, load_model
-from llm.engine import Engine
+from llm.engine import Engine, Row
 from llm.logprobs import token_logprobs
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
@@ -55,6 +55,29 @@ def test_variants_of_the_family(change):
         p.data += 0.1 * torch.randn_like(p)
     assert Engine(model).fused
     assert recomputed(model, play(model, schedule(2), slots=3)[0]).max() < 1e-4
+
+
+def test_the_norms_of_queries_and_keys_have_the_models_epsilon():
+    import transformers
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+                                                                   num_key_value_heads=2, head_dim=16, initializer_range=0.3, rms_norm_eps=0.1)).eval()
+    assert Engine(model).fused
+    assert recomputed(model, play(model, schedule(2), slots=3)[0]).max() < 1e-4
+
+
+def test_a_prompt_stays_in_tiles_and_a_decode_step_is_fused():
+    model = build("qwen2")
+    checkpointing.tile_mlps(model, 4)
+    engine = Engine(model, slots=1)
+    widths = []
+    for layer, stock in zip(engine.fused.layers, model.model.layers):
+        assert layer.prompt_mlp is stock.mlp
+        layer.prompt_mlp = lambda x, mlp=stock.mlp: widths.append(x.shape[1]) or mlp(x)
+    engine.add([Row(ids_of(9), limit=3)])
+    while engine.busy:
+        engine.step()
+    assert widths == [9, 9]
 
 
 def test_another_activation_stays_with_the_stock_modules():
@@ -110,9 +133,14 @@ def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding
             x = torch.randn(rows, 1, attention.q_proj.in_features, dtype=model.dtype)
             apart = torch.cat([linear(x) for linear in linears], -1)
             torch.testing.assert_close(joint(x), apart)
+        noises = [lora.column_noise(linear(x)) for linear in linears]  # rounded as in the update, column by column
+        assert torch.equal(joint.adapter.keywords["noise"], torch.cat(noises))
         x = torch.randn(2, 7, attention.q_proj.in_features, dtype=model.dtype)
         assert torch.equal(joint(x), torch.cat([linear(x) for linear in linears], -1))
         linears[1].lora.mode = "off"
+        assert not fused.joined(*linears).are_beside
+        linears[1].lora.mode = "cached"
+        linears[1].lora.__class__ = type("DoRA", (lora.Adapter,), {})  # whose sum is another
         assert not fused.joined(*linears).are_beside
 
 
@@ -138,6 +166,20 @@ def test_there_is_no_second_copy_and_training_and_saving_go_on(tmp_path):
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_merged_weights_that_are_packed_are_freed_and_come_back():
+    if not fused.packs_bfloat16(torch.device("cpu")):
+        pytest.skip("oneDNN has no layout for bfloat16 on this CPU")
+    model = load_model("tiny", lora_r=4, dtype="bfloat16", device="cpu")[0].eval()
+    linears = list(lora.adapters(model).values())
+    base = [linear.weight.clone() for linear in linears]
+    turns = []
+    with lora.merged(model):
+        for _ in range(2):  # the second engine needs them again
+            turns.append(complete(model, [ids_of(9)], max_new_tokens=6))
+            assert not any(linear.weight.numel() for linear in linears)
+    assert turns[0] == turns[1] and all(torch.equal(linear.weight, weight) for linear, weight in zip(linears, base))
 
 
 @pytest.mark.parametrize("packs", [True, False])
