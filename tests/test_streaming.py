@@ -26,25 +26,32 @@ def test_streamed_gradients_are_bit_equal(tiny, base):
 
 
 def test_each_layer_is_copied_once_a_sweep_while_the_one_before_it_runs(tiny, monkeypatch):
-    model, copied = load(tiny, CHECKPOINT._replace(stream_layers=True)), []
+    model, events = load(tiny, CHECKPOINT._replace(stream_layers=True)), []
     fetch = Stream.fetch
 
     def spy(stream, i):
-        copied.extend([(stream.last, i)] if stream.holds[i % 2] != i else [])
+        events.extend([f"copy {i}"] if stream.holds[i % 2] != i else [])
         fetch(stream, i)
     monkeypatch.setattr(Stream, "fetch", spy)
-    gradients(model)
-    copied.clear()
+
+    def entered(i):
+        events.extend([i] if events[-1:] != [i] else [])
     stream = stream_of(model)
+    for i, layer in enumerate(layers_of(model)):
+        layer.register_forward_pre_hook(lambda *_, i=i: entered(i))
+    enter = stream.enter
+    stream.enter = lambda i: enter(i) or entered(i)  # the backward pass calls it itself
+    gradients(model)
+    events.clear()
     before = sum(slot._version for slot in stream.slots)
     gradients(model)
-    assert copied == [(1, 2), (2, 3), (2, 1), (1, 0)]  # up, then down; what is there is not copied
+    assert events == [0, "copy 2", 1, "copy 3", 2, 3, "copy 1", 2, "copy 0", 1, 0]  # up, then down; what is there is not copied
     assert sum(slot._version for slot in stream.slots) == before + 4
-    copied.clear()
+    events.clear()
     with torch.inference_mode():
         for _ in range(3):
             model.eval()(input_ids=IDS)
-    assert copied == ([(1, 2), (2, 3), (3, 0), (0, 1)] * 3)[:-1]  # decoding copies each layer once a sweep, the next sweep's first ahead
+    assert events == [0, *["copy 2", 1, "copy 3", 2, "copy 0", 3, "copy 1", 0] * 3][:-2]  # decoding copies each layer once a sweep, the next sweep's first ahead
 
 
 def test_layers_of_an_odd_number_and_of_different_sizes():
