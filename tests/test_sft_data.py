@@ -243,6 +243,7 @@ def test_loss_and_gradient_are_trls(tokenizer, tmp_path):
     ([ASK, ANSWER, TOOL, ANSWER], "message 2: need user after an answer, got tool"),
     ([ASK, TOOL, ANSWER], "message 1: need assistant after the user, got tool"),
     ([ASK, CALLING, ASK, ANSWER], "message 2: need tool after a tool call, got user"),
+    ([ASK, {**CALLING, "loss": 0}, ASK, ANSWER], "message 2: need tool after a tool call, got user"),
     ([ASK, CALLING, TOOL, TOOL, ANSWER], "message 3: need assistant after the last result, got tool"),
     ([ASK, {**CALLING, "tool_calls": [CALL, CALL]}, TOOL, ANSWER], "message 3: need tool after a tool call, got assistant"),
     ([{"content": "x"}, ANSWER], "message 0: need system or user at the start, got None"),
@@ -277,6 +278,13 @@ def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
     for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
         ids, mask = recorded_ids(chat, [ASK, {"role": "assistant", **message}])
         assert chat.text([i for i, m in zip(ids, mask) if m]) == shown
+
+
+def test_a_thought_before_a_call_is_trained_as_well():
+    chat = Chat(small("hermes"), [])
+    for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
+        ids, mask = recorded_ids(chat, [ASK, {**CALLING, **message}, TOOL, ANSWER])
+        assert chat.text([i for i, m in zip(ids, mask) if m]).startswith("<think>\nHalf.\n</think>\n\nSo:<tool_call>")
 
 
 def test_a_thought_that_the_template_drops_is_refused():
@@ -475,10 +483,19 @@ def test_a_bad_episode_is_refused_by_file_and_line(tokenizer, tmp_path, row, pro
     assert str(caught.value) == f"{path}:2: {problem.replace('933', str(len(tokenizer)))}"
 
 
+def test_the_vocabulary_ends_before_its_size(tokenizer, tmp_path):
+    size = len(tokenizer)
+    assert recorded(write(tmp_path, [{"token_ids": [1, size - 1], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]}]), tokenizer)[0]
+    with pytest.raises(UserError, match=f"token id {size} is not in this model's vocabulary of {size}"):
+        recorded(write(tmp_path, [{"token_ids": [1, size], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]}]), tokenizer)
+
+
 def test_rows_too_long_are_dropped_and_counted(tokenizer, tmp_path, capsys):
     path = write(tmp_path, [{"prompt": "a" * n, "completion": "b"} for n in (1, 2, 4000)])
     other = write(tmp_path, [{"prompt": "x", "completion": "y"}], "other.jsonl")
     assert len(read(path, tokenizer, max_tokens=100, eval_dataset=other)) == 2
+    longest = max(len(t.token_ids) for t in read(path, tokenizer, max_tokens=100, eval_dataset=other))
+    assert [len(read(path, tokenizer, max_tokens=n, eval_dataset=other)) for n in (longest, longest - 1)] == [2, 1]
     assert "1 of 3 episodes exceed 100 tokens: dropped" in capsys.readouterr().out
 
 
@@ -505,6 +522,12 @@ def test_episodes_are_held_out_by_task_and_chosen_by_reward(tokenizer, tmp_path)
     assert not names[0] & names[1] and len(names[1]) > 0 and sum(map(len, halves)) == 90
     best, _ = recorded(path, tokenizer, min_reward=2)
     assert {t.reward for t in best} == {2.0} and len(best) == len(halves[0]) / 3
+
+
+def test_episodes_without_a_task_are_held_out_by_prompt_and_those_without_a_sampled_token_left_out(tokenizer, tmp_path):
+    rows = [{"token_ids": [n, n + 1, 2], "loss_mask": [0, 0, n % 2], "logprobs": [0.0] * 3} for n in range(20, 120)]
+    learned, held_out = recorded(write(tmp_path, rows), tokenizer)
+    assert len(learned) + len(held_out) == 50 and learned and held_out and all(1 in t.loss_mask for t in learned + held_out)
 
 
 def test_a_few_rows_are_all_learnt_from(tokenizer, tmp_path):
@@ -671,7 +694,7 @@ def test_sharegpts_function_calls_are_calls_and_observations_results(name, tmp_p
 
 
 @pytest.mark.parametrize("name", ["tiny", "real:smollm2", "real:llama3_2"])
-def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path):
+def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path, capsys):
     tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
     end = tokenizer.eos_token
     plain, rendered = (read(write(tmp_path, [{"text": text}]), tokenizer)[0] for text in ("3 plus 4", f"4 plus 5{end}"))
@@ -679,6 +702,7 @@ def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path
         assert episode.loss_mask == [0, *[1] * (len(episode.token_ids) - 1)]
         assert episode.token_ids.count(tokenizer.eos_token_id) == 1 and episode.token_ids[-1] == tokenizer.eos_token_id
     assert {tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in (plain, rendered)} == {"3 plus 4", "4 plus 5"}
+    assert "as text" not in capsys.readouterr().out  # what spells a control token is one here
 
 
 def test_a_rendered_chat_does_not_begin_twice(tmp_path):
