@@ -79,6 +79,12 @@ def test_by_hand(name, float64):
     assert {k: float(metrics[k]) for k in shown} == pytest.approx(shown)
 
 
+def test_a_tie_is_no_accuracy(float64):
+    logprobs, _, mask = hand_batch()
+    _, metrics = pair_loss(logprobs, torch.tensor([-1.4, -2.0]), mask, Counts(1, 2), losses_of([("sigmoid", 1.0)]), beta=0.5)
+    assert float(metrics["margin"]) == float(metrics["accuracy"]) == 0
+
+
 def test_weights_length_norm_and_sft_term_by_hand(float64):
     batch, options = hand_batch(), {"beta": 0.5}
     two = pair_loss(*batch, Counts(1, 2), losses_of([("hinge", 2.0), ("sft", 0.5)]), **options)[0]
@@ -324,6 +330,24 @@ def test_pairs_are_the_best_and_the_worst_or_all_that_differ_enough():
 def test_reward_bias_and_scaling_come_before_the_gap():
     assert rewards(paired([[episode(0.0), episode(0.1)]], reward_scaling=10.0, reward_bias=1.0)) == [(-9.0, -10.0)]
     assert rewards(paired([[episode(0.0), episode(1.0)]], reward_scaling=-1.0)) == [(0.0, -1.0)]
+
+
+def test_a_gap_of_just_min_gap_is_enough():
+    assert rewards(paired([[episode(1.2), episode(0.9)]], min_gap=0.3)) == [(1.2, 0.9)]  # 1.2 - 0.9 is less than 0.3
+
+
+def test_the_split_has_max_samples_pairs_within_max_tokens_drawn_by_the_seed():
+    pairs = [(episode(1.0, prompt=(1, n), said=[3] * (n % 2)), episode(0.0, prompt=(1, n))) for n in range(20)]
+    longest = max(len(t.token_ids) for pair in pairs for t in pair)
+
+    def split(**options):
+        return dpo.split_pairs(pairs, dpo.Config(**{"max_tokens": longest, "eval_share": 0.25, **options}))
+    assert [len(part) for part in split()] == [15, 5] and [len(part) for part in split(max_samples=9)] == [7, 2]
+    assert split() == split(seed=0) != split(seed=1)
+    one, none = dpo.split_pairs(pairs[:1], dpo.Config(max_tokens=longest, eval_share=0.9))
+    assert one == pairs[:1] and not none  # something is left to learn from
+    with pytest.raises(UserError, match=f"the shortest has {longest} tokens"):
+        split(max_tokens=longest - 1)
 
 
 def test_a_group_id_names_a_task_within_one_file_and_one_prompt():
