@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from episodes.tasks import load_tasks
+import grpo
 import sft
 from agent import Trajectory, collate
 from episodes.imitation import demonstrate
 from experiment.errors import UserError
+from experiment.run import Run
 from llm.batches import batches_of_like_length
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
@@ -105,6 +107,32 @@ def test_it_learns_and_the_loss_falls(tmp_path):
     assert losses[-1] < 0.2 * losses[0] and result["held_out_loss"] < 1.5 and result["success_after"] is not None
     model, tokenizer = load_model(str(tmp_path))
     assert sum(p.numel() for p in model.parameters()) < 1.2e6 and tokenizer.chat_template
+
+
+def test_the_held_out_loss_is_per_token_that_the_demonstrator_wrote(tmp_path, demos, monkeypatch):
+    monkeypatch.setattr(sft, "demonstrations", lambda *_: (demos[:4], demos[4:12]))
+    result = sft.train(sft.Config(output_dir=str(tmp_path), max_steps=1, batch_size=3, eval_tasks=0))
+    ids, mask, _ = collate(demos[4:12])
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(load_model(str(tmp_path))[0], ids, mask)
+    assert result["held_out_loss"] == pytest.approx(-logprobs.sum().item() / mask.sum().item(), rel=1e-4)
+
+
+class Taught(Exception):
+    pass
+
+
+@pytest.mark.parametrize("plays", [True, False])
+def test_the_schooling_has_the_flags_of_its_run_and_only_tasks_that_are_played(tmp_path, monkeypatch, plays):
+    def stop(config):
+        raise Taught(config)
+    monkeypatch.setattr(sft, "train", stop)
+    flags = dict(env="gsm8k", env_options="tools=calculator+python", unsafe_code=True, rewards="length=0.5", fields="question=problem", seed=3)
+    config = grpo.Config(output_dir=str(tmp_path), dataset="tasks.jsonl", **flags)
+    with pytest.raises(Taught) as caught:
+        sft.teach_tiny(config, Run(config, "grpo"), plays)
+    schooling = caught.value.args[0]
+    assert {name: getattr(schooling, name) for name in flags} == flags and schooling.tasks == ("tasks.jsonl" if plays else None)
 
 
 def test_success_is_measured_on_the_way_and_before_if_the_model_comes_taught(tmp_path):
