@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
+from agent import rollout
 from experiment.errors import UserError
 
 
@@ -62,6 +63,15 @@ def test_credit_and_scale_of_the_flags_reach_the_advantages(base, tmp_path):
     assert size(credit="turn") != size()
 
 
+def test_dr_grpo_divides_by_the_longest_episode_that_is_allowed(base, tmp_path):
+    norms = [run(base, tmp_path, loss="dr_grpo", max_tokens=tokens)[1][0]["grad_norm"] for tokens in (500, 1000)]
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-3) and norms[1] > 0
+
+
+def test_an_epoch_is_a_pass_over_the_tasks(base, tmp_path):
+    assert run(base, tmp_path, max_samples=6, tasks_per_step=4, group_size=2, num_epochs=1, max_steps=None)[0]["steps"] == 2
+
+
 def test_without_a_kl_penalty_there_is_no_kl_in_the_log(base, tmp_path):
     _, (without,) = run(base, tmp_path / "a", kl_coef=0.0)
     _, (with_kl,) = run(base, tmp_path / "b", kl_coef=0.1)
@@ -73,6 +83,21 @@ def test_the_samplers_gap_is_logged_with_importance_correction_too(base, tmp_pat
     _, (plain,) = run(base, tmp_path / "a", dtype="bfloat16")
     _, (corrected,) = run(base, tmp_path / "b", dtype="bfloat16", importance_correction=2.0)
     assert plain["sampler_gap"] == pytest.approx(corrected["sampler_gap"], rel=1e-3) and plain["sampler_gap"] > 1e-4
+
+
+def test_with_importance_correction_the_ratio_is_the_trainers_and_the_sampler_weighs(base, tmp_path, monkeypatch):
+    """Of a sampler whose log-probabilities are all 0.5 lower the importance weights are exp(0.5) = 1.65, here capped."""
+    def stale(*args, **options):
+        episodes = rollout(*args, **options)
+        for t in episodes:
+            t.logprobs = [p - 0.5 * m for p, m in zip(t.logprobs, t.loss_mask)]
+        return episodes
+    monkeypatch.setattr(grpo, "rollout", stale)
+    _, (plain,) = run(base, tmp_path / "a")
+    _, (corrected,) = run(base, tmp_path / "b", importance_correction=1.5)
+    assert plain["first_ratio"] == pytest.approx(math.exp(0.5), rel=1e-3) and corrected["first_ratio"] == pytest.approx(1, abs=1e-3)
+    assert corrected["importance_weight"] == 1.5 and corrected["importance_capped"] == 1 and corrected["sampler_gap"] == pytest.approx(0.5, rel=1e-3)
+    assert corrected["advantage_abs"] == pytest.approx(1.5 * plain["advantage_abs"], rel=1e-4)
 
 
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
