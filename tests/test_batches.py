@@ -18,10 +18,10 @@ def test_forwarded_tokens_by_hand():
 
 def test_the_cheapest_order_is_by_group_for_long_prompts_and_by_length_for_short_ones():
     for prompt, by_group in ((100, True), (1, False)):
-        episodes = [episode(group, prompt, sampled) for sampled in (2, 30, 9, 16) for group in "ba"]
+        episodes = [episode(group, prompt, sampled + (group == "b")) for sampled in (2, 30, 9, 16) for group in "ab"]
         order = cheapest_order(episodes, 4)
         groups, lengths = [t.group_id for t in order], [len(t.token_ids) for t in order]
-        assert sorted(map(id, order)) == sorted(map(id, episodes)) and lengths[0] == prompt + 30  # the longest first
+        assert sorted(map(id, order)) == sorted(map(id, episodes)) and lengths[0] == prompt + 31  # the longest first
         assert (groups == ["b"] * 4 + ["a"] * 4) == by_group and (lengths == sorted(lengths, reverse=True)) == (not by_group)
 
 
