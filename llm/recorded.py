@@ -70,15 +70,15 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
 def _past(messages):
     """Return how many messages are the first prompt, which the template renders as a whole.
 
-    They are those before the first turn that is learned, if they call no tool: the same prompt as
-    that of a rollout.
+    They are those before the first turn that is learned, if they end with a question and call no
+    tool: the same prompt as that of a rollout.
     """
     for i, message in enumerate(messages):
         if message.get("role") == "tool":
             break
         is_learned = 0 not in (message.get("loss"), message.get("weight"))
         if message.get("role") == "assistant" and is_learned:
-            return i
+            return i if messages[i - 1].get("role") == "user" else 0
     return 0
 
 
