@@ -107,9 +107,11 @@ def test_a_full_model_that_lacks_a_tensor_is_not_resumed(tiny, tmp_path):
         load_weights(load(tiny), incomplete(tiny, tmp_path))
 
 
-def test_weights_that_train_are_not_rounded_on_the_way_in(tiny):
-    exact, model = load(tiny), load(tiny, dtype="auto")  # lora_r = 0: nothing is frozen
-    assert all(torch.equal(p, q) for p, q in zip(exact.parameters(), model.parameters(), strict=True))
+def test_weights_that_train_are_in_float32_however_they_are_stored(tiny, tmp_path):
+    half, tokenizer = load_model(tiny, lora_r=0, train=False, dtype="bfloat16", device="cpu")
+    half.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    model = load(tmp_path, dtype="auto")  # lora_r = 0: nothing is frozen
+    assert all(p.dtype == torch.bfloat16 != q.dtype == torch.float32 and torch.equal(p.float(), q) for p, q in zip(half.parameters(), model.parameters(), strict=True))
     with pytest.raises(UserError, match="--dtype is for weights that stay as they are; give --lora_r"):
         load(tiny, dtype="bfloat16")
 
