@@ -107,6 +107,14 @@ def test_a_full_model_that_lacks_a_tensor_is_not_resumed(tiny, tmp_path):
         load_weights(load(tiny), incomplete(tiny, tmp_path))
 
 
+def test_an_adapter_is_played_with_the_tokenizer_beside_it(tiny, tmp_path):
+    """It was trained with this chat template, whatever its base has by now."""
+    model, tokenizer = load_model(tiny, lora_r=2, device="cpu")
+    tokenizer.chat_template = "{# mine #}" + tokenizer.chat_template
+    save_model(model, tmp_path), tokenizer.save_pretrained(tmp_path)
+    assert load_model(tmp_path, train=False, device="cpu")[1].chat_template == tokenizer.chat_template
+
+
 def test_weights_that_train_are_in_float32_however_they_are_stored(tiny, tmp_path):
     half, tokenizer = load_model(tiny, lora_r=0, train=False, dtype="bfloat16", device="cpu")
     half.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
