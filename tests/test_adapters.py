@@ -164,6 +164,13 @@ def test_frozen_lake_is_played_to_the_goal(games):
     assert env.get_reward() == 1.0 and this.cls.limits["max_tool_calls"] == this.cls.max_turns == 100
 
 
+def test_a_game_ends_after_its_number_of_steps(games):
+    env = setup("gymnasium:FrozenLake-v1", "is_slippery=false").cls()
+    env.reset(number=0)
+    ends = [env.act(0) and env.done for _ in range(100)]  # against the wall
+    assert ends == [False] * 99 + [True] and not env._check()
+
+
 def test_a_game_is_solved_at_its_threshold(games):
     """A pole that falls at once has a positive reward, and Acrobot's best one is negative."""
     env = envs.load("gymnasium:CartPole-v1")()
