@@ -280,7 +280,8 @@ def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
 def test_a_reward_that_is_not_finite_skips_the_step_and_is_told(functions):
     t = paid(f"{functions}:nan", said("a", task={"n": 3}))
     assert math.isnan(t.reward) and "--rewards nan is nan on task {'n': 3}" in t.info["not_finite"]
-    assert math.isnan(paid(f"{functions}:nan_in_one_turn", said("a", "b")).reward)
+    t = paid(f"{functions}:nan_in_one_turn", said("a", "b"))
+    assert math.isnan(t.reward) and "--rewards nan_in_one_turn is [1.0, nan]" in t.info["not_finite"]
 
 
 def test_what_failed_or_has_no_finite_reward_is_not_paid(functions):
