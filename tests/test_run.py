@@ -17,6 +17,7 @@ from saving import save, weights
 
 import grpo
 import sft
+from agent import Trajectory
 from experiment import output_folder, run
 from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
 from experiment.command_line import parse
@@ -269,6 +270,23 @@ def test_no_group_is_cut_in_the_log_of_episodes(tmp_path):
     assert [row["i"] for row in strict(tmp_path / "trajectories.jsonl")] == list(range(20))
     book.write_episodes(episodes)
     assert len(strict(tmp_path / "trajectories.jsonl")) == 50
+
+
+def test_of_a_step_some_episodes_are_logged_and_the_numbers_of_all(tmp_path):
+    book = started(tmp_path)
+    book.line = {}
+    book.log_episodes([Trajectory([1, 2], [0, 1], [0.0, -1.0], [1.0], i / 63, group_id=f"0-{i // 4}", info={"success": True}) for i in range(64)])
+    assert len(strict(tmp_path / "trajectories.jsonl")) == LOGGED_EPISODES
+    assert book.line["episodes"] == 64 and book.line["reward"] == pytest.approx(0.5)
+
+
+def test_tokens_per_second_are_those_of_all_episodes_of_the_step(tmp_path):
+    book = started(tmp_path)
+    book.line, book.rollout_seconds = {"episodes": 6, "tokens": 100, "sampled_tokens": 40}, 4.0
+    timing = book._timing(10.0)
+    assert (timing["update_seconds"], timing["update_tokens_per_second"], timing["rollout_tokens_per_second"]) == (6, 100, 60)
+    book.line["staleness"] = 1  # they were played during another step
+    assert "rollout_tokens_per_second" not in book._timing(10.0)
 
 
 def test_resume_drops_later_steps_and_cut_lines(tmp_path):

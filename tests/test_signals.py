@@ -344,9 +344,12 @@ def test_alarms_need_no_name_of_a_metric():
 
 
 def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):
-    book = Run(grpo.Config(output_dir=str(tmp_path)), "grpo")
-    for step in range(20):
-        book.write_line(step, {**HEALTHY, "entropy": 0.07 if step < 6 else 0.001, "actions": 3.0 if step < 10 else 0.0}, {})
+    for total in (12, 20):
+        book = Run(sft.settle(sft.Config(output_dir=str(tmp_path), max_steps=total, resume=True)), "sft")
+        state = training()
+        state.load_weights = lambda folder: None
+        for step in book.steps(total, state, dict):
+            book.log(**{**HEALTHY, "entropy": 0.07 if step < 6 else 0.001, "actions": 3.0 if step < 10 else 0.0})
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
     assert [re.sub(" fell.*", "", line) for line in alarms] == ["ALARM, step 10: entropy", "ALARM, step 14: tool calls an episode"]
 

@@ -67,7 +67,7 @@ def test_dropout_acts_in_updates_alone_and_all_log_probabilities_are_at_the_samp
         return token_logprobs(model, ids, mask, temperature)
     for owner in (module, logprobs):
         monkeypatch.setattr(owner, "token_logprobs", watched)
-    options = {sft: {}, reward_weighted: {"batch_size": 9}, dpo: {"eval_share": 0.5}, grpo: {"importance_correction": 2.0}}[module]
+    options = {sft: {"batch_size": 10, "gradient_accumulation_steps": 2}, reward_weighted: {"batch_size": 9}, dpo: {"eval_share": 0.5}, grpo: {"importance_correction": 2.0}}[module]
     temperature = 1.0 if module is sft else 0.7
     if module is not sft:
         options["temperature"] = temperature
