@@ -6,8 +6,8 @@
 
 A model is taught by `sft.py` (in up to four stages, each from the one before) on demonstrations in which a share of
 the expert's actions is wrong. GRPO starts from it with each seed: other tasks, other episodes, another exam.
-For `search` and `code`, whose words the tiny model does not learn, it is SmolLM2-135M with the tiny model's chat
-template, which is short. `mixed` is one model that is taught and trained on two environments at once.
+For `search` and `code`, whose words the tiny model does not learn, and once for `business`, it is SmolLM2-135M with
+the tiny model's chat template, which is short. `mixed` is one model that is taught and trained on two environments at once.
 The flags are in RUNS. A run whose folder holds a result is not done again. Writes bench/results/environments.json;
 the last line is that JSON.
 """

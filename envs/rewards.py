@@ -147,7 +147,7 @@ def math_verify(t) -> float | None:
         return None
     answer = answer_of(t)
     given = [parse(f"\\boxed{{{answer.strip().removesuffix('.')}}}")]
-    # In words it may stand anywhere. In a formula it counts as a whole: 2x + 3 has a 2.
+    # Among words the answer may stand anywhere. A formula counts as a whole: 2x + 3 is no 2.
     if "$" in answer or re.search(r"(?<!\\)\b[A-Za-z]{3}", answer):
         given.append(parse(answer))
     return float(any(verify(gold, one) for gold in golds for one in given))
