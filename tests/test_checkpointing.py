@@ -3,6 +3,7 @@ import pytest
 import torch
 from memory_helpers import CHECKPOINT, EVERYTHING, FOUR_BIT, IDS, gradients, load, same
 
+from llm.logprobs import token_logprobs
 from llm.memory import PLAIN, Techniques, facts
 
 RECOMPUTING = [Techniques(gradient_checkpointing=True), Techniques(mlp_tokens=7),
@@ -19,6 +20,19 @@ def test_recomputation_changes_no_gradient(tiny, base, dropout, recomputing):
         dropout = 0.0  # Tiles draw other dropout masks.
     both = recomputing._replace(load_in_4bit=base.load_in_4bit, int8_head=base.int8_head)
     same(gradients(load(tiny, base, lora_dropout=dropout)), gradients(load(tiny, both, lora_dropout=dropout)), 2e-5)
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS[:1].repeat(2, 1)], ids=["rows", "shared prefix"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_needs_no_gradient_rounds_as_what_does(tiny, dtype, ids):
+    """To the bit, or a layer would run again from other values, and a policy differ from itself when it is scored."""
+    mask = (torch.arange(30) >= 12).long().expand(ids.shape)
+    model = load(tiny, dtype=dtype)
+    plain = gradients(model, ids, mask)
+    same(plain, gradients(load(tiny, CHECKPOINT, dtype=dtype), ids, mask), 0)
+    with torch.no_grad():
+        scored = token_logprobs(model, ids, mask, 0.7)
+    assert all(torch.equal(*both) for both in zip(scored, plain))
 
 
 def test_full_training_goes_through_checkpoints(tiny):

@@ -138,7 +138,7 @@ def test_what_is_sampled_is_what_is_trained(dtype):
 @pytest.mark.parametrize("stored", ["float32", "as trained"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, stored):
-    """Also of a base that is stored in float32, with --dtype. What stock transformers makes of them is what was trained."""
+    """Also of a base that is stored in float32, with --dtype. Stock transformers makes of them what was trained, but for rounding."""
     from transformers import AutoModelForCausalLM
     base, tokenizer = load_model("tiny", dtype="float32" if stored == "float32" else dtype, train=False, device="cpu")
     base.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
@@ -153,7 +153,8 @@ def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, s
     ids = torch.arange(3, 43)[None]
     with merged(model), torch.no_grad():
         theirs = plain(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        assert torch.equal(token_logprobs(model, ids, torch.ones_like(ids))[0][:, 1:], theirs)
+        ours = token_logprobs(model, ids, torch.ones_like(ids))[0][:, 1:]
+        assert (ours - theirs).abs().mean() < (0.02 if dtype == "bfloat16" else 0.003)
         for name, linear in adapters(model).items():
             assert torch.equal(plain.get_submodule(name).weight, linear.weight), name
             assert not torch.equal(linear.weight, linear.lora.frozen_weight(linear))
