@@ -71,10 +71,11 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
     `logprobs.hidden_states`. Each row sees the prefix and itself.
 
-    On a CPU it is `causal_products`, which takes an eighth to a half of the time of the stock
-    kernel, whose backward pass is slow there when query heads share keys. What needs no gradient
-    takes it too: scored and trained, a policy rounds alike. The stock kernel still does what has
-    a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
+    On a CPU with gradients it is `causal_products`, which takes an eighth to a half of the time of
+    the stock kernel, whose backward pass is slow there when query heads share keys. In 16 bits it
+    is so without gradients too: a layer that runs again, and a policy that is scored, round as in
+    the update. In float32 these logits equal the stock model's to the bit. The stock kernel still
+    does what has a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
     """
     H, T = query.shape[1:3]
     visible = key.shape[2]  # keys of a row's last query
@@ -85,7 +86,9 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
         T, visible = max(P, W), P + W
     stock = attention_mask is not None or dropout or kwargs.get("position_bias") is not None
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
-    if query.is_cpu and row_bytes <= MAX_SCORES and not stock:
+    trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
+    rounds_alike = trains_on_cpu or query.is_cpu and query.element_size() == 2
+    if rounds_alike and row_bytes <= MAX_SCORES and not stock:
         attend = partial(causal_products, scaling)
     else:
         attend = partial(
@@ -97,7 +100,6 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     # tiny model's step: too long for every layer, or before the first, where none is kept yet.
     # It is done here because a hook of the layer would keep the fused decoder from being used.
     layer = getattr(module, "layer_idx", None)
-    trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
     if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == TRIM_LAYERS // 2:
         give_back_memory()
     return attend(query, key, value), None  # (B, T, H, D)

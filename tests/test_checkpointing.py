@@ -23,8 +23,8 @@ def test_recomputation_changes_no_gradient(tiny, base, dropout, recomputing):
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS[:1].repeat(2, 1)], ids=["rows", "shared prefix"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_needs_no_gradient_rounds_as_what_does(tiny, dtype, ids):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_what_needs_no_gradient_rounds_as_what_does(tiny, dtype, ids):
     """To the bit, or a layer would run again from other values, and a policy differ from itself when it is scored."""
     mask = (torch.arange(30) >= 12).long().expand(ids.shape)
     model = load(tiny, dtype=dtype)
