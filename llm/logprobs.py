@@ -43,9 +43,10 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     prefix = shared_prefix(model, token_ids[:, :used], loss_mask[:, :used])
     hidden, index = hidden_states(model, token_ids[:, :used], prefix)  # (N, D), (B, used)
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
-    hidden = hidden[index[:, :-1][predicted[:, :used - 1]]]  # (n, D)
-    targets = token_ids[:, 1:][predicted]  # (n,)
     head = model.get_output_embeddings()
+    # Mamba's layers add up in float32.
+    hidden = hidden[index[:, :-1][predicted[:, :used - 1]]].to(head.weight.dtype)  # (n, D)
+    targets = token_ids[:, 1:][predicted]  # (n,)
     if hasattr(head, "logprobs"):
         logprobs, entropy = head.logprobs(model, hidden, targets, temperature)
     else:
@@ -143,7 +144,8 @@ def hidden_states(model, token_ids, prefix: int):
 
 def head_logits(model, hidden):
     """Return the logits (N, V) of hidden states (N, D)."""
-    return scaled(model.config, model.get_output_embeddings()(hidden))
+    head = model.get_output_embeddings()
+    return scaled(model.config, head(hidden.to(head.weight.dtype)))
 
 
 def scaled(config, logits):

@@ -342,6 +342,18 @@ def test_layers_that_run_again_change_no_gradient(family, tmp_path):
     assert (results[0][0] - results[1][0]).abs().max() < 1e-5 and (results[0][1] - results[1][1]).norm() < 1e-5 * results[1][1].norm()
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.2), ("float16", 0.02)])
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
+def test_models_whose_layers_or_logits_are_float32_run_in_16_bits(family, dtype, tolerance, tmp_path):
+    """Mamba's layers add up in float32, which its head does not take; Nemotron-H's logits are float32 whatever computed them."""
+    save_text(family, tmp_path)
+    exact = gradients_of(load_model(str(tmp_path), lora_r=2, device="cpu")[0])
+    for memory in ("plain", "checkpoint"):
+        model, _ = load_model(str(tmp_path), lora_r=2, dtype=dtype, memory=memory, device="cpu")
+        assert not facts(model).refuses_engine
+        assert all((a - b).norm() < tolerance * b.norm() for a, b in zip(gradients_of(model), exact))
+
+
 def small_config(family, **options):
     """The config of a kind of model that is not in the table."""
     from transformers import AutoConfig
