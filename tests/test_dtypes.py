@@ -35,7 +35,9 @@ def test_one_step(place, tmp_path, monkeypatch, name, dtype, lora_r):  # noqa: F
     module.train(settings)
     step = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
     assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
+    if name == "dpo":
+        # In float32 attention without gradients is another kernel.
+        assert abs(step["margin"]) < (1e-6 if dtype == "float32" else 1e-9)
     if name == "grpo":
-        # The weights are the same bits. With gradients attention is another kernel than without, which 16 bits show.
-        assert step["kl"] == 0 if dtype == "float32" else 0 <= step["kl"] < 1e-3
+        assert step["kl"] == 0  # the policy and its reference are the same bits
         assert abs(step["first_ratio"] - 1) < (1e-3 if dtype == "float32" else 0.02)
