@@ -157,7 +157,7 @@ class Session:
         self.watch = watch
         self.name = name
         self.cls = cls
-        self.pays = True
+        self.pays = hasattr(cls, "get_reward")
         self.task = {key.removeprefix(envs.COLUMN): value for key, value in task.items()
                      if key != "env"}
         self.reward = 0.0
@@ -232,7 +232,6 @@ class Session:
         if self.worker.env is None:
             self.worker.env = self.cls()
         self.env = self.worker.env
-        self.pays = hasattr(type(self.env), "get_reward")
         # Its own copy: the other episodes of the task begin with what this one may change.
         observation = text_or_none(awaited(self._get("reset()")(**deepcopy(self.task))))
         system_prompt = text_or_none(self._get("system_prompt"))
