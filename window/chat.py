@@ -20,7 +20,7 @@ from episodes.tasks import tasks_for
 from envs.session import Session, Watch, load_environments
 from experiment.program import main
 from experiment.seeds import mix
-from experiment.config import PlayFlags, fill, flag
+from experiment.config import PlayFlags, convert, fill, flag, options
 from experiment.data import read_yaml
 from experiment.episodes import message_lines
 from experiment.errors import Stop, UserError, printable
@@ -32,6 +32,9 @@ from lora import merged
 from window.traces import Traces, play_tasks
 
 WIDTH = 79  # of the lines that introduce an environment
+# Of the run that wrote the model.
+TAKEN = ("env", "dataset", "eval_dataset", "env_options", "fields", "max_turns", "max_new_tokens",
+         "max_tokens")
 
 
 @dataclass(kw_only=True)
@@ -110,11 +113,9 @@ def as_the_run(config: Config) -> Config:
             if run.get("dataset") or run.get("trajectories"):
                 run["eval_dataset"] = run["tasks"]
             run["dataset"] = run["tasks"]
-        taken = {name: run[name] for name in ("env", "dataset", "eval_dataset", "env_options",
-                                           "fields")
+        flags = options(Config)
+        taken = {name: convert(run[name], flags[name], f"{written}: {name}") for name in TAKEN
                  if run.get(name) and not getattr(config, name)}
-        taken |= {name: int(run[name]) for name in ("max_turns", "max_new_tokens", "max_tokens")
-                  if run.get(name) and not getattr(config, name)}
     # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
