@@ -40,13 +40,12 @@ def newest_checkpoint(output_dir):
 
 
 # ---------------------------------------------------------------------------- writing and reading
-def write_checkpoint(path, training, moments, state):
+def write_checkpoint(path, training, state):
     """Write a checkpoint whole or not at all. What stands in its place is renamed.
 
     Args:
         path: checkpoints/step_NNNNNN.
-        training: the `TrainingState`, whose weights and tokenizer are saved.
-        moments: what `optimizer_tensors` returns of its optimizer.
+        training: the `TrainingState`, whose weights, tokenizer and optimizer are saved.
         state: what state.json holds beside the fingerprints of these files.
     """
     from safetensors.torch import save_file
@@ -57,7 +56,7 @@ def write_checkpoint(path, training, moments, state):
         temporary.mkdir(parents=True)
         training.save_weights(temporary)
         training.tokenizer.save_pretrained(temporary)
-        save_file(moments, temporary / "optimizer.safetensors")
+        save_file(optimizer_tensors(training.optimizer), temporary / "optimizer.safetensors")
         _seal(temporary, state)
         if path.exists():
             set_aside(path)

@@ -37,27 +37,28 @@ class OutputFolder:
     cannot start leaves everything as it was.
 
     Args:
-        path: the folder, which is created if it does not exist.
+        values: {flag: value} of the run's config. Its output_dir is created if it does not exist.
         algorithm: the name of the algorithm.
         command: what continues this run.
     """
 
-    def __init__(self, path, algorithm, command):
+    def __init__(self, values, algorithm, command):
         # An environment may change the current folder.
-        self.path = Path(path).absolute()
+        self.path = Path(values["output_dir"]).absolute()
+        self.values = values
         self.algorithm, self.command = algorithm, command
         self.is_replaced = False
 
     # ------------------------------------------------------------------------------------- entering
-    def enter(self, values):
+    def enter(self):
         """Lock the folder, which must be writable and hold no run but one to overwrite or resume.
 
-        Args:
-            values: {flag: value} of the run's config. Raises UserError.
+        Raises UserError.
         """
+        values = self.values
         if values.get("overwrite") and values.get("resume"):
             raise UserError("--resume continues a run and --overwrite renames it; give one of them")
-        self._lock(values["output_dir"])
+        self._lock()
         algorithm = algorithm_of(self.path)
         present = [name for name in NAMES if (self.path / name).exists()]
         if present and not algorithm:
@@ -69,17 +70,17 @@ class OutputFolder:
             raise UserError(f"{self.path}: already holds a {algorithm} run; --resume continues it, "
                             "--overwrite renames it (in Python: resume=True, overwrite=True), or "
                             "give another --output_dir")
-        self._check_start(values)
+        self._check_start()
         self.is_replaced = True
 
-    def _lock(self, given):
+    def _lock(self):
         """Hold the folder's `.lock` until this process ends: then the kernel releases it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.path = self.path.resolve()  # a link stays when its run is renamed
             self.lock = open(self.path / ".lock", "a+")
         except OSError as error:
-            raise UserError(f"{given}: cannot write there ({error.strerror}); "
+            raise UserError(f"{self.path}: cannot write there ({error.strerror}); "
                             "give another --output_dir") from None
         try:
             # It belongs to the process: a notebook's earlier run does not hinder the next.
@@ -95,12 +96,12 @@ class OutputFolder:
         self.lock.truncate(0)
         print(os.getpid(), file=self.lock, flush=True)
 
-    def _check_start(self, values):
+    def _check_start(self):
         """Refuse to rename a folder that the new run starts from, or in which it was started."""
         if Path.cwd().is_relative_to(self.path):
             raise UserError(f"{self.path}: --overwrite would rename the current folder; "
                             "give another --output_dir")
-        for name, value in values.items():
+        for name, value in self.values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue
             for path, _ in data_sources(value):
@@ -108,7 +109,7 @@ class OutputFolder:
                     raise UserError(f"--{name} {path} lies in the folder to overwrite; "
                                     "give another --output_dir")
 
-    def begin(self, values):
+    def begin(self):
         """Make the folder this run's own, with its config.yaml; rename a run to be overwritten."""
         if self.is_replaced:
             self.lock.close()
@@ -117,8 +118,7 @@ class OutputFolder:
             except OSError as error:  # a mounted volume, for instance
                 raise UserError(f"{self.path}: cannot be renamed ({error.strerror}); "
                                 "give another --output_dir") from None
-            self._lock(values["output_dir"])
-        self.values = values
+            self._lock()
         self.write_config()
 
     # -------------------------------------------------------------------------------------- writing

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from experiment.bars import NO_BAR, say
 from experiment.checkpoint import (RESTORED, check_room, fingerprints, ingredients, load_optimizer,
-                                   optimizer_tensors, prune, trained_parameters, write_checkpoint)
+                                   prune, trained_parameters, write_checkpoint)
 from experiment.config import code_flags, convert, options
 from experiment.distributed import join
 from experiment.episodes import summarise, unusable
@@ -86,7 +86,7 @@ class Run:
         written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
                                    "--config", written, *code_flags(self.values), "--resume"])
-        self.files = OutputFolder(config.output_dir, algorithm, self.command)
+        self.files = OutputFolder(self.values, algorithm, self.command)
         self.folder = self.files.path
         self.alarms = Alarms(flags, self.has_expert)
         self.step = self.bad = 0
@@ -102,7 +102,7 @@ class Run:
 
     def _open(self):
         """Enter the folder; return (result, checkpoint, state) as resuming.py's function does."""
-        self.files.enter(self.values)
+        self.files.enter()
         if not self.values["resume"]:
             return None, None, None
         return import_module(RESUMING).continue_run(
@@ -123,7 +123,7 @@ class Run:
         """Undo what came after the checkpoint to resume, or rename a run; write config.yaml."""
         if self.values["resume"]:
             import_module(RESUMING).go_back(self.folder, self.state)
-        self.files.begin(self.values)
+        self.files.begin()
 
     def _ingredients(self):
         return ingredients(self.config, self.sources, self.program, self.folder / "base")
@@ -395,7 +395,7 @@ class Run:
             state = {name: getattr(self, name) for name in (*RESTORED, "algorithm", "score")}
             state["lines"] = self.marks
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
-            write_checkpoint(path, self.training, optimizer_tensors(self.training.optimizer), state)
+            write_checkpoint(path, self.training, state)
             prune(self.folder)
         self.saved, self.saved_at = self.step, time.monotonic()
 

@@ -197,7 +197,7 @@ def test_output_folders(told, tmp_path, monkeypatch, folder, reason):
     (tmp_path / "file").write_text("")
     (tmp_path / "link to nothing").symlink_to(tmp_path / "gone")
     for module in (sft, grpo, dpo, reward_weighted):
-        assert told(module, "--output_dir", folder) == f"{folder}: cannot write there ({reason}); give another --output_dir" and program_is_quick(told)
+        assert told(module, "--output_dir", folder) == f"{tmp_path / folder}: cannot write there ({reason}); give another --output_dir" and program_is_quick(told)
 
 
 def test_weights(place, tmp_path):  # noqa: F811

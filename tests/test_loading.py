@@ -32,7 +32,7 @@ def save_checkpoint(model, folder, step):
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("seed: 1\n")
     state = dict(step=step, algorithm="grpo", score=None, before={}, seconds=0.0, schedule=None, bad=0, made_of={}, lines={}, unlogged=None)
-    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", training(partial(save_model, model)), {}, state)
+    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", training(partial(save_model, model)), state)
 
 
 def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):

@@ -81,8 +81,8 @@ def test_a_folder_whose_config_is_gone_is_refused_in_a_line(stopped, tmp_path): 
 
 @pytest.mark.parametrize("name", ["sft", "reinforce++", "my-grpo", "GRPO, a dry run"])
 def test_the_algorithm_of_a_fork_may_have_any_name(tmp_path, name):
-    folder = output_folder.OutputFolder(tmp_path, name, "command")
-    folder.begin({"output_dir": str(tmp_path)})
+    folder = output_folder.OutputFolder({"output_dir": str(tmp_path)}, name, "command")
+    folder.begin()
     folder.write_config()
     assert output_folder.algorithm_of(tmp_path) == name
 

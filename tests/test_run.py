@@ -114,10 +114,10 @@ def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
 
 def test_an_environment_may_change_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = output_folder.OutputFolder("run", "sft", "the command")
-    files.enter({"output_dir": "run"})
+    files = output_folder.OutputFolder({"output_dir": "run"}, "sft", "the command")
+    files.enter()
     monkeypatch.chdir("/")
-    files.begin({"output_dir": "run"})
+    files.begin()
     files.append("metrics.jsonl", [{"step": 0}])
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 

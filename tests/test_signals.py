@@ -25,6 +25,7 @@ import reward_weighted
 import sft
 from agent import Trajectory, rollout
 from experiment import run
+from experiment import checkpoint
 from experiment import run as experiment_run
 from experiment.notes import Alarms, alarms
 from experiment.checkpoint import checkpoints, newest_checkpoint
@@ -84,7 +85,7 @@ def at(monkeypatch, place, name, when, signum):  # noqa: F811
     ("grpo, LoRA", (Engine, "step"), 4, signal.SIGINT, 0),                # after the probe's two: a decode step of step 0's rollout
     ("grpo, LoRA", (grpo, "token_advantages"), 2, signal.SIGINT, 1),                      # after step 1's episodes were written
     ("grpo, LoRA", (grpo, "clip_grad_norm_"), 4, signal.SIGTERM, 2),     # step 1's second update
-    ("grpo, LoRA", (experiment_run, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
+    ("grpo, LoRA", (checkpoint, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
     ("dpo, full", (experiment_run, "mix"), 3, signal.SIGTERM, None),
     ("reward_weighted, LoRA", (Engine, "step"), 5, signal.SIGTERM, 0),
     ("reward_weighted, LoRA", (Engine, "step"), 11, signal.SIGTERM, None),         # in the second iteration's
