@@ -104,8 +104,8 @@ class Code:
             lines.append(f"{result.status}: {result.error}")
         for example, outcome, right in zip(self._examples, result.outcomes, passed):
             if not right:
-                got = outcome.get("error") or plain(outcome.get("value"))
-                lines.append(f"{self._shown(example)}, not {got[:200]}")
+                got = outcome.get("error") or outcome.get("text")
+                lines.append(f"{self._shown(example)}, not {got!s:.200}")
         return "\n".join([*lines, result.output[-500:]]).rstrip()
 
     def debug(self, statements: str) -> str:
@@ -208,19 +208,6 @@ class Code:
 def with_setup(setup: str, code: str) -> str:
     """Return code that runs after the setup, whose error messages have the lines of the code."""
     return f"{setup}\nexec(compile({code!r}, 'main.py', 'exec'))" if setup else code
-
-
-def plain(value) -> str:
-    """Return a value out of `Result.outcomes` as Python writes it, but that a tuple is a list."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(plain, value))}]"
-    if not isinstance(value, dict):
-        return repr(value)
-    [(kind, items)] = value.items()
-    if kind == "dict":
-        pairs = [": ".join(map(plain, item)) for item in items]
-        return f"{{{', '.join(pairs)}}}"
-    return f"{{{', '.join(map(plain, items))}}}"
 
 
 def verdicts(result, tests) -> list[bool]:

@@ -50,9 +50,10 @@ class Result:
             time; "crash": the process ended without a report.
         error: the exception, or how the process ended; "" if all is well.
         output: what was printed, at most OUTPUT bytes. Addresses in it are replaced by 0x...
-        outcomes: of each call {"value": ..., "operations": int or None} or {"error": text}. There
-            are fewer if the process ended before. Sets come as {"set": [...]}, dicts as {"dict":
-            pairs} and tuples as lists. The code may have forged them.
+        outcomes: of each call {"value": ..., "operations": int or None, "text": the value as Python
+            shows it, cut} or {"error": text}. There are fewer if the process ended before. As
+            values sets come as {"set": [...]}, dicts as {"dict": pairs} and tuples as lists. The
+            code may have forged them.
     """
 
     status: str

@@ -22,6 +22,7 @@ from struct import pack
 
 NAME = "main.py"  # of the code, in error messages
 DEPTH = 100  # of nested values
+TEXT = 200  # characters of a value as Python shows it
 
 # Every system call that is allowed, by purpose, with its numbers on x86_64 and aarch64 (- where
 # there is none). A process with these computes, and reads what Landlock lets it open. It cannot
@@ -159,7 +160,10 @@ def run(job: dict, report):
 
 
 def attempt(function, count=False) -> str:
-    """Return {"value": ..., "operations": lines executed} or {"error": ...} of a call, as JSON."""
+    """Return what a call returned, as JSON: {"value", "operations", "text"} or {"error"}.
+
+    The operations are the lines that were executed, the text the value as Python shows it.
+    """
     operations = 0
 
     def trace(frame, event, _):
@@ -177,7 +181,8 @@ def attempt(function, count=False) -> str:
             # The code has stopped the counter.
             operations = None
         sys.settrace(None)
-        return f'{{"value":{encode(value)},"operations":{encode(operations)}}}'
+        text = encode(repr(value)[:TEXT])
+        return f'{{"value":{encode(value)},"operations":{encode(operations)},"text":{text}}}'
     # SystemExit, KeyboardInterrupt and what derives from BaseException as well.
     except BaseException as error:
         sys.settrace(None)

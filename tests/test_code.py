@@ -116,7 +116,7 @@ def test_what_a_reviewer_remarks(code, findings):
 
 def test_values_are_shown_as_python_writes_them():
     env = play(DOUBLE, "def double(x):\n    return {'a': 1, 'b': {2}, 'c': ('x', [None, {}])}")
-    assert "double(7) == 14, not {'a': 1, 'b': {2}, 'c': ['x', [None, {}]]}\n" in env.run_tests()
+    assert "double(7) == 14, not {'a': 1, 'b': {2}, 'c': ('x', [None, {}])}\n" in env.run_tests()
 
 
 def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():

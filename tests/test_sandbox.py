@@ -85,7 +85,7 @@ def test_the_same_every_time():
     assert results[0] == results[1] and "object at 0x...>" in results[0].output
     first, second = (outcome["operations"] for outcome in results[0].outcomes)
     assert 10 < first < second / 2
-    assert value("def f():\n    return 1", count=True) == {"value": 1, "operations": 1} and value("def f(): return 1")["operations"] == 0
+    assert value("def f():\n    return 1", count=True) == {"value": 1, "operations": 1, "text": "1"} and value("def f(): return 1")["operations"] == 0
 
 
 def test_the_environment_is_empty(monkeypatch):
