@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
 from experiment.config import ONCE
@@ -147,7 +148,7 @@ class OutputFolder:
         return self.log_sizes().get(EPISODES, 0) > EPISODE_BYTES
 
     def thin_episodes(self):
-        """Take at least a quarter out of trajectories.jsonl. No step loses a part of its lines."""
+        """Take about a quarter out of trajectories.jsonl. No step loses a part of its lines."""
         path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
         sizes = Counter()  # step -> bytes
         with open(path, "rb") as file:
@@ -181,11 +182,10 @@ def kept_steps(sizes):
     The number n is the least power of two with which these have a quarter of the bytes at most.
     `sizes` is {step: bytes}, the oldest first.
     """
-    steps, total = list(sizes), sum(sizes.values())
-    newest = {steps.pop()}
-    while steps and sum(sizes[step] for step in newest) + sizes[steps[-1]] <= total / 2:
-        newest.add(steps.pop())
+    total = sum(sizes.values())
+    ends = accumulate(sizes.values())
+    older = [step for step, end in zip(sizes, ends) if end <= total / 2]
     n = 2
-    while n <= max(newest) and sum(sizes[step] for step in steps if step % n == 0) > total / 4:
+    while sum(sizes[step] for step in older if step % n == 0) > total / 4 and n <= max(older):
         n *= 2
-    return newest | {step for step in steps if step % n == 0}
+    return sizes.keys() - {step for step in older if step % n}
