@@ -185,7 +185,9 @@ class Run:
             evaluate_before: False if the policy is not worth evaluating before the first step.
         """
         self._start(total, state, evaluate if evaluate_before else dict)
-        self._loop(True)
+        self.marks, self.saved_at = self.files.log_sizes(), time.monotonic()
+        # In the loop a signal waits until nothing is lost.
+        self.signals.looping = self
         if self.unlogged:
             # The run was stopped between a step and its line: write that line now.
             self.line = self.unlogged
@@ -211,7 +213,7 @@ class Run:
                 say(step_line(self.step, total, self.line, timing["seconds"], left))
         if self.saved != self.step:
             self._save()
-        self._loop(False)
+        self.signals.looping = None
         self.check()
         # The last step may just have been evaluated.
         self.after = self.after or evaluate()
@@ -237,12 +239,6 @@ class Run:
                 say(note)
         if total > self.step:
             say(plan(self.config, total - self.step))
-
-    def _loop(self, looping):
-        """Enter or leave the loop, in which a signal waits until nothing is lost."""
-        self.marks = self.files.log_sizes()
-        self.saved_at = time.monotonic()
-        self.signals.looping = self if looping else None
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
