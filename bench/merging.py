@@ -34,12 +34,12 @@ def kept_by_merging(model) -> float:
     """Return <merged - W, update> / <update, update> over some Linears: 1.0 if nothing is lost."""
     kept = whole = 0.0
     linears = [linear for linear in lora.adapters(model).values() if linear.lora.mergeable]
-    for linear in linears[::max(1, len(linears) // 4)]:
-        base = linear.lora.frozen_weight(linear)
-        effective = linear.lora.effective_weight(base)
-        update = effective - base
-        kept += float((update * (lora.dithered(effective, base.dtype).float() - base)).sum())
-        whole += float(update.square().sum())
+    with lora.merged(model):
+        for linear in linears[::max(1, len(linears) // 4)]:
+            base = linear.lora.frozen_weight(linear)
+            update = linear.lora.effective_weight(base) - base
+            kept += float((update * (linear.weight.float() - base)).sum())
+            whole += float(update.square().sum())
     return kept / whole if whole else 1.0
 
 
