@@ -155,7 +155,12 @@ def test_merged_leaves_four_bits_as_they_are(tiny):
         inside = gradients(model)
         with torch.inference_mode():
             logits = model.eval()(input_ids=IDS).logits
+        assert all(linear.lora.kept for linear in adapters(model).values())  # cast once while decoding
+        model.zero_grad()
+        same(outside, gradients(model), 0)  # those of A and B, not of what was cast
     same(outside, inside, 0)
     with torch.inference_mode():
         assert torch.equal(logits, model(input_ids=IDS).logits)
+        next(iter(adapters(model).values())).lora.B.mul_(2)
+        assert not torch.equal(logits, model(input_ids=IDS).logits)  # outside nothing is kept
     assert all(torch.equal(a, linear.weight) for a, linear in zip(weights, adapters(model).values()))
