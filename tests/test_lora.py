@@ -298,6 +298,7 @@ def test_all_linear_is_the_text_layers_without_routers_and_head(make, adapted, t
     model = make()
     add_lora(model, 2, 4)
     names = set(adapters(model))
+    assert all(p.requires_grad == (".lora." in name) for name, p in model.named_parameters())
     assert {name.rsplit(".", 1)[-1] for name in names} == adapted
     assert not any("vision" in name or "router" in name or "lm_head" in name for name in names)
     targets = model.lora_settings.peft["target_modules"]
