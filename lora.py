@@ -46,7 +46,7 @@ class Adapter(nn.Module):
         mode: "beside" adds the update to W x. "cached" does too, and while decoding it casts A and
             B only once. "merged" has the update in the Linear's weight. "off" leaves W x alone.
         kept: W in mode "merged", the cast A and B in mode "cached", else None.
-        mergeable: False where the weight cannot hold an update (4-bit or streamed weights).
+        mergeable: False where the weight cannot hold an update (4-bit, streamed or shared weights).
         peft_entries: what adapter_config.json says of this kind besides the settings.
     """
     peft_entries = {}
@@ -61,7 +61,6 @@ class Adapter(nn.Module):
         self.dropout = dropout
         self.mode = "beside"
         self.kept = None
-        self.mergeable = True
 
     def tensors(self) -> dict:
         """Return the parameters under the names that PEFT saves them by."""
@@ -84,13 +83,10 @@ class Adapter(nn.Module):
 
     def factors(self, x):
         """Return A and B in the dtype and on the device of x."""
-        caches = self.mode == "cached" and torch.is_inference_mode_enabled()
-        if caches and self.kept:
+        if self.mode == "cached" and torch.is_inference_mode_enabled():
+            self.kept = self.kept or (Cast.apply(self.A, x), Cast.apply(self.B, x))
             return self.kept
-        factors = Cast.apply(self.A, x), Cast.apply(self.B, x)
-        if caches:
-            self.kept = factors
-        return factors
+        return Cast.apply(self.A, x), Cast.apply(self.B, x)
 
     def frozen_weight(self, linear):
         """Return W, whether the Linear holds it or the merged weight."""
@@ -195,9 +191,11 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     scale = alpha / (math.sqrt(r) if use_rslora else r)
+    weights = [id(linear.weight) for linear in linears_of(model).values()]
     for linear in linears.values():
         linear.lora = kind(linear, r, scale, dropout, generator, device or linear.weight.device)
-        linear.lora.mergeable = mergeable
+        # A weight that layers share, as Zamba's do, cannot hold the update of one.
+        linear.lora.mergeable = mergeable and weights.count(id(linear.weight)) == 1
         linear.forward = partial(adapted_forward, linear)
     model.lora_settings = Settings({
         "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
@@ -365,9 +363,9 @@ def merged(model, update: bool = False):
 
     A and B still get their gradients, so rollout and update can use the very same weights. Weights
     in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
-    the optimizer steps. An adapter beside 4-bit or streamed weights is not merged, only cast once
-    while decoding. With update=True (in an update) one with dropout is not merged either, because
-    a merged adapter has no dropout.
+    the optimizer steps. An adapter beside 4-bit, streamed or shared weights is not merged, but cast
+    once while decoding. With update=True (in an update) one with dropout is not merged either,
+    because a merged adapter has no dropout.
     """
     linears = [linear for linear in adapters(model).values() if not whole_policy(linear)
                and not (update and linear.lora.dropout)]
@@ -389,6 +387,8 @@ def merged(model, update: bool = False):
 def merge_adapter(model):
     """Add the adapter into the weights for good. The model is then a plain one."""
     for linear in adapters(model).values():
+        if not linear.lora.mergeable:
+            raise UserError("an adapter beside shared or 4-bit weights is not merged: use --lora_r")
         linear.lora.merge(linear)
         del linear.lora, linear.forward
     model.lora_settings = None

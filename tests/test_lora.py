@@ -3,6 +3,7 @@ import json
 import math
 from functools import partial
 
+import decoders
 import pytest
 import torch
 from lora_helpers import (
@@ -26,7 +27,7 @@ from experiment.errors import UserError
 from llm import load_model, save_model
 from llm.logprobs import token_logprobs
 from llm.memory import facts
-from lora import adapters, add_lora, freeze_reference, merged, reference
+from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, reference
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRA
@@ -142,6 +143,21 @@ def test_merged_is_nothing_without_an_adapter(tiny):
     before = logits_of(model)
     with merged(model):
         assert torch.equal(logits_of(model), before)
+
+
+def test_weights_that_layers_share_are_not_merged():
+    """Each of Zamba's layers would get the updates of all of them, and the weights would keep these."""
+    model = decoders.make("zamba", tie_word_embeddings=True, layers_block_type=["hybrid", "linear_attention"] * 2)
+    first, second = (model.model.layers[i].shared_transf.self_attn.q_proj for i in (0, 2))
+    assert first.weight is second.weight
+    add_lora(model, 2, 4)
+    ids, before = IDS % 90, logits_of(randomise(model), IDS % 90)
+    with merged(model):
+        assert first.lora.mode == second.lora.mode == "cached" and model.model.layers[0].linear.lora.mode == "merged"
+        assert (logits_of(model, ids) - before).abs().max() < 1e-4
+    assert torch.equal(logits_of(model, ids), before)
+    with pytest.raises(UserError, match="beside shared or 4-bit weights"):
+        merge_adapter(model)
 
 
 def test_training_goes_on_after_merged(tiny):
