@@ -43,7 +43,10 @@ def test_only_a_and_b_require_grad_and_the_fresh_adapter_changes_nothing(tiny):
 
 def test_a_is_drawn_like_pefts_and_from_the_seed(tiny):
     a, b, c = (load(tiny, lora_r=8, seed=s) for s in (0, 0, 1))
-    for name, linear in adapters(a).items():
+    generator = torch.Generator().manual_seed(0)
+    for name, linear in adapters(a).items():  # in the model's order
+        drawn = torch.rand(8, linear.in_features, generator=generator) * 2 - 1
+        assert torch.equal(linear.lora.A, drawn * (1 / math.sqrt(linear.in_features)))
         A, bound = linear.lora.A, 1 / math.sqrt(linear.in_features)
         assert A.abs().max() <= bound and abs(A.std() - bound / math.sqrt(3)) < 0.05 * bound and not linear.lora.B.any()
         assert torch.equal(A, adapters(b)[name].lora.A) and not torch.equal(A, adapters(c)[name].lora.A)
@@ -72,9 +75,10 @@ def test_target_modules(tiny, targets, names):
     assert len(found) == (1 if "layers.2" in str(targets) else 4 * len(names)) and not hasattr(model.lm_head, "lora")
 
 
-def test_an_unknown_target_lists_the_names(tiny):
-    with pytest.raises(UserError, match="w_query") as error:
-        load(tiny, lora_r=2, lora_target_modules="w_query")
+@pytest.mark.parametrize("target", ["w_query", "proj"])
+def test_an_unknown_target_lists_the_names(tiny, target):
+    with pytest.raises(UserError, match=f"no Linear called {target};") as error:
+        load(tiny, lora_r=2, lora_target_modules=target)
     assert all(name in str(error.value) for name in ALL_LINEAR) and "\n" not in str(error.value)
 
 
@@ -223,7 +227,7 @@ def test_peft_and_transformers_read_our_adapter(tiny, tmp_path, options):
     for again in ({"lora_r": 4}, options):  # and so do we, also with the flags of the first run
         assert torch.equal(logits_of(load(tmp_path, **again)), expected)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == tiny
+    assert config["base_model_name_or_path"] == tiny and config["lora_dropout"] == options.get("lora_dropout", 0)
 
 
 def test_peft_reads_our_rslora_adapter(tiny, tmp_path):
@@ -321,6 +325,13 @@ def test_all_linear_is_the_text_layers_without_routers_and_head(make, adapted, t
     theirs = get_peft_model(make(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets))
     found = {name.removeprefix("base_model.model.") for name, module in theirs.named_modules() if hasattr(module, "lora_A")}
     assert found == names  # what is saved names these Linears and no others
+
+
+def test_a_router_called_gate_gets_no_adapter():
+    model = decoders.make("afmoe")
+    add_lora(model, 2, 4)
+    assert {name.rsplit(".", 1)[-1] for name in adapters(model)} == ALL_LINEAR
+    assert isinstance(model.model.layers[2].mlp.router.gate, torch.nn.Linear)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
