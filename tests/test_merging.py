@@ -61,6 +61,16 @@ def test_the_random_bits_are_constants():
     assert torch.equal(dithered(total[400:410].clone(), torch.bfloat16, by_column=True), rows[400:410])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_beside_its_weight_an_adapter_rounds_every_row_alike(dtype):
+    """What an episode is sampled at must not depend on its place in the batch, nor what it is trained at."""
+    linear = tiny(dtype, scale=1e-3).model.layers[0].mlp.up_proj
+    x = torch.randn(128, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    with torch.no_grad():
+        rows = linear(x.expand(9, -1))
+        assert torch.equal(rows, rows[:1].expand(9, -1)) and not torch.equal(rows, torch.nn.functional.linear(x.expand(9, -1), linear.weight))
+
+
 def test_a_merge_is_as_many_kernels_however_large_the_weight():
     """A GPU waits for launches: a 0.5B model took 2,305 of them for a merge where each 2**18 weights were one."""
     class Count(TorchDispatchMode):
