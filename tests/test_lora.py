@@ -75,7 +75,7 @@ def test_target_modules(tiny, targets, names):
     assert len(found) == (1 if "layers.2" in str(targets) else 4 * len(names)) and not hasattr(model.lm_head, "lora")
 
 
-@pytest.mark.parametrize("target", ["w_query", "proj"])
+@pytest.mark.parametrize("target", ["w_query", "proj", "lm_head"])
 def test_an_unknown_target_lists_the_names(tiny, target):
     with pytest.raises(UserError, match=f"no Linear called {target};") as error:
         load(tiny, lora_r=2, lora_target_modules=target)
