@@ -92,6 +92,10 @@ def test_dropout_only_in_train(tiny):
     assert (first - second).abs().max() > 1e-3
     torch.manual_seed(0)
     assert torch.equal(first, logits_of(model))
+    with merged(model, update=True):  # an update has its dropout, a rollout has none
+        assert not torch.equal(logits_of(model), logits_of(model))
+    with merged(model):
+        assert torch.equal(logits_of(model), logits_of(model))
     assert torch.equal(logits_of(model.eval()), logits_of(plain))
 
 
@@ -260,7 +264,10 @@ def test_we_read_pefts_adapter(tiny, tmp_path, options):
     model = load(tmp_path, lora_r=6)
     assert (logits_of(model) - expected).abs().max() == 0.0
     assert facts(model).source == tiny and not model.lora_settings.fresh and freeze_reference(model)
-    assert (logits_of(load(tmp_path)) - expected).abs().max() < 1e-5  # lora_r = 0: merged, and all weights train
+    plain = load(tmp_path)  # lora_r = 0: merged, and all weights train
+    assert (logits_of(plain) - expected).abs().max() < 1e-5 and not adapters(plain) and all(p.requires_grad for p in plain.parameters())
+    save_model(plain, tmp_path / "plain")
+    assert torch.equal(logits_of(peft_base(tmp_path / "plain")), logits_of(plain))
 
 
 # ------------------------------------------------------------------------------------------------------- a real model
