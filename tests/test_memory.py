@@ -146,7 +146,7 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
 
 
 def test_merged_leaves_four_bits_as_they_are(tiny):
-    from lora import merged
+    from lora import merged, reference
     model = load(tiny, FOUR_BIT)
     weights = [linear.weight.clone() for linear in adapters(model).values()]
     outside = gradients(model)
@@ -156,6 +156,8 @@ def test_merged_leaves_four_bits_as_they_are(tiny):
         with torch.inference_mode():
             logits = model.eval()(input_ids=IDS).logits
         assert all(linear.lora.kept for linear in adapters(model).values())  # cast once while decoding
+        with pytest.raises(RuntimeError, match="leave the block of lora.merged"), reference(model, None):
+            pass
         model.zero_grad()
         same(outside, gradients(model), 0)  # those of A and B, not of what was cast
     same(outside, inside, 0)

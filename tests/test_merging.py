@@ -57,6 +57,8 @@ def test_the_random_bits_are_constants():
     first = dithered(total.clone(), torch.bfloat16)
     torch.manual_seed(5)
     assert torch.equal(dithered(total.clone(), torch.bfloat16), first)
+    above = dithered(torch.full((1024, 512), 1 + 2**-9), torch.bfloat16)
+    assert not torch.equal(above[0], above[512])  # nor do rows of a width of 2^k repeat them
     rows = dithered(total.clone(), torch.bfloat16, by_column=True)
     assert torch.equal(dithered(total[400:410].clone(), torch.bfloat16, by_column=True), rows[400:410])
 
@@ -130,6 +132,20 @@ def test_the_update_survives_merging(dtype, monkeypatch):
     assert kept_by_merging(load_model("tiny", device="cpu")[0]) == 1  # no adapter
     monkeypatch.setattr(lora, "dithered", lambda total, dtype: total.to(dtype))
     assert kept_by_merging(model) < 0.5 or dtype != "bfloat16"
+
+
+@pytest.mark.parametrize("dtype, scale", [("bfloat16", 1), ("float16", lora.GRADIENT_SCALE)])
+def test_the_update_survives_beside_the_weight_and_has_its_gradients(dtype, scale):
+    """As in 4 bits, or with dropout. The trainer multiplies float16 gradients by a scale, which the cast of A and B takes back."""
+    linear = tiny(dtype).model.layers[0].mlp.up_proj
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(1000, 128, generator=generator), torch.randn(1000, linear.out_features, generator=generator)
+    A, B, output = linear.lora.A, linear.lora.B, linear(x.to(linear.weight.dtype)).float()
+    base, update = x.to(linear.weight.dtype).float() @ linear.weight.float().T, linear.lora.scale * x @ A.T @ B.T
+    assert (((output - base) * update).sum() / update.square().sum()).item() == pytest.approx(1, abs=0.1)
+    ours = torch.autograd.grad((output * grad).sum(), (A, B))
+    for a, b in zip(ours, torch.autograd.grad((update * grad).sum(), (A, B))):
+        assert (a * scale - b).norm() < 0.02 * b.norm()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
