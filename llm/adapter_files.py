@@ -192,7 +192,7 @@ def _check_plain_lora(config):
     names = config["target_modules"]
     if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
         raise ValueError("target_modules must be a list of names, or a pattern")
-    if type(config["r"]) is not int or not config["lora_alpha"] / config["r"] > 0:
+    if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
         raise ValueError("lora_alpha and r must be above 0, and r a whole number")
 
 
