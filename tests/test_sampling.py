@@ -46,6 +46,13 @@ def test_inverse_cdf_gives_every_token_its_share(vocab, block, temperature, monk
     assert (logprobs - expected.log()[ids]).abs().max() < 1e-5 and logprobs.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_sampled_in_float32(dtype):
+    logits = (torch.randn(50, 700, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    ids, logprobs = sample(logits, torch.linspace(0, LAST, 50).tolist(), 0.7)
+    assert (logprobs - softmax_of(logits, 0.7).log().gather(1, ids[:, None])[:, 0]).abs().max() < 1e-5
+
+
 def test_chi_square_of_the_rows_own_random_numbers():
     vocab, rows, draws = 1000, 64, 640
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
