@@ -82,6 +82,16 @@ def test_extreme_uniforms_never_draw_a_token_of_weight_zero(vocab, block, unifor
                 assert sample(ends[None], [uniform])[0].item() == (min(alive) if uniform == 0.0 else max(alive))
 
 
+@pytest.mark.parametrize("vocab, weights", [(256, {0: 1.0, 3: 1.5 * 2**-24}), (512, {0: 1.0, 257: 0.75 * 2**-52})], ids=["above", "below"])
+def test_where_sums_are_rounded_no_token_of_weight_zero_is_drawn(vocab, weights):
+    """The float32 sum of the first block is more than its tokens have; before the second block's first token less than nothing is left."""
+    logits = torch.full((1, vocab), -torch.inf)
+    for token, weight in weights.items():
+        logits[0, token] = math.log(weight)
+    ids, logprobs = sample(logits, [LAST])
+    assert ids.tolist() == [max(weights)] and logprobs.isfinite().all()
+
+
 def test_minus_infinity_is_never_drawn():
     logits = torch.randn(700, generator=torch.Generator().manual_seed(0))
     logits[::2] = -torch.inf
@@ -118,6 +128,11 @@ def test_top_k_and_top_p_keep_what_transformers_keeps_and_renormalise(cut):
     ids, logprobs = sample(logits.expand(n, 700), [(i + 0.5) / n for i in range(n)], 0.8, **cut)
     assert (torch.bincount(ids, minlength=700) - softmax_of(warped[0]) * n).abs().max() < 2.1
     assert (logprobs - warped[0].log_softmax(-1)[ids]).abs().max() < 1e-5
+
+
+def test_a_nucleus_ends_with_the_token_that_reaches_p():
+    ids, logprobs = sample(torch.zeros(2, 2), [0.1, 0.9], top_p=0.5)
+    assert ids[0] == ids[1] and logprobs.tolist() == [0.0, 0.0]
 
 
 def test_a_rows_random_numbers_are_its_seeds():
