@@ -122,6 +122,12 @@ def test_a_packed_row_has_no_mask_of_its_square(tiny):
     assert count_tokens(model, ids, mask) == 40 + 8 * 20 and max(masks) < 100 * 100
 
 
+def test_what_follows_the_last_trained_token_does_not_go_through(tiny):
+    model, mask = load(tiny), random_mask(IDS)
+    mask[:, 22:], mask[0, 22] = 0, 1
+    assert count_tokens(model, IDS, mask) == 2 * 23
+
+
 def test_the_prefix_ends_where_a_row_is_trained_or_differs(tiny):
     model, (ids, mask) = load(tiny, lora_r=4), alike()
     ids[1, 6] += 1
