@@ -239,15 +239,15 @@ def _adopt_tokenizer(model, tokenizer, path):
 
 
 def _switch_dropout_off(model):
-    """Switch off the dropout that config.json asks for: an update sees the policy that sampled.
+    """Switch off config.json's dropout and router noise: an update sees the policy that sampled.
 
-    That of the adapter (--lora_dropout) comes later. The config stays as it is, for `save_model`.
+    The adapter's --lora_dropout comes later. The config stays as it is, for `save_model`.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if name.endswith(("dropout", "pdrop", "layerdrop")) and type(value) is float:
+            if f".{name}".endswith(("drop", "dropout", ".jitter_noise")) and type(value) is float:
                 vars(module)[name] = 0.0
 
 

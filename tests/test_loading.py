@@ -449,19 +449,20 @@ def test_a_template_of_the_older_form_is_read(tiny, tmp_path):
     assert load_model(str(folder))[1].chat_template
 
 
-def test_dropout_of_the_base_model_is_off_while_it_trains(tmp_path):
+@pytest.mark.parametrize("family, noise", [("hunyuan_v1_dense", "attention_dropout"), ("mixtral", "router_jitter_noise")])
+def test_noise_of_the_base_model_is_off_while_it_trains(tmp_path, family, noise):
     """An update sees the policy that sampled. The config that is saved with the model says what it said."""
     import decoders
     tokenizer = load_model("tiny")[1]
     tokenizer.save_pretrained(tmp_path)
-    decoders.make("hunyuan_v1_dense", attention_dropout=0.5, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    decoders.make(family, vocab_size=len(tokenizer), **{noise: 0.5}).save_pretrained(tmp_path)
     ids = torch.arange(5, 25)[None]
 
     def same(model):
         with torch.no_grad():
             return torch.equal(model(ids).logits, model(ids).logits)
     model = load(tmp_path, lora_r=2).train()
-    assert same(model) and model.config.attention_dropout == 0.5
+    assert same(model) and getattr(model.config, noise) == 0.5
     model = load(tmp_path, lora_r=2, lora_dropout=0.5).train()  # the adapter's own stays
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
