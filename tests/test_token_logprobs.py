@@ -43,6 +43,17 @@ def test_each_output_alone_has_the_gradient_of_autograd(tiny, which, lora_r):
     same_gradients(gradients(model, token_logprobs(model, IDS, mask, 0.9)[which].sum()), expected)
 
 
+@pytest.mark.parametrize("lora_r, entropy_coef, runs", [(4, 0, 1), (4, 0.1, 3), (0, 0, 3)])
+def test_the_backward_pass_runs_the_head_again_only_where_it_must(tiny, monkeypatch, lora_r, entropy_coef, runs):
+    """For the entropy's gradient or the head's own, in halves of a chunk, which has all 58 tokens here."""
+    model, calls = load(tiny, lora_r=lora_r), []
+    model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr("llm.logprobs.CHUNK", 58 * model.config.vocab_size)
+    logprobs, entropy = token_logprobs(model, IDS, torch.ones_like(IDS))
+    (logprobs + entropy_coef * entropy).sum().backward()
+    assert len(calls) == runs
+
+
 def test_an_untied_head_gets_its_gradient():
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
@@ -335,6 +346,9 @@ def test_bf16_logprobs_are_float32_and_gradients_reach_the_float32_masters(tiny)
     logprobs, entropy = token_logprobs(model, IDS, random_mask(IDS))
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert (logprobs - token_logprobs(exact, IDS, random_mask(IDS))[0]).abs().max() < 0.1
+    with torch.no_grad():  # the softmax of the logits is in float32, where one in bfloat16 would be off by 0.01
+        stock, ours = full(model, IDS, random_mask(IDS), 0.8), token_logprobs(model, IDS, random_mask(IDS), 0.8)
+    assert all((a - b).abs().mean() < 1e-3 for a, b in zip(ours, stock))
     grads = gradients(model, logprobs.sum())
     assert grads and all(g.dtype == torch.float32 and torch.isfinite(g).all() for g in grads.values())
 
