@@ -243,6 +243,12 @@ def test_too_short_a_context_is_refused(place, tmp_path, server):  # noqa: F811
     assert "--max-model-len 200" in refused(place, tmp_path / "r", server)
 
 
+def test_the_shortest_context_of_several_servers_counts(place, tmp_path, server, other):  # noqa: F811
+    other.context = 128
+    with pytest.raises(UserError, match="--max_tokens 200: the server's context has 128"):
+        played(place, tmp_path / "r", [server, other])
+
+
 @pytest.mark.parametrize("status, answer, hint", [
     (400, "LoRA rank 2 is greater than max_lora_rank 1.", "--max-lora-rank"),
     (404, "Not Found", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
@@ -285,8 +291,11 @@ FAULTS = {
     "no ids": (200, {"choices": [{"text": "yes", "logprobs": {"token_logprobs": SOUND}}]}),
     "empty": (200, turn([], [])),
     "too few logprobs": (200, turn([4, 5, 6], SOUND)),
+    "more tokens than logprobs": (200, turn([4] * 6, [-1.0] * 5)),
     "too many tokens": (200, turn([4] * 7, [-1.0] * 7)),
-    "unknown ids": (200, turn([10**6] * 6, [-1.0] * 6)),
+    "unknown ids": (200, turn([1000] * 6, [-1.0] * 6)),
+    "ids below 0": (200, turn([-1] * 6, [-1.0] * 6)),
+    "probability 0": (200, turn([4] * 6, [-9999.0] * 6)),  # as vLLM says it
     "text": (200, turn(["4"] * 6, [-1.0] * 6)),
     "NaN": (200, '{"choices": [{"token_ids": [4, 4, 4, 4, 4, 4], "logprobs": {"token_logprobs": [NaN, 0, 0, 0, 0, 0]}}]}'),
     "probability 2": (200, turn([4] * 6, [0.7] * 6)),
