@@ -185,6 +185,14 @@ def test_other_algorithms_share_one_client_among_rollout_and_evaluation(place, t
     assert [name[-6:] for name in server.loads] == ["000000", "-proof", "000001"]
 
 
+@pytest.mark.parametrize("cut, sent", [({}, {"top_k": -1, "top_p": 1.0}), ({"top_k": 7, "top_p": 0.9}, {"top_k": 7, "top_p": 0.9})])
+def test_what_a_server_is_asked_for(cut, sent):
+    """Ids and their log-probabilities, without which it answers in text, and the whole distribution unless it is cut on purpose."""
+    engine = vllm.ServerEngine(SimpleNamespace(name="a"), None, stop_ids={9, 2}, temperature=0.5, **cut)
+    assert engine.body == {"model": "a", "stop_token_ids": [2, 9], "logprobs": 0, "return_token_ids": True, "temperature": 0.5, "min_p": 0,
+                           "repetition_penalty": 1, **sent}
+
+
 def test_importance_is_corrected_unless_the_user_or_the_loss_says_otherwise():
     assert grpo.settle(grpo.Config(sampler="http://x")).importance_correction == 2.0
     assert grpo.settle(grpo.Config(sampler="http://x", importance_correction=5.0)).importance_correction == 5.0
@@ -239,8 +247,10 @@ def test_at_temperature_1_raw_logprobs_are_right(place, tmp_path, server):  # no
 
 
 def test_too_short_a_context_is_refused(place, tmp_path, server):  # noqa: F811
-    server.context = 128
+    server.context = 199
     assert "--max-model-len 200" in refused(place, tmp_path / "r", server)
+    server.context = 200
+    played(place, tmp_path / "long", [server], max_steps=1)
 
 
 def test_the_shortest_context_of_several_servers_counts(place, tmp_path, server, other):  # noqa: F811
@@ -483,6 +493,7 @@ def test_a_run_ahead_continues_with_a_step_of_its_own_version(place, tmp_path, s
     played(place, tmp_path / "r", [server], max_steps=2, rollout_ahead=1)
     _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, resume=True)
     assert [line["staleness"] for line in log] == [0, 1, 0, 1]
+    assert len({name.partition("-")[0] for name in server.loads}) == 2  # a server knows the names of the first run
 
 
 def test_a_fault_in_a_step_ahead_ends_the_run(place, tmp_path, server, monkeypatch):  # noqa: F811
