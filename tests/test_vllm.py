@@ -526,6 +526,27 @@ def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     assert sorted(asked) == [([97], 1), ([97], 1), ([98], 2), ([99], 3)]
 
 
+def test_a_turn_continues_all_that_its_row_has_seen_and_rows_wait_for_a_place(monkeypatch):
+    asked, together = [], []
+
+    def complete(body, number):
+        together.append(len(engine.asked))
+        asked.append((body["prompt"], body["max_tokens"]))
+        return [5, 2], [-1.0, -0.5]
+    servers = SimpleNamespace(name="a", urls=["u"], is_proved=True, complete=complete, run=SimpleNamespace(ranks=SimpleNamespace(rank=0)))
+    monkeypatch.setattr(vllm, "REQUESTS", 2)
+    engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
+    rows = [Row([10 + i], limit=6) for i in range(5)]
+    engine.add(rows)
+    while engine.busy:
+        for row in engine.step():
+            assert row.turn == [5, 2] and row.logprobs == [-1.0, -0.5]
+            if row is rows[0] and len(row.pending) == 3:
+                engine.extend(row, [7, 8], 3)
+    assert sorted(asked) == [([10], 6), ([10, 5, 2, 7, 8], 3), *(([10 + i], 6) for i in range(1, 5))]
+    assert max(together) <= 2
+
+
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_each_rank_asks_for_its_share_and_one_of_them_loads(place, tmp_path, server, ahead):  # noqa: F811
     words = f"""--model_path {place}/base --output_dir {tmp_path}/r --sampler {server.url} --dtype float32 --max_samples 200 --tasks_per_step 3
