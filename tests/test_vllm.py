@@ -518,12 +518,13 @@ def test_ahead_needs_a_sampler():
 def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     """Where each rank plays one task, all of them would else ask the first server."""
     asked = []
-    servers = SimpleNamespace(name="a", urls=["u"], is_proved=True, complete=lambda body, number: asked.append((body["prompt"], number)),
+    servers = SimpleNamespace(name="a", urls=["u"], is_proved=False, complete=lambda body, number: asked.append((body["prompt"], number)),
                               run=SimpleNamespace(ranks=SimpleNamespace(rank=1)))
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
     engine.add([Row([ord(group)], group=group) for group in "aabc"])
     wait(engine.asked)
     assert sorted(asked) == [([97], 1), ([97], 1), ([98], 2), ([99], 3)]
+    assert servers.is_proved  # by rank 0 alone
 
 
 def test_a_turn_continues_all_that_its_row_has_seen_and_rows_wait_for_a_place(monkeypatch):
