@@ -93,6 +93,8 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/v1/load_lora_adapter":
             if server.refusal:
                 return self.answer(*server.refusal)
+            if body["lora_name"] in server.models:
+                return self.answer(400, {"error": {"message": f"The lora adapter '{body['lora_name']}' has already been loaded."}})
             server.load(body["lora_name"], body["lora_path"])
             return self.answer(200, "Success: LoRA adapter added.")
         if self.path == "/v1/unload_lora_adapter":
@@ -262,11 +264,17 @@ def test_the_shortest_context_of_several_servers_counts(place, tmp_path, server,
 @pytest.mark.parametrize("status, answer, hint", [
     (400, "LoRA rank 2 is greater than max_lora_rank 1.", "--max-lora-rank"),
     (404, "Not Found", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
-    (401, "Unauthorized", "401")])
+    (401, "Unauthorized", "401"), (503, "Starting", "start it where it sees")])
 def test_a_server_that_loads_no_adapter_is_named_with_its_reason(place, tmp_path, server, status, answer, hint):  # noqa: F811
     server.refusal = status, answer
     said = refused(place, tmp_path / "r", server)
     assert hint in said and answer in said and server.url in said
+
+
+def test_one_server_of_two_that_refuses_the_adapter_is_an_error(place, tmp_path, server, other):  # noqa: F811
+    other.refusal = 400, "LoRA rank 2 is greater than max_lora_rank 1."
+    with pytest.raises(UserError, match=f"{other.url}.*greater than max_lora_rank"):
+        played(place, tmp_path / "r", [server, other])
 
 
 def test_nobody_answers(place, tmp_path, server):  # noqa: F811
@@ -494,6 +502,8 @@ def test_a_run_ahead_continues_with_a_step_of_its_own_version(place, tmp_path, s
     _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, resume=True)
     assert [line["staleness"] for line in log] == [0, 1, 0, 1]
     assert len({name.partition("-")[0] for name in server.loads}) == 2  # a server knows the names of the first run
+    left = {path.name for path in (tmp_path / "r" / "sampler").iterdir()}
+    assert left and left <= set(server.loads[-2:])  # of the first run nothing is left
 
 
 def test_a_fault_in_a_step_ahead_ends_the_run(place, tmp_path, server, monkeypatch):  # noqa: F811
