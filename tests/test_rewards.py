@@ -113,12 +113,15 @@ def test_a_step_ahead_is_paid_in_the_main_thread():
 
     def play(model, engine, run, rewards):
         rewards.pay([said("0.5", task={"answer": "1/2"})])
+        run.watch = len(paid)
         return threading.current_thread() is threading.main_thread()
 
     payer = SimpleNamespace(pay=lambda episodes: paid.extend(map(rewards.math_verify, episodes)))
     run = SimpleNamespace(total=3, ranks=SimpleNamespace(apart=lambda: None), line={}, watch=None, rollout_seconds=0.0, log=lambda **_: None, check=lambda: None)
     ahead = Ahead(lambda play, step, run: play(run=run), partial(play, "model", engine=SimpleNamespace(load_policy=lambda model: None), rewards=payer), run)
     assert [ahead(step) for step in range(3)] == [True, False, False] and paid == [1.0] * 3
+    assert ahead.coming.done()  # no fourth step is played
+    assert run.watch == 3  # the next rollout counts on from the faults of the last one
 
 
 def test_math_verify_says_how_to_install_it(monkeypatch):

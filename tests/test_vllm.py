@@ -19,10 +19,11 @@ from test_resume import config, place  # noqa: F401  (a fixture)
 
 import grpo
 import reward_weighted
+from experiment.background import in_thread
 from experiment.errors import UserError
 from llm import load_model, vllm, vllm_proof
 from llm.engine import Engine, Row
-from lora import adapter_tensors, merged
+from lora import adapter_tensors, merged, reference
 
 ROOT = Path(grpo.__file__).parent
 
@@ -292,10 +293,41 @@ def test_the_random_adapter_changes_more_than_the_tolerance_and_is_taken_back(pl
     turns = [([5, 6, 7], [8, 9, 10], [0.0] * 3), ([5], [11, 12], [0.0] * 2)]
     before = vllm_proof.our_logprobs(model, turns, 1.0)
     with vllm_proof.random_adapter(model, turns, 1.0) as change:
+        assert all(torch.equal(p, exact[name]) == ("lora_A" in name) for name, p in adapter_tensors(model).items())
         assert change == (vllm_proof.our_logprobs(model, turns, 1.0) - before).abs().mean()
     # The check allows a quarter of it: a server that leaves the adapter out is found, also where probabilities are nearly uniform.
     assert change > 0.1
     assert all(torch.equal(p, exact[name]) for name, p in adapter_tensors(model).items())
+
+
+def test_the_worst_of_all_servers_counts(place):  # noqa: F811
+    model, _ = load_model(str(place / "base"), lora_r=2)
+    prompt, ids = [5, 6, 7], [8, 9, 10, 11]
+    ours = vllm_proof.our_logprobs(model, [(prompt, ids, None)], 1.0)
+    signs = torch.tensor([1, -1, 1, -1])  # each token counts, not the mean of all
+
+    def check(**errors):
+        return vllm_proof.check(model, {url: [(prompt, ids, (ours + signs * error).tolist())] for url, error in errors.items()}, 1.0, 0.25)
+    assert check(first=0.0, second=0.2, third=0.1) == pytest.approx(0.2, abs=1e-5)
+    for error in (0.3, float("nan")):
+        with pytest.raises(UserError, match="--sampler third: it plays another model"):
+            check(first=0.0, second=0.2, third=error, fourth=0.0)
+
+
+def test_an_adapter_that_is_ignored_is_found_where_it_changes_little(place, monkeypatch):  # noqa: F811
+    model, _ = load_model(str(place / "base"), lora_r=2)
+    ids = [8, 9, 10, 11]
+
+    def turn(url, body):
+        with reference(model, None):
+            return ids, vllm_proof.our_logprobs(model, [(body["prompt"], ids, None)], 1.0).tolist()
+    servers = SimpleNamespace(urls=["u"], name="a", prefix="b", publish=lambda *_: None, turn=turn,
+                              everywhere=lambda act: {"u": in_thread(act, "u")})
+    monkeypatch.setattr(vllm_proof, "NOISE", (0.01,))
+    with vllm_proof.random_adapter(model, [([5, 6], ids, None)], 1.0) as change:
+        assert change < vllm_proof.TOLERANCE
+    with pytest.raises(UserError, match="plays the model without its adapter"):
+        vllm_proof.prove(servers, model, [[5, 6]], {"temperature": 1.0})
 
 
 # ---------------------------------------------------------------------------------------------------- faults
@@ -482,6 +514,7 @@ def test_a_signal_leaves_while_a_server_is_silent(place, tmp_path, server, silen
 def test_a_step_ahead_is_played_by_the_adapter_before_the_update(place, tmp_path, server):  # noqa: F811
     _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, eval_tasks=2, eval_every=1, learning_rate=0.05)
     assert [line["staleness"] for line in log] == [0, 1, 1, 1]
+    assert all(line["groups_dropped"] == 0 for line in log)  # what its thread has measured
     # The prompts tell which step a request was for.
     prompts = {}
     for row in map(json.loads, (tmp_path / "r" / "trajectories.jsonl").open()):
