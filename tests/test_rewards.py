@@ -109,18 +109,21 @@ def test_math_verify(text, answer, value):
 def test_a_step_ahead_is_paid_in_the_main_thread():
     """math-verify refuses any other: its time-outs are signals. Without them 9^{9^9} would hold the interpreter's lock for hours."""
     pytest.importorskip("math_verify")
-    paid = []
+    paid, own, checks = [], [], []
 
     def play(model, engine, run, rewards):
+        own.append(getattr(engine, "run", None) is run)
         rewards.pay([said("0.5", task={"answer": "1/2"})])
         run.watch = len(paid)
         return threading.current_thread() is threading.main_thread()
 
     payer = SimpleNamespace(pay=lambda episodes: paid.extend(map(rewards.math_verify, episodes)))
-    run = SimpleNamespace(total=3, ranks=SimpleNamespace(apart=lambda: None), line={}, watch=None, rollout_seconds=0.0, log=lambda **_: None, check=lambda: None)
+    run = SimpleNamespace(total=3, ranks=SimpleNamespace(apart=lambda: None), line={}, watch=None, rollout_seconds=0.0, log=lambda **_: None, check=lambda: checks.append(1))
     ahead = Ahead(lambda play, step, run: play(run=run), partial(play, "model", engine=SimpleNamespace(load_policy=lambda model: None), rewards=payer), run)
     assert [ahead(step) for step in range(3)] == [True, False, False] and paid == [1.0] * 3
     assert ahead.coming.done()  # no fourth step is played
+    assert own == [False, True, True]  # its servers stay with the step that began it
+    assert checks  # signals are looked at while it waits
     assert run.watch == 3  # the next rollout counts on from the faults of the last one
 
 
