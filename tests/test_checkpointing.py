@@ -55,3 +55,12 @@ def test_a_shared_prefix_changes_no_gradient(tiny, memory):
     same(gradients(shared, ids, mask), gradients(alone, ids, mask), 5e-6 if memory.load_in_4bit else 1e-6)
     assert all((a - b).abs().max() < 1e-6 * max(1, a.abs().max()) * 10 for a, b in zip(
         gradients(shared, ids, mask)[:2], gradients(alone, ids, mask)[:2]))
+
+
+def test_recomputation_draws_no_random_numbers_from_what_follows(tiny):
+    """Else the next micro-batch would have the dropout masks of this one again."""
+    model = load(tiny, CHECKPOINT, lora_dropout=0.2).train()
+    logprobs, _ = token_logprobs(model, IDS, torch.ones_like(IDS))
+    before = torch.get_rng_state()
+    logprobs.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
