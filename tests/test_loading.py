@@ -107,6 +107,13 @@ def test_a_full_model_that_lacks_a_tensor_is_not_resumed(tiny, tmp_path):
         load_weights(load(tiny), incomplete(tiny, tmp_path))
 
 
+def test_an_adapter_of_the_tiny_model_has_its_random_weights_beside_it(tmp_path):
+    model = load("tiny", lora_r=2, seed=3)
+    save_model(model, tmp_path / "a")
+    assert torch.equal(logits_of(load(tmp_path / "a", lora_r=2)), logits_of(model))  # seed 0 would make others
+    assert not torch.equal(logits_of(load("tiny", lora_r=2)), logits_of(model))
+
+
 def test_an_adapter_is_played_with_the_tokenizer_beside_it(tiny, tmp_path):
     """It was trained with this chat template, whatever its base has by now."""
     model, tokenizer = load_model(tiny, lora_r=2, device="cpu")
