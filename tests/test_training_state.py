@@ -42,3 +42,9 @@ def test_adamw_on_the_host_is_adamw_and_its_state_is_saved(tiny, tmp_path):
             step(model, optimizer, i)
     for p, q in zip(trained, (p for p in models[2].parameters() if p.requires_grad)):
         assert torch.equal(p, q)
+
+
+def test_adamw_forgets_the_tiny_first_gradients_of_a_fresh_adapter(tiny):
+    model = load(tiny, "plain")
+    assert adamw(model, lr=1e-3).defaults["betas"] == (0.9, 0.95)
+    assert adamw(model, lr=1e-3, beta2=0.999).defaults["betas"] == (0.9, 0.999)
