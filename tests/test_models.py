@@ -109,6 +109,26 @@ def test_the_engine_samples_under_stock_transformers_distribution(family):
     assert worst < 3e-5
 
 
+@pytest.mark.parametrize("family", ["lfm2", "mamba2"])
+def test_rows_that_begin_together_do_not_see_the_states_of_those_before_them(family):
+    model = adapted(family)
+    with merged(model):
+        engine = Engine(model, slots=2, stop_ids=set(), temperature=1.0)
+
+        def turns(*prompts):
+            rows = [Row(ids, group=i, seed=i, limit=3) for i, ids in enumerate(prompts)]
+            engine.add(rows)
+            while engine.busy:
+                engine.step()
+            for row in rows:
+                engine.release(row)
+            return [row.logprobs for row in rows]
+
+        first = turns(ids_of(9, 0), ids_of(9, 1))
+        turns(ids_of(9, 2), ids_of(9, 3))
+        assert turns(ids_of(9, 0), ids_of(9, 1)) == first
+
+
 @pytest.mark.parametrize("family, kind", [("phi3", "longrope"), ("llama", "longrope"), ("llama", "dynamic")])
 def test_rope_whose_frequencies_change_with_the_length_is_sampled_up_to_there(family, kind):
     """Beyond, the keys of the cache would have been turned by other frequencies than stock transformers turns them by."""
