@@ -384,6 +384,14 @@ def test_a_conversation_that_was_changed_is_sampled_as_a_new_one(family):
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
+def called(*ids):
+    return {"role": "assistant", "tool_calls": [{"id": i, "function": {"name": "add", "arguments": "{}"}} for i in ids]}
+
+
+def told(*ids):
+    return [{"role": "tool", "tool_call_id": i, "content": str(n)} for n, i in enumerate(ids)]
+
+
 CHAT = {"model": "base", "messages": HELLO, "max_tokens": 4}
 
 
@@ -394,6 +402,8 @@ CHAT = {"model": "base", "messages": HELLO, "max_tokens": 4}
     ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages"), ({"messages": [{"role": "robot"}]}, "messages"),
     ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{"}}]}]}, "arguments"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "x"}, {"role": "tool", "tool_call_id": "1", "content": "5"}]}, "tool_call_id"),
+    ({"messages": [*HELLO, called("1"), *told("1", "1")]}, "one result"), ({"messages": [*HELLO, called("1", "1"), *told("1", "1")]}, "one result"),
+    ({"messages": [*HELLO, called("1", "2"), *told("1")]}, "one result"), ({"messages": [*HELLO, called("1"), *told("1", "2")]}, "one result"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
     ({"temperature": -1}, "temperature.*greater than or equal to 0.001"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
     ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),

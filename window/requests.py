@@ -183,8 +183,11 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     ids = chat.prompt(shown)
     for [turn], after in zip(rest[::2], rest[1::2]):
         calls = turn.tool_calls or []
-        results = {m.tool_call_id: m.text for m in after if m.role == "tool"}
-        if set(results) != {call.id for call in calls}:
+        answers = [message for message in after if message.role == "tool"]
+        results = {message.tool_call_id: message.text for message in answers}
+        # Of two under one id, the first would be lost.
+        is_unique = len(results) == len(answers) == len(calls)
+        if not is_unique or set(results) != {call.id for call in calls}:
             raise ValueError("after an assistant's tool calls comes one result for each "
                              "tool_call_id")
         called = [call.function.model_dump() for call in calls]
