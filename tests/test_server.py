@@ -1,4 +1,5 @@
 """window/server.py, requests.py and player.py: asked by OpenAI's own client, by broken clients, and by a run of ours."""
+import asyncio
 import json
 import os
 import shutil
@@ -146,17 +147,61 @@ def test_what_is_sampled_is_what_our_engine_samples(served, client, tiny_model):
         assert choice.logprobs.token_logprobs == pytest.approx(row.logprobs, abs=1e-4)
 
 
+def test_top_k_and_top_p_cut_what_is_sampled(client):
+    def ask(**more):
+        return client.completions.create(model="base", prompt=[5, 6, 7], max_tokens=8, seed=1, **more).choices[0].text
+    likeliest = ask(temperature=0)
+    assert likeliest == ask(extra_body={"top_k": 1}) == ask(top_p=1e-9) != ask()
+
+
+def test_without_a_seed_answers_differ(client):
+    options = {"model": "base", "messages": HELLO, "max_tokens": 8}
+    assert len({client.chat.completions.create(**options).choices[0].message.content for _ in range(3)}) > 1
+
+
+def test_what_ends_a_turn(served, client):
+    chat = served.server.plain
+    [stop], [opens] = chat.stop_ids, chat.start_ids
+
+    def ask(turn, **more):
+        served.script[:] = [turn]
+        reply = client.completions.create(model="base", prompt=[5, 6], max_tokens=4, extra_body={"return_token_ids": True, **more}).choices[0]
+        return reply.token_ids, reply.finish_reason
+    assert ask([9, stop, 9, 9]) == ([9, stop], "stop")
+    assert ask([9, stop, 9, 9], ignore_eos=True) == ([9, stop, 9, 9], "length")
+    assert ask([9, 8, 9, 9], stop_token_ids=[7, 8]) == ([9, 8], "stop")
+    # In a chat also a token that opens a message does: the template's own messages begin with it.
+    served.script[:] = [[9, opens, 9, 9]]
+    reply = client.chat.completions.create(model="base", messages=HELLO, max_tokens=4)
+    assert reply.usage.completion_tokens == 2 and reply.choices[0].message.content == chat.text([9])
+
+
+def test_prompt_and_turn_fill_the_context(served, client):
+    """1,024 tokens here. Where a client names no number of tokens, it gets those that are left."""
+    for more in ({"max_tokens": 4}, {}):
+        reply = client.completions.create(model="base", prompt=[5] * 1020, extra_body={"ignore_eos": True}, **more)
+        assert reply.usage.completion_tokens == 4
+    for prompt, more in (([5] * 1020, {"max_tokens": 5}), ([5] * 1024, {})):
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.completions.create(model="base", prompt=prompt, **more)
+    model = served.server.player.model
+    assert Server(served.server.config, model, served.server.tokenizer, Limits(max_tokens=10**6)).context == model.config.max_position_embeddings
+
+
 def test_streamed_text_is_the_text(client):
     options = {"model": "base", "messages": HELLO, "max_tokens": 24, "seed": 3, "n": 3, "logprobs": True}
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert not any(chunk.usage for chunk in client.chat.completions.create(**options, stream=True))
     for choice in whole.choices:
         mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == choice.index]
         pieces = [c.delta.content or "" for c in mine]
         assert "".join(pieces) == choice.message.content and len(pieces) > 1  # on a busy machine several tokens come at once
         tokens = [token for c in mine if c.logprobs for token in c.logprobs.content]
-        assert tokens == choice.logprobs.content
+        assert [token.token for token in tokens] == [token.token for token in choice.logprobs.content]
+        # The last bits depend on what of the prompt was in the cache.
+        assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in choice.logprobs.content], abs=1e-4)
         assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
 
 
@@ -260,7 +305,24 @@ def test_a_plain_text_begins_as_its_tokenizer_begins_it(served, client, monkeypa
     call = type(tokenizer).__call__
     monkeypatch.setattr(type(tokenizer), "__call__", lambda self, text, **options: {"input_ids": [1]} if text == "" else call(self, text, **options))
     assert client.completions.create(model="base", prompt="hello", max_tokens=1).usage.prompt_tokens == plain + 1
+    # Nor is it written twice.
+    assert client.completions.create(model="base", prompt=f"{tokenizer.decode([1])}hello", max_tokens=1).usage.prompt_tokens == plain + 1
     assert client.completions.create(model="base", prompt=[1, 9], max_tokens=1).usage.prompt_tokens == 2
+
+
+def test_a_tagged_argument_is_text_where_the_functions_schema_says_so(served, client):
+    say = {"type": "function", "function": {"name": "say", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}}
+    chat = served.server.plain
+    served.script[:] = [[*chat.encode("<tool_call><function=say><parameter=x>42</parameter></function></tool_call>"), *chat.stop_ids]]
+    [call] = client.chat.completions.create(model="base", messages=HELLO, tools=[say], max_tokens=200).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"x": "42"}
+
+
+def test_several_messages_of_the_system_are_one(served):
+    chat = served.server.plain
+    messages = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, *HELLO]
+    expected = chat.prompt([{"role": "system", "content": "a\n\nb"}, *HELLO])
+    assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == expected
 
 
 def test_a_function_without_parameters_and_one_that_is_none(served, client):
@@ -326,6 +388,8 @@ def test_a_conversation_that_comes_back_runs_only_its_new_message(served, client
     forwarded = []
     engine = served.server.player.engine
     run = engine.run
+    # Its stop token has not run: the cache lacks the last id of a turn.
+    served.script[:] = [served.server.plain.turn("a word", [])]
     first = client.chat.completions.create(model="base", messages=[{"role": "user", "content": "word " * 40}], max_tokens=8, seed=1)
     messages = [{"role": "user", "content": "word " * 40}, first.choices[0].message, {"role": "user", "content": "more"}]
     engine.run = lambda rows: (forwarded.append(max(len(row.pending) for row in rows)), run(rows))[1]
@@ -455,7 +519,7 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
     connection.close()
     with pytest.raises(openai.BadRequestError, match="context"):
         served.post("/completions", {"prompt": [5] * 1_000_000})
-    for prompt in ([], [-1], [10**9], [True], [5, "x"], None, "", "\ud800"):
+    for prompt in ([], [-1], [10**9], [served.server.vocabulary], [True], [5, "x"], None, "", "\ud800"):
         with pytest.raises(openai.BadRequestError, match="prompt"):
             client.post("/completions", content=json.dumps({"prompt": prompt}).encode(), cast_to=object,
                         options={"headers": {"Content-Type": "application/json"}})
@@ -605,6 +669,39 @@ def test_a_client_that_does_not_read_holds_no_slot(served, client):
         time.sleep(0.05)
     assert client.chat.completions.create(model="base", messages=HELLO, max_tokens=1)
     connection.close()
+
+
+def choice_of(weights=None, news=None):
+    row = Choice([5, 6], chat=None, weights=weights, sampling=(1.0, 0, 1.0), stop_ids=(), limit=2)
+    row.news = news
+    return row
+
+
+def test_whose_adapter_waits_is_played_before_those_who_ask_for_the_present_one_later(tiny_model):
+    """Otherwise a few busy clients of one adapter could keep out those of all others."""
+    present = player.Player(tiny_model[0], slots=2)
+    engine = present.engine = SharedEngine(tiny_model[0], slots=2)
+    first, other, late = choice_of(present.playing), choice_of({}), choice_of(present.playing)
+    for row in (first, other, late):
+        present.arrive([row])
+    assert engine.waiting == [first] and present.coming == [other, late]
+    # One that leaves while it waits for its adapter is not played later.
+    present.leave([other])
+    assert present.coming == [late]
+
+
+def test_a_failure_ends_the_rows_that_wait_and_spares_those_that_have_ended(tiny_model):
+    async def fail():
+        present = player.Player(tiny_model[0], slots=2)
+        engine = present.engine = SharedEngine(tiny_model[0], slots=2)
+        present.loop = asyncio.get_running_loop()
+        ended, running, waiting = rows = [choice_of(news=asyncio.Event()) for _ in range(3)]
+        ended.state = "ended"
+        engine.owner[:], engine.waiting = [ended, running], [waiting]
+        present.fail("not finite")
+        await asyncio.gather(*(row.news.wait() for row in rows))
+        return [row.error for row in rows]
+    assert asyncio.run(fail()) == [None, "not finite", "not finite"]
 
 
 def test_broken_clients_disturb_nobody(served, client):
@@ -804,6 +901,35 @@ def test_solve_says_what_is_wrong_with_a_reward(served, monkeypatch, reward, say
     served.script[:] = [chat.turn("3", [])]
     with pytest.raises(openai.InternalServerError, match=says):
         served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
+
+
+def test_solve_says_neither_success_nor_failure_where_nothing_was_judged(served, monkeypatch):
+    """Without a right answer, or where the problem alone is too long."""
+    name, cls, chat = served.server.environment
+
+    def solve():
+        served.script[:] = [chat.turn("3", [])]
+        return served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
+    assert solve()["success"] is False
+    unjudged = type("Unjudged", (cls,), {"_from_text": staticmethod(lambda text: {"equation": text, "answer": None})})
+    monkeypatch.setattr(served.server, "environment", (name, unjudged, chat))
+    solution = solve()
+    assert solution["success"] is None and solution["stop_reason"] == "done"
+    monkeypatch.setattr(served.server, "environment", (name, cls, chat))
+    monkeypatch.setattr(served.server, "limits", Limits(max_tokens=8))
+    solution = solve()
+    assert solution["success"] is None and solution["stop_reason"] == "max_tokens" and solution["solution"] == ""
+
+
+def test_solve_draws_each_turn_anew_and_ends_at_a_token_that_opens_a_message(served, monkeypatch):
+    _, _, chat = served.server.environment
+    rows, make_row = [], served.server.row
+    monkeypatch.setattr(served.server, "row", lambda *arguments, **options: rows.append(make_row(*arguments, **options)) or rows[-1])
+    call = chat.turn("", [{"name": "add_terms", "arguments": {"terms": "1"}}])
+    served.script[:] = [call, call, [9, *chat.start_ids, 9]]
+    solution = served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7", "seed": 3}, cast_to=object)
+    assert solution["stop_reason"] == "malformed" and len(rows[2].turn) == 2
+    assert [row.seed for row in rows] == [mix(3, turn) for turn in range(3)]
 
 
 def test_solve_needs_an_environment(tiny_model):
