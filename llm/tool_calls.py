@@ -9,7 +9,7 @@ import json
 import re
 from contextlib import suppress
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 
 PYTHON_CALLS = "llm.python_calls"  # which only some families write
 MAX_CALLS = 64  # in one turn
@@ -133,9 +133,7 @@ def _end_of_thought(text):
         # value of an argument, closes none, nor does that of a later thought.
         if "<think>" in before:
             return 0
-        if before.lstrip().startswith(("{", "[")):
-            return 0
-        for opener in islice(_OPENER.finditer(before), MAX_CALLS):
+        for opener in islice(chain([_NO_TAG.match(text)], _OPENER.finditer(before)), MAX_CALLS):
             calls, _, end = _attempt(text, opener)
             if calls and end > len(before):
                 return 0

@@ -699,7 +699,8 @@ def test_a_failure_ends_the_rows_that_wait_and_spares_those_that_have_ended(tiny
         ended.state = "ended"
         engine.owner[:], engine.waiting = [ended, running], [waiting]
         present.fail("not finite")
-        await asyncio.gather(*(row.news.wait() for row in rows))
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(row.news.wait() for row in rows))
         return [row.error for row in rows]
     assert asyncio.run(fail()) == [None, "not finite", "not finite"]
 

@@ -71,15 +71,16 @@ ANSWERS = [
 @pytest.mark.parametrize("mentioned", [GOOD, f"<tool_call>{GOOD}</tool_call>", "<tool_call> is the tag", "<function=f>", f"<tool_call>{GOOD}</tool_call> or <tool_call>"])
 def test_a_call_that_a_closed_thought_mentions_is_not_made(mentioned):
     """The prompt may have opened the thought, so that the text begins inside it."""
-    thought = f"I could write {mentioned} but that is wrong.\n</think>"
-    assert parse_tool_calls(f"{thought}\n\nIt is 3.") == (f"{thought}\n\nIt is 3.", [], [])
-    assert parse_tool_calls(f"{thought}\n\n<tool_call>{GOOD}</tool_call>")[1:] == ([CALL], [])
+    for begins in ("I could", "[Hm] I could", "{x} I could"):
+        thought = f"{begins} write {mentioned} but that is wrong.\n</think>"
+        assert parse_tool_calls(f"{thought}\n\nIt is 3.") == (f"{thought}\n\nIt is 3.", [], [])
+        assert parse_tool_calls(f"{thought}\n\n<tool_call>{GOOD}</tool_call>")[1:] == ([CALL], [])
 
 
 def test_the_end_of_a_thought_inside_an_argument_ends_none():
     argument = {"name": "f", "arguments": {"b": "a</think>b"}}
-    for text in (json.dumps(argument), f"<tool_call>{json.dumps(argument)}</tool_call>", f"Hm. <tool_call>{json.dumps(argument)}</tool_call>"):
-        assert parse_tool_calls(text)[1] == [argument]
+    for text in (json.dumps(argument), f" {json.dumps(argument)}; {GOOD}", '[f(b="a</think>b")]', f"<tool_call>{json.dumps(argument)}</tool_call>", f"Hm. <tool_call>{json.dumps(argument)}</tool_call>"):
+        assert parse_tool_calls(text)[1][0] == argument
     tagged = "<tool_call><function=f><parameter=b>a</think>b</parameter></function></tool_call>"
     assert parse_tool_calls(tagged)[1] == [argument]
 
