@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from window import report as view
-from window.curves import chart
+from window.curves import chart, number
 from experiment.errors import UserError
 from bench.comparison import difference
 from window.report import MAX_EPISODES, token_texts, wilson
@@ -189,6 +189,11 @@ def test_successes_stand_with_their_intervals(tmp_path):
         name = folder(tmp_path, result={"success_after": share, "held_out_tasks": 20})
         with pytest.raises(UserError, match="result.json: cannot be read|result.json: math domain error"):
             view.write_html(name)
+
+
+@pytest.mark.parametrize("value, shown", [(1888.2, "1,888"), (-1888.2, "-1,888"), (0.01684, "0.0168"), (999.4, "999"), (999.7, "1,000"), (1e15, "1e+15"), (None, "-"), ("x", "x")])
+def test_numbers_are_shown_as_a_reader_wants_them(value, shown):
+    assert number(value) == shown
 
 
 def test_a_curve_shows_the_values_logged():

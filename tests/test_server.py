@@ -671,10 +671,30 @@ def test_a_client_that_does_not_read_holds_no_slot(served, client):
     connection.close()
 
 
-def choice_of(weights=None, news=None):
-    row = Choice([5, 6], chat=None, weights=weights, sampling=(1.0, 0, 1.0), stop_ids=(), limit=2)
+def choice_of(weights=None, news=None, prompt=(5, 6)):
+    row = Choice(prompt, chat=None, weights=weights, sampling=(1.0, 0, 1.0), stop_ids=(), limit=2)
     row.news = news
     return row
+
+
+def test_a_row_that_has_ended_keeps_its_slot_until_another_row_needs_it(tiny_model):
+    engine = SharedEngine(tiny_model[0], slots=2)
+    first, second, third = (choice_of(prompt=prompt) for prompt in ([5, 6, 7], [8] * 9, [10]))
+
+    def play(*rows):
+        for row in rows:
+            engine.enter(row)
+        assert engine.busy  # also where it has to take a slot from an ended row
+        while engine.busy:
+            engine.step()
+    play(first, second)
+    assert engine.owner == [first, second]
+    play(third)
+    assert engine.owner == [third, second] and len(third.turn) == 2
+    # A question that is asked again runs only its last id.
+    again = choice_of(prompt=[8] * 9)
+    engine.enter(again)
+    assert engine.owner == [third, again] and again.pending == [8]
 
 
 def test_whose_adapter_waits_is_played_before_those_who_ask_for_the_present_one_later(tiny_model):

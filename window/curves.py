@@ -83,4 +83,4 @@ def number(value, style=""):
     """Return a number as a reader wants it: "1,888", "0.0168". None becomes "-"."""
     if not isinstance(value, (int, float)):
         return "-" if value is None else str(value)
-    return format(value, style or (",.0f" if 1000 <= abs(value) < 1e15 else ".3g"))
+    return format(value, style or (",.0f" if 999.5 <= abs(value) < 1e15 else ".3g"))
