@@ -170,6 +170,7 @@ def test_what_ends_a_turn(served, client):
     assert ask([9, stop, 9, 9]) == ([9, stop], "stop")
     assert ask([9, stop, 9, 9], ignore_eos=True) == ([9, stop, 9, 9], "length")
     assert ask([9, 8, 9, 9], stop_token_ids=[7, 8]) == ([9, 8], "stop")
+    assert ask([9, stop, 9, 9], stop_token_ids=[7, 8]) == ([9, stop], "stop")
     # In a chat also a token that opens a message does: the template's own messages begin with it.
     served.script[:] = [[9, opens, 9, 9]]
     reply = client.chat.completions.create(model="base", messages=HELLO, max_tokens=4)
@@ -757,9 +758,11 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
     # Rows play while the first one is loaded.
     stream = client.chat.completions.create(**LONG, stream=True)
     next(stream)
-    for name in ("a1", "a2"):
-        served.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path / name)})
+    served.post("/load_lora_adapter", {"lora_name": "a1", "lora_path": str(tmp_path / "a1")})
     stream.close()
+    # The second one, which has fewer targets, while the first one is on the model.
+    client.completions.create(model="a1", prompt=prompt, max_tokens=1)
+    served.post("/load_lora_adapter", {"lora_name": "a2", "lora_path": str(tmp_path / "a2")})
     assert [model.id for model in client.models.list().data] == ["base", "a1", "a2"]
 
     def ask(name):
@@ -792,6 +795,19 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
             refused()
     assert ask("base").token_ids == answers[0].token_ids
     served.http.should_exit = True
+
+
+def test_an_adapter_that_is_taken_off_leaves_the_model_as_it_was(tmp_path):
+    """Also for the modules' own forward, by which other architectures than Llama's decode."""
+    ids = torch.tensor([[5, 6, 7]])
+    plain, _ = load_model("tiny", train=False)
+    model = write_adapter(tmp_path / "a", 1)
+    with torch.no_grad():
+        before, adapted = plain(ids).logits, model(ids).logits
+        present = player.Player(model, slots=1)
+        adapter = present.exchange({})
+        assert torch.equal(model(ids).logits, before) and not torch.equal(adapted, before)
+        assert present.exchange(adapter) == {} and torch.equal(model(ids).logits, adapted)
 
 
 def test_of_two_that_load_under_one_name_at_once_one_is_refused(tmp_path):
