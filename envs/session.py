@@ -164,8 +164,10 @@ class Session:
         self.done = False
         self.stuck = False
         self.member = "__init__()"
-        idle = watch.idle[name]
-        self.worker = idle.pop() if idle else Worker()
+        # A server begins its episodes in several threads.
+        with watch.lock:
+            idle = watch.idle[name]
+            self.worker = idle.pop() if idle else Worker()
         weakref.finalize(self, keep, self.worker, idle)
 
     def start(self) -> tuple[list[dict], int]:

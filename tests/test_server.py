@@ -1,5 +1,6 @@
 """window/server.py, requests.py and player.py: asked by OpenAI's own client, by broken clients, and by a run of ours."""
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ openai = pytest.importorskip("openai")
 
 import decoders  # noqa: E402
 import uvicorn  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from families import CALLS, TOOLS, real, small  # noqa: E402
 from programs import ROOT, Program  # noqa: E402
 
@@ -846,6 +848,10 @@ def test_an_adapter_that_does_not_fit_leaves_no_trace(tmp_path):
         with pytest.raises(openai.BadRequestError):
             load(bad)
         assert ask() == before
+    shutil.copytree(good, bad, dirs_exist_ok=True)
+    save_file(load_file(bad / "adapter_model.safetensors"), bad / "adapter_model.safetensors", metadata={"base": "nf4"})
+    with pytest.raises(openai.BadRequestError, match="trained beside weights in nf4"):
+        load(bad)
     load(good)
     assert ask("good") != before == ask() and [model.id for model in served.client.models.list().data] == ["base", "good"]
     served.http.should_exit = True
@@ -967,6 +973,51 @@ def test_solve_draws_each_turn_anew_and_ends_at_a_token_that_opens_a_message(ser
     solution = served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7", "seed": 3}, cast_to=object)
     assert solution["stop_reason"] == "malformed" and len(rows[2].turn) == 2
     assert [row.seed for row in rows] == [mix(3, turn) for turn in range(3)]
+    # The last turn has no more tokens than the episode.
+    monkeypatch.setattr(served.server, "limits", Limits(max_tokens=len(rows[0].group) + 5))
+    served.script[:] = [[9] * 20]
+    assert served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)["stop_reason"] == "max_tokens"
+    assert len(rows[3].turn) == 5
+
+
+def test_solve_plays_with_the_servers_options_and_time_out(served, monkeypatch):
+    name, cls, chat = served.server.environment
+    seen = []
+
+    class Opts(cls):
+        _from_text = staticmethod(lambda text: {"equation": text, "unsafe_code": None})
+
+        def reset(self, **task):
+            seen.append(task)
+            return super().reset(**task)
+    monkeypatch.setattr(served.server, "environment", (name, Opts, chat))
+    monkeypatch.setattr(served.server.config, "unsafe_code", True)
+    served.script[:] = [chat.turn("3", [])]
+    served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
+    assert seen == [{"equation": "2x + 1 = 7", "unsafe_code": True}]
+    model = served.server.player.model
+    assert Server(served.server.config, model, served.server.tokenizer, Limits(tool_timeout=3.0)).watch.timeout == 3.0
+
+
+def test_solve_keeps_an_environment_that_holds_a_client(served, monkeypatch):
+    """An OpenEnv client never gives back its session with the server, which has only so many."""
+    name, cls, chat = served.server.environment
+    made = []
+
+    class Holds(cls):
+        _from_text = staticmethod(lambda text: {"equation": text})
+
+        def __init__(self):
+            made.append(self)
+            self.client = socket.socket()
+    monkeypatch.setattr(served.server, "environment", ("holds", Holds, chat))
+    for _ in range(3):
+        served.script[:] = [chat.turn("3", [])]
+        served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
+        served.wait_until_free()
+        gc.collect()
+    assert len(made) == 1
+    made[0].client.close()
 
 
 def test_solve_needs_an_environment(tiny_model):

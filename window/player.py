@@ -13,9 +13,10 @@ import time
 from functools import partial
 from os.path import commonprefix
 
-from llm.adapter_files import read_settings
+from llm.adapter_files import FORMS, read_settings
 from llm.engine import Engine, Row
 from llm.loading import adapt
+from llm.memory import techniques_of
 from llm.sampling import sample
 from lora import adapted_forward, adapters, merged
 from window.requests import BASE, Refusal
@@ -251,6 +252,11 @@ class Player:
         if name in self.adapters:
             raise ValueError(f"the adapter {name!r} has already been loaded")
         config = read_settings(folder)
+        own = techniques_of(self.model)
+        for technique, form in FORMS.items():
+            if form in config["quantized_base"] and not getattr(own, technique):
+                raise ValueError(f"{folder} was trained beside weights in {form}, which those of "
+                                 "this server are not; start a server with it")
         # Take off the adapter that rows may be playing while `adapt` puts on the new one.
         self.exchange({})
         try:

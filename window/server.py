@@ -65,6 +65,8 @@ class Server:
                 tokenizer, config.env, model.generation_config, envs.options_of(config))
             [(name, cls)] = classes.items()
             self.environment = name, cls, chats[name]
+        # One for all episodes: it keeps environments that hold a client for the next ones.
+        self.watch = Watch(limits.tool_timeout)
         self.player = Player(model, techniques_of(model).decode_rows)
 
     def application(self) -> FastAPI:
@@ -267,7 +269,7 @@ class Server:
         name, cls, chat = self.environment
         with refused("problem"):
             task = {**cls._from_text(problem), **envs.options_of(self.config)}
-        session = Session(Watch(self.limits.tool_timeout), name, cls, task)
+        session = Session(self.watch, name, cls, task)
         return Episode(session, chat, self.limits, "solve")
 
     # ----------------------------------------------------------------------------- models, adapters
