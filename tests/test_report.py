@@ -156,7 +156,7 @@ def test_tokens_join_to_the_text_whatever_their_bytes(tmp_path):
 
 def test_tokens_are_coloured_by_mask_and_probability_and_each_turn_shows_its_reward(tmp_path):
     tokenizer = byte_level(tmp_path)
-    ids = tokenizer.encode(EVIL[:9]).ids
+    ids = tokenizer.encode(EVIL[:8] + "\n").ids
     row = episode(calls=(), step=3)
     mask = [0, 1, 1, 0, 1, 1, 1, 1, 0]
     probabilities = [1, 0.95, 0.6, 1, 0.3, 0.05, 0.005, 1.0, 1]
@@ -165,8 +165,8 @@ def test_tokens_are_coloured_by_mask_and_probability_and_each_turn_shows_its_rew
     name = folder(tmp_path / "run", episodes=[row])
     (tmp_path / "tokenizer.json").rename(tmp_path / "run" / "tokenizer.json")
     tokens = page(name).tokens
-    assert [t[1] for t in tokens if t[0]["title"] != "reward"] == list("<script>a")
-    assert [t[0].get("class") or t[1] for t in tokens] == ["<", "s0", "s1", "+2", "r", "s2", "s3", "s4", "s0", "-0.5", "a"]
+    assert [t[1] for t in tokens if t[0]["title"] != "reward"] == [*"<script>", "↵\n"]
+    assert [t[0].get("class") or t[1] for t in tokens] == ["<", "s0", "s1", "+2", "r", "s2", "s3", "s4", "s0", "-0.5", "↵\n"]
     assert tokens[0][0]["title"] == f"id {ids[0]}, not sampled"
     assert tokens[2][0]["title"] == f"id {ids[2]}, p 0.6"
 
@@ -185,6 +185,7 @@ def test_successes_stand_with_their_intervals(tmp_path):
     assert f"success_after0.750 ({low:.3f} to {high:.3f})" in text and "seconds12.3" in text and "peak_memory_mb1,888" in text
     assert "beforesuccess 0.500, reward -0.250" in text
     assert "pairs" not in text and "{" not in text and "turns" not in text
+    assert "success_after0.75" in page(folder(tmp_path, result={"success_after": 0.75})).text
     for share in ("much", 7):
         name = folder(tmp_path, result={"success_after": share, "held_out_tasks": 20})
         with pytest.raises(UserError, match="result.json: cannot be read|result.json: math domain error"):
@@ -196,23 +197,43 @@ def test_numbers_are_shown_as_a_reader_wants_them(value, shown):
     assert number(value) == shown
 
 
+def test_the_line_of_an_episode_says_what_came_of_it(tmp_path):
+    first = episode(calls=(), user="What is x?", step=7) | {"reward": 1.5, "reward_parts": {"answer": 2.0, "length": -0.5}, "stop_reason": "max_turns"}
+    first["messages"] = [{"role": "system", "content": "Be brief."}, *first["messages"], {"role": "user", "content": "Go on."}]
+    text = page(write(tmp_path / "t.jsonl", [episode(success=False, user="\ud800"), first])).text  # no UTF-8 has it
+    assert "✓ success step 7 · reward 1.5 · answer 2 · length -0.5 · 0 calls · max_turns · 4 tokensWhat is x?" in text
+    assert "✗ no success reward 1 · 1 calls · done · 7 tokens?" in text
+
+
+def test_the_tokenizer_is_that_of_the_newest_checkpoint(tmp_path):
+    name, newest = Path(folder(tmp_path / "run", episodes=[episode(calls=())])), tmp_path / "run" / "checkpoints" / "step_000002"
+    newest.mkdir(parents=True)
+    (newest / "state.json").write_text("{}")
+    byte_level(newest)
+    assert len(page(name).tokens) == 5  # four tokens and a reward
+
+
 def test_a_curve_shows_the_values_logged():
     figure = chart("entropy", [(0, 0.0), (1, 1.0), (2, 0.5)])
     raw, means = re.findall(r'points="(.*?)"', figure)
     assert raw == means == "10.0,120.0 160.0,20.0 310.0,70.0"  # left to right 10..310, bottom to top 120..20
-    assert "nats per token" in figure and "<b>0.5</b></figcaption>" in figure and ">steps 0 to 2</text>" in figure
+    assert "y=12>1</text><text x=10 y=135>0</text>" in figure and "nats per token" in figure and "<b>0.5</b></figcaption>" in figure and ">steps 0 to 2</text>" in figure
     raw, means = re.findall(r'points="(.*?)"', chart("x", [(step, step % 2) for step in range(80)]))
     assert {float(p.split(",")[1]) for p in raw.split()} == {20.0, 120.0} and len(raw.split()) == 80
     assert {float(p.split(",")[1]) for p in means.split()} == {70.0} and len(means.split()) == 20
+    assert means.startswith(f"{10 + 300 * 1.5 / 79:.1f},")  # in the middle of its four steps
+    assert len(re.findall(r'points="(.*?)"', chart("x", [(step, step % 2) for step in range(50)]))[1].split()) == 17  # of three steps each
 
 
 def test_no_spike_of_a_long_run_is_lost(tmp_path):
     rows = [{"step": t, "success": 0.5 + 0.001 * (t % 7), "grad_norm": 99.0 if t == 4321 else None if t % 2 else 1.0,
              "clip_low": 0.0, "eval/success": t / 1e4 if t % 1000 == 0 else None} for t in range(10_000)]
-    raw = Path(view.write_html(folder(tmp_path, rows))).read_text()
-    assert "Unchanged throughout: clip_low 0." in raw
+    name = folder(tmp_path, rows)
+    write(tmp_path / "timing.jsonl", [{"step": 0, "seconds": 1.0}, {"step": 1, "seconds": 2.0}])
+    raw = Path(view.write_html(name)).read_text()
+    assert "<b>seconds</b>" in raw and "Unchanged throughout: clip_low 0." in raw
     lines = re.findall(r'class=raw points="(.*?)"', raw)
-    assert [len(line.split()) for line in lines] == [10_000, 5001, 10]
+    assert [len(line.split()) for line in lines] == [10_000, 5001, 10, 2]
     heights = [float(point.split(",")[1]) for point in lines[1].split()]
     assert heights.count(20.0) == 1 and heights.count(120.0) == len(heights) - 1
 

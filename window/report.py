@@ -180,7 +180,7 @@ def tokens_html(episode, tokenizer):
         if not mask[t]:
             spans.append(f'<i title="id {ids[t]:d}, not sampled">{text}</i>')
             continue
-        p = math.exp(min(episode["logprobs"][t], 0.0))
+        p = math.exp(episode["logprobs"][t])
         level = sum(p < bound for bound in SURPRISE)
         spans.append(f'<i class=s{level} title="id {ids[t]:d}, p {p:.3g}">{text}</i>')
         is_last_of_turn = not any(mask[t + 1:t + 2])
