@@ -122,6 +122,25 @@ def test_a_plain_chat_is_what_generate_says_to_the_whole_conversation(monkeypatc
     assert said == [*answers, answers[0]] and answers[0] != answers[1]  # an empty line begins again, with the system prompt
 
 
+CUTS = {"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {}
+
+
+def test_top_k_and_top_p_cut_what_is_sampled_in_a_chat(monkeypatch, capsys):
+    first, *others, uncut = [replies(plain(monkeypatch, capsys, "hello", max_new_tokens=9, **cut)) for cut in CUTS]
+    assert others == [first, first] and uncut != first
+
+
+def test_top_k_and_top_p_cut_what_is_sampled_and_eight_episodes_are_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    played = []
+    for i, cut in enumerate(CUTS):
+        out = str(tmp_path / f"{i}.jsonl")
+        talk.command(talk.Config(env="equations", num_tasks=9, max_new_tokens=4, output=out, **cut))
+        played.append([t.token_ids for t in read_trajectories(out)])
+    assert played[0] == played[1] == played[2] != played[3] and list(map(len, played)) == [9] * 4
+    assert capsys.readouterr().out.count("; success False; reward") == 8 * 4
+
+
 def test_a_conversation_that_is_full_says_so_and_begins_again(monkeypatch, capsys):
     said = plain(monkeypatch, capsys, "hello", "word " * 20, "", "hello", temperature=0, max_tokens=40, max_new_tokens=30)
     assert re.search(r"\[that makes \d+ tokens, --max_tokens is 40; an empty line begins a new conversation\]", said)
