@@ -1,6 +1,7 @@
 """envs/__init__.py: finding environments, tools, fitted calls, strict task files, splits; and a small environment in ours and in TRL's trainer."""
 import asyncio
 import enum
+import functools
 import inspect
 import json
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from episodes.tasks import draw_tasks, drop_seen, load_tasks
 import envs
-from envs.calls import fit
+from envs.calls import fit, needed
 from envs.session import load_environments
 from experiment.errors import UserError
 from experiment.output_folder import algorithm_of
@@ -461,7 +462,7 @@ FITS = [("text", "7", "7"), ("text", 7, "7"), ("text", 7.5, "7.5"), ("text", "",
         ("number", 7.5, 7.5), ("flag", True, True), ("maybe", None, None), ("maybe", 3, 3), ("maybe", 3.0, 3), ("union", 3, 3), ("union", "3", "3"), ("either", "a", "a"),
         ("items", [1, 2], [1, 2]), ("items", [1.0, 2], [1, 2]), ("bare", ["a"], ["a"]), ("mapping", {"a": 1}, {"a": 1}), ("marked", 3, 3), ("marked", 3.0, 3), ("anything", {"x": [True]}, {"x": [True]}),
         ("untyped", None, None), ("static", 3.0, 3)]
-DOES_NOT_FIT = [("text", True), ("text", None), ("text", ["7"]), ("text", {"a": 1}), ("whole", "7"), ("whole", 7.5), ("whole", True), ("whole", None), ("whole", [7]),
+DOES_NOT_FIT = [("text", True), ("text", None), ("text", ["7"]), ("text", {"a": 1}), ("whole", "7"), ("whole", "7" * 500), ("whole", 7.5), ("whole", True), ("whole", None), ("whole", [7]),
                 ("whole", float("inf")), ("whole", float("nan")), ("number", "7"), ("number", True), ("flag", 1), ("flag", "true"), ("flag", None), ("maybe", "3"), ("maybe", True),
                 ("union", True), ("union", [1]), ("either", "c"), ("either", 1), ("either", ["a"]), ("items", 1), ("items", ["1"]), ("items", [True]), ("items", "1,2"), ("items", {"a": 1}), ("bare", "a"),
                 ("mapping", [1]), ("marked", "x"), ("static", "3")]
@@ -882,6 +883,8 @@ def test_of_a_literal_only_a_value_of_its_type_is_one():
     for value in (True, 2.0, "2", 4):
         with pytest.raises(TypeError):
             fit(value, Literal[1, 2])
+    # Of several types the value's own comes first.
+    assert repr([fit(3, float | int), fit(3, str | int), fit(3.0, int | float)]) == "[3, 3, 3.0]"
     assert fit(2, Literal[1, 2]) == 2 and fit(True, Literal[True, "auto"]) is True and fit(None, Literal["fast", None]) is None
 
 
@@ -890,6 +893,28 @@ def counted(method):
         return method(self, number)
     wrapper.__doc__ = method.__doc__
     return wrapper
+
+
+def traced(method):
+    @functools.wraps(method)
+    def wrapper(*arguments):
+        return method(*arguments)
+    return wrapper
+
+
+def test_a_decorated_tool_that_lacks_its_description_is_named_where_it_is_written():
+    class Undescribed:
+        @traced
+        def find(self, word: str) -> str:
+            pass
+    with pytest.raises(UserError, match=rf"test_envs.py:{Undescribed.find.__wrapped__.__code__.co_firstlineno}: tool find: "):
+        envs.schemas(Undescribed)
+
+
+def test_what_may_be_left_out_is_not_needed():
+    def function(self, a, b=1, *more, c, d=2, **others):
+        pass
+    assert needed(function) == ["a", "c"]
 
 
 class Decorated:

@@ -349,6 +349,37 @@ def test_a_signal_in_a_tool_is_not_the_models_fault():
             watch.check()
 
 
+@pytest.mark.parametrize("error, is_fault", [
+    *((kind, False) for kind in (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, OverflowError, SyntaxError, AssertionError)),
+    *((kind, True) for kind in (RuntimeError, OSError, NameError, AttributeError, MemoryError, SystemExit))])
+def test_which_errors_of_a_tool_the_models_arguments_explain(error, is_fault):
+    class Fails:
+        def reset(self, **_):
+            return "Go."
+
+        def act(self):
+            """Act."""
+            raise error("no")
+    with Watch(5.0) as watch:
+        session = Session(watch, "fails", Fails, {})
+        session.start()
+        session.submit([{"name": "act", "arguments": {}}] * 10)
+        assert session.results() == [(f"error: {error.__name__}: {error('no')}", True, 0.0)] * 10
+        with pytest.raises(EnvironmentFault, match="act on task") if is_fault else contextlib.nullcontext():
+            watch.check()
+
+
+@pytest.mark.parametrize("done", [[1], {1}, {1: 1}, "yes"])
+def test_done_of_a_class_that_was_written_for_trl_may_be_anything(done):
+    class Listing:
+        def reset(self, **_):
+            self.done = done
+            return "Go."
+    session = Session(Watch(5.0), "listing", Listing, {})
+    session.start()
+    assert not session.done
+
+
 class Ends(Shop):
     """A kept instance (it holds a connection) that never begins anew."""
 
