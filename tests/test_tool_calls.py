@@ -71,9 +71,9 @@ ANSWERS = [
 @pytest.mark.parametrize("mentioned", [GOOD, f"<tool_call>{GOOD}</tool_call>", "<tool_call> is the tag", "<function=f>", f"<tool_call>{GOOD}</tool_call> or <tool_call>"])
 def test_a_call_that_a_closed_thought_mentions_is_not_made(mentioned):
     """The prompt may have opened the thought, so that the text begins inside it."""
-    for begins in ("I could", "[Hm] I could", "{x} I could"):
+    for begins in ("I could", "[Hm] I could", "{x} I could", "\n<think>I could"):
         thought = f"{begins} write {mentioned} but that is wrong.\n</think>"
-        assert parse_tool_calls(f"{thought}\n\nIt is 3.") == (f"{thought}\n\nIt is 3.", [], [])
+        assert parse_tool_calls(f"{thought}\n\nIt is 3.") == (f"{thought}\n\nIt is 3.".strip(), [], [])
         assert parse_tool_calls(f"{thought}\n\n<tool_call>{GOOD}</tool_call>")[1:] == ([CALL], [])
 
 
@@ -97,8 +97,13 @@ def test_names_of_nested_arguments_are_any_text_in_gemmas_form():
 
 def test_none_in_gemmas_form_is_null():
     """Its templates write None, and no None in a text."""
-    text = '<|tool_call>call:f{a:None,b:{c:[None,1]},d:<|"|>None<|"|>}<tool_call|>'
-    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": None, "b": {"c": [None, 1]}, "d": "None"}}], [])
+    text = '<|tool_call>call:f{a:None,b:{c:[None,1]},d:<|"|>None<|"|>,Nonesuch:1}<tool_call|>'
+    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": None, "b": {"c": [None, 1]}, "d": "None", "Nonesuch": 1}}], [])
+
+
+def test_a_text_in_gemmas_form_is_taken_as_it_stands():
+    said = 'say "hi"\n\\ {a:1}'
+    assert parse_tool_calls(f'<|tool_call>call:f{{a:<|"|>{said}<|"|>}}<tool_call|>')[1:] == ([{"name": "f", "arguments": {"a": said}}], [])
 
 
 def test_gemmas_closing_tag_inside_a_text_closes_nothing():
@@ -198,6 +203,28 @@ def test_bad_calls_become_short_errors(body, why):
 def test_arguments_beside_the_function_are_its_own():
     text = '<tool_call>{"type": "function", "function": {"name": "f"}, "arguments": {"a": 1}}</tool_call>'
     assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": 1}}], [])
+    text = '<tool_call>{"name": "g", "function": {"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}}</tool_call>'
+    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": 1}}], [])
+
+
+@pytest.mark.parametrize("encoded, arguments", [("", {}), ("  ", {}), ('\n{"a": 1} ', {"a": 1})])
+def test_arguments_encoded_twice_may_be_empty_or_stand_among_spaces(encoded, arguments):
+    assert parse_tool_calls(json.dumps({"name": "f", "arguments": encoded}))[1:] == ([{"name": "f", "arguments": arguments}], [])
+
+
+def test_64_levels_of_lists_and_objects_are_read_and_not_one_more():
+    for levels, says in ((64, []), (65, ["error: arguments must be JSON with finite numbers and whole characters: nested too deep"])):
+        inner = "[" * (levels - 1) + "]" * (levels - 1)
+        _, calls, errors = parse_tool_calls(tagged(f'{{"name": "f", "arguments": {{"a": {inner}}}}}'))
+        assert errors == says and len(calls) == (not says)
+
+
+def test_pythons_tuples_and_numbers_as_keys_are_those_of_json():
+    assert parse_tool_calls("[f(a=(1, 2), b={3: 4})]")[1] == [{"name": "f", "arguments": {"a": [1, 2], "b": {"3": 4}}}]
+
+
+def test_of_a_bad_call_nothing_is_left_in_the_answer():
+    assert parse_tool_calls("Hm. " + tagged("not json") + " ok")[0] == "Hm.  ok"
 
 
 def test_calls_with_commas_between_them_and_before_a_later_thought():
@@ -209,7 +236,7 @@ def test_calls_with_commas_between_them_and_before_a_later_thought():
     assert len(parse_tool_calls(invented)[1]) == 1
 
 
-@pytest.mark.parametrize("optional", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}, {"type": "string", "nullable": True}])
+@pytest.mark.parametrize("optional", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"oneOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}, {"type": "string", "nullable": True}])
 def test_optional_text_is_text_in_every_spelling(optional):
     """A zip code is no number. Pydantic writes `str | None` as anyOf."""
     values = [parse_tool_calls(TAGGED["qwen"] % raw, schema(a=optional))[1][0]["arguments"]["a"] for raw in ("01234", "12345", "null")]
@@ -336,6 +363,9 @@ def test_too_many_calls():
         content, calls, errors = parse_tool_calls(text)
         assert calls == [CALL] * MAX_CALLS and errors == [f"error: only {MAX_CALLS} calls a turn are read"]
     assert parse_tool_calls(f"<tool_call>{GOOD}</tool_call>" * MAX_CALLS)[1:] == ([CALL] * MAX_CALLS, [])
+    # Those that cannot be read count too. The model sees the first error and the limit.
+    _, calls, errors = parse_tool_calls(f"<tool_call>{GOOD}</tool_call>" + "<tool_call>x {</tool_call>" * 100)
+    assert calls == [CALL] and len(errors) == 2 and "valid JSON" in errors[0] and errors[1] == f"error: only {MAX_CALLS} calls a turn are read"
 
 
 PIECES = [
