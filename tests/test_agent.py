@@ -1050,6 +1050,7 @@ def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
 @pytest.mark.parametrize("written, played", [
     ({"dataset": "chats.jsonl", "trajectories": "null", "tasks": "null", "eval_dataset": "more.jsonl"}, (None, None)),
     ({"dataset": "chats.jsonl", "trajectories": "null", "tasks": "t.jsonl", "eval_dataset": "more.jsonl"}, ("t.jsonl", "t.jsonl")),
+    ({"dataset": "null", "trajectories": "chats.jsonl", "tasks": "t.jsonl", "eval_dataset": "more.jsonl"}, ("t.jsonl", "t.jsonl")),
     ({"dataset": "null", "trajectories": "null", "tasks": "t.jsonl", "eval_dataset": "e.jsonl"}, ("t.jsonl", "e.jsonl"))])
 def test_the_agent_plays_the_tasks_of_its_run_and_not_what_it_learned_from(tmp_path, written, played):
     config = talk.settle(talk.Config(model_path=str(run_folder(tmp_path / "run", env="gsm8k", **written))))

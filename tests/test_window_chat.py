@@ -141,6 +141,19 @@ def test_top_k_and_top_p_cut_what_is_sampled_and_eight_episodes_are_printed(tmp_
     assert capsys.readouterr().out.count("; success False; reward") == 8 * 4
 
 
+@pytest.mark.parametrize("env, words", [(None, ("hello", "", "hello")), ("equations", ("2x = 4", "2x = 4"))])
+def test_what_is_asked_again_is_sampled_anew_and_the_seed_repeats_it_all(monkeypatch, capsys, env, words):
+    said = plain(monkeypatch, capsys, *words, env=env, max_new_tokens=9)
+    first, second = re.findall(r"Assistant: (.*?)\n\[", said, re.S)
+    assert first != second and plain(monkeypatch, capsys, *words, env=env, max_new_tokens=9) == said
+    assert plain(monkeypatch, capsys, *words, env=env, max_new_tokens=9, seed=1) != said
+
+
+def test_the_model_is_loaded_in_the_dtype_that_was_asked_for(capsys):
+    model, _ = talk.load(talk.Config(dtype="bfloat16"))
+    assert model.dtype == torch.bfloat16 and "0.9 million weights, bfloat16, on " in capsys.readouterr().out
+
+
 def test_a_conversation_that_is_full_says_so_and_begins_again(monkeypatch, capsys):
     said = plain(monkeypatch, capsys, "hello", "word " * 20, "", "hello", temperature=0, max_tokens=40, max_new_tokens=30)
     assert re.search(r"\[that makes \d+ tokens, --max_tokens is 40; an empty line begins a new conversation\]", said)
@@ -189,6 +202,39 @@ def test_naming_the_runs_environment_changes_nothing_and_naming_another_takes_it
     assert named == talk.settle(talk.Config(model_path=run)) and (named.dataset, named.max_new_tokens, named.max_turns) == ("t.jsonl", 9, 2)
     other = talk.settle(talk.Config(model_path=run, env="gsm8k"))
     assert (other.dataset, other.max_turns) == (None, None) and other.max_new_tokens > 9
+
+
+def test_a_run_is_found_from_its_parts_and_from_inside_them_and_only_for_its_own_models(tmp_path, monkeypatch):
+    run = run_folder(tmp_path / "run", env="equations", max_turns=2)
+    newest = run / "checkpoints" / "step_000002"
+    newest.mkdir(parents=True)
+    for place in (run, run / "base", newest):
+        assert talk.run_config(str(place)) == run / "config.yaml"
+        monkeypatch.chdir(place)
+        assert talk.run_config(".") == run / "config.yaml"
+    monkeypatch.chdir(run)
+    assert talk.run_config("tiny") is None  # a name that stands for no folder here
+
+
+@pytest.mark.parametrize("name, value", [("num_tasks", 3), ("dataset", "t.jsonl"), ("eval_dataset", "t.jsonl"), ("env_options", "a=1")])
+def test_without_an_environment_what_is_for_one_is_refused(name, value):
+    with pytest.raises(UserError, match=f"--{name} {value}: of which environment"):
+        talk.check(talk.Config(**{name: value}), [])
+    talk.check(talk.Config(env="equations,gsm8k", num_tasks=3, **({name: value} if name != "num_tasks" else {})), ["equations", "gsm8k"])
+
+
+def test_what_the_run_says_is_taken_and_what_the_command_line_says_counts_more(tmp_path):
+    written = {"dataset": "t.jsonl", "eval_dataset": "e.jsonl", "env_options": "num_turns=3", "fields": "question=q", "max_turns": 2, "max_new_tokens": 9, "max_tokens": 99}
+    given = {"dataset": "u.jsonl", "eval_dataset": "v.jsonl", "env_options": "num_turns=4", "fields": "question=r", "max_turns": 3, "max_new_tokens": 8, "max_tokens": 88}
+    run = str(run_folder(tmp_path / "run", env="gsm8k", **written))
+    for words, expected in (({}, written), (given, given)):
+        config = talk.settle(talk.Config(model_path=run, **words))
+        assert {name: getattr(config, name) for name in written} == expected
+    # An environment that is not ours is played where the user names it, too.
+    mine = f"{tmp_path}/mine.py:Mine"
+    (tmp_path / "mine.py").write_text("from envs.gsm8k import GSM8K as Mine\n")
+    run = str(run_folder(tmp_path / "other", env=mine, max_turns=2))
+    assert talk.settle(talk.Config(model_path=run, env=mine)).max_turns == 2
 
 
 @pytest.mark.parametrize("words, says", [
