@@ -12,9 +12,11 @@ import torch
 from programs import ROOT, Program, run
 from test_agent import MODEL, TOKENIZER, answers, chat_in, environments, run_folder  # noqa: F401  (a fixture)
 
-from agent import Trajectory
+import envs
+from agent import Episode, Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
+from envs.session import Session, Watch
 from episodes.demonstrations import read_trajectories
 from experiment.episodes import message_lines
 from experiment.errors import UserError
@@ -90,6 +92,33 @@ def test_without_from_text_other_words_are_asked_of_the_task_that_is_shown(tmp_p
     assert "the tools still work on the task" in said.replace("\n", " ") and 'pay(amount=1) -> paid 1.0   +1.0\nAssistant: fine\n[done; success True; reward 1.00]' in said
 
 
+class Bare:
+    system_prompt = "Be brief."
+
+    def reset(self, **_):
+        return "Go."
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+def test_what_is_asked_instead_keeps_the_options_and_the_system_prompt_and_a_fault_is_told():
+    def asked(cls, task, text, options):
+        session = Session(Watch(5.0), "asked", cls, task)
+        return talk.asked_instead(Episode(session, Chat(TOKENIZER, envs.schemas(cls)), Limits(), "0"), text, options)
+    assert asked(Equations, {"equation": "x = 1"}, "2x = 4", {"noise": 0.5}).session.task == {"equation": "2x = 4", "noise": 0.5}
+    episode = asked(Bare, {}, "Stop.", {})
+    assert episode.trajectory.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Stop."}]
+    assert episode.trajectory.token_ids == episode.chat.prompt(episode.trajectory.messages)
+    episode.fail("it broke")
+    assert talk.how_it_ended(episode) == "it broke"
+
+
+def test_a_task_that_is_too_long_is_not_played(monkeypatch, capsys):
+    said = plain(monkeypatch, capsys, "", env="equations", max_tokens=8)
+    assert re.search(r"\[the prompt has \d+ tokens, --max_tokens is 8\]", said) and "Assistant" not in said
+
+
 # ----------------------------------------------------------------------------------------------------- with the model
 def plain(monkeypatch, capsys, *words, **options):
     """What the screen shows of a plain chat with the untaught model."""
@@ -156,7 +185,11 @@ def test_the_model_is_loaded_in_the_dtype_that_was_asked_for(capsys):
 
 def test_a_conversation_that_is_full_says_so_and_begins_again(monkeypatch, capsys):
     said = plain(monkeypatch, capsys, "hello", "word " * 20, "", "hello", temperature=0, max_tokens=40, max_new_tokens=30)
-    assert re.search(r"\[that makes \d+ tokens, --max_tokens is 40; an empty line begins a new conversation\]", said)
+    chat = Chat(TOKENIZER, [])
+    asked = len(chat.reply("word " * 19 + "word", None))  # after the 40 tokens of the first question and its answer
+    assert f"[that makes {40 + asked} tokens, --max_tokens is 40; an empty line begins a new conversation]" in said
+    length = len(chat.prompt([{"role": "user", "content": "hello"}]))
+    assert f"[that makes {length} tokens, --max_tokens is {length};" in plain(monkeypatch, capsys, "hello", max_tokens=length)
     first, last = replies(said)
     assert first == last and int(first[1]) < 30
 

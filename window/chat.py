@@ -225,9 +225,8 @@ def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
         if question != text:
             print(f"Task: {printable(question)}")
         return episode
-    if not episode.trajectory.stop_reason:
-        messages = episode.trajectory.messages[:-1]
-        episode.set_prompt([*messages, {"role": "user", "content": text}])
+    messages = episode.trajectory.messages[:-1]
+    episode.set_prompt([*messages, {"role": "user", "content": text}])
     return episode
 
 
