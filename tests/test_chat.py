@@ -169,13 +169,17 @@ def test_stops_and_starts(name, call_stop, answer_stop, starts):
     token = c.tokenizer.convert_ids_to_tokens
     assert (token(c.call_stop_id), token(c.answer_stop_id)) == (call_stop, answer_stop)
     assert set(token(list(c.start_ids))) == starts
-    assert {call_stop, answer_stop, "<|endoftext|>"} >= set(token(list(c.stop_ids)))
+    assert {call_stop, answer_stop, "<|endoftext|>"} == set(token(list(c.stop_ids)))
 
 
 def test_generation_config_adds_stops():
-    for eos, more in ((None, set()), (7, {7}), ([7, 8], {7, 8})):
+    for eos, more in ((None, set()), (7, {7}), ([7, 8], {7, 8}), ((7, 8), {7, 8})):
         c = Chat(small("hermes"), TOOLS, SimpleNamespace(eos_token_id=eos))
         assert c.stop_ids == chat("hermes").stop_ids | more
+    # What opens a message ends the turn where generation_config says so (Phi-3). It is not malformed.
+    [start] = chat("hermes").start_ids
+    c = Chat(small("hermes"), TOOLS, SimpleNamespace(eos_token_id=[start]))
+    assert start in c.stop_ids and not c.start_ids
 
 
 def test_native_or_told_in_text():
@@ -186,6 +190,13 @@ def test_native_or_told_in_text():
         "</tool_response>.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
     )
     assert c.tokenizer.convert_tokens_to_ids("<tool_call>") not in c.prompt(user("Hi"))  # plain text
+    bare = Chat(small("gemma"), [])
+    assert bare.tokenizer.decode(bare.prompt([{"role": "system", "content": "Be brief."}, *user("Hi")])).startswith("<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>")
+    c = chat("chatml")  # its system message stays one, and a conversation is told the tools at its start
+    assert c.text(c.turn("", CALLS)).startswith("<tool_call>") and c.text(c.turn("Hm.", CALLS)).startswith("Hm.\n<tool_call>")
+    talk = [{"role": "system", "content": "Be brief."}, *user("Hi"), {"role": "assistant", "content": "Yes?"}, *user("Go on.")]
+    text = c.tokenizer.decode(c.prompt(talk))
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nYou can call") and text.index("Look something up.") < text.index("Hi<|im_end|>")
 
 
 NAME, JSON = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"

@@ -201,6 +201,7 @@ def test_an_answer_is_printed_as_it_is_sampled_and_no_character_by_halves(monkey
     engine = Engine(MODEL, slots=1, stop_ids=chat.stop_ids)
     row = Row(chat.prompt([{"role": "user", "content": "hello"}]), limit=50, forced=[*ids, chat.answer_stop_id])
     engine.add([row])
+    assert talk.engine_for(talk.Config(max_tokens=40), MODEL, chat).stop_ids == chat.stop_ids | chat.start_ids
     pieces = list(talk.pieces(engine, chat, row))
     assert "".join(pieces) == "naïve 漢字 👩 ok" and len([piece for piece in pieces if piece]) > 6 and not any("\ufffd" in piece for piece in pieces)
     row.forced = TOKENIZER.encode("\ufffd", add_special_tokens=False) + [chat.answer_stop_id]
