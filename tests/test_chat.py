@@ -106,6 +106,8 @@ def test_results_of_one_turn_come_in_one_rendering_and_forced_stops_come_first(n
     assert c.results(TWO, ["first result", "second result"], None)[1:] == both
     assert c.results([], ["error: not JSON"], c.call_stop_id)  # a turn none of whose calls could be read
     reply = c.reply("continue", c.answer_stop_id)
+    for other in c.stop_ids - {c.answer_stop_id}:  # such as the end of the whole text: the template's own end of the turn is missing
+        assert c.reply("continue", other)[1:] == reply
     assert c.reply("continue", None)[1:] == reply and c.reply("continue", 1)[0] in c.tokenizer.added_tokens_decoder
     assert c.call_stop_id not in c.start_ids and c.answer_stop_id not in c.start_ids
 
@@ -194,6 +196,9 @@ def test_native_or_told_in_text():
     assert bare.tokenizer.decode(bare.prompt([{"role": "system", "content": "Be brief."}, *user("Hi")])).startswith("<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>")
     c = chat("chatml")  # its system message stays one, and a conversation is told the tools at its start
     assert c.text(c.turn("", CALLS)).startswith("<tool_call>") and c.text(c.turn("Hm.", CALLS)).startswith("Hm.\n<tool_call>")
+    assert '"gr\u00f6\u00dfe"' in c.text(c.turn("", [{"name": "look", "arguments": {"query": "gr\u00f6\u00dfe"}}]))  # as the model reads and writes it
+    told = {"type": "function", "function": {**TOOLS[0]["function"], "description": "gr\u00f6\u00dfe"}}
+    assert "gr\u00f6\u00dfe" in c.tokenizer.decode(Chat(small("chatml"), [told]).prompt(user("Hi")))
     talk = [{"role": "system", "content": "Be brief."}, *user("Hi"), {"role": "assistant", "content": "Yes?"}, *user("Go on.")]
     text = c.tokenizer.decode(c.prompt(talk))
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nYou can call") and text.index("Look something up.") < text.index("Hi<|im_end|>")
