@@ -186,6 +186,7 @@ def test_generation_config_adds_stops():
 
 def test_native_or_told_in_text():
     assert {n for n in TEMPLATES if not chat(n).native_tools} == {"chatml", "gemma"}
+    assert {n for n in TEMPLATES if chat(n).shows_one_call} == {"llama", "gptoss"}  # where calls are text there is room for several
     c = chat("gemma")  # no system role either
     text = c.tokenizer.decode(c.prompt([{"role": "system", "content": "Be brief."}, *user("Hi")]))
     assert text.startswith("<start_of_turn>user\nBe brief.\n\nYou can call") and text.endswith(
@@ -298,6 +299,7 @@ def test_text_keeps_all_but_the_stop():
     c = chat("hermes")
     turn = c.turn("Hi", CALLS)
     assert c.text(turn) == c.text(turn[:-1]) == c.tokenizer.decode(turn[:-1]) and c.text([]) == ""
+    assert c.text([c.answer_stop_id] * 2) == c.tokenizer.decode([c.answer_stop_id])
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
