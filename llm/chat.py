@@ -265,7 +265,7 @@ class Chat:
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
         count = template.controls(" ".join(before)).count(cut)
-        return TurnEnd(stop, cut, count + (both.count(cut) or 1))
+        return TurnEnd(stop, cut, count + 1)
 
     def _turn_starts(self):
         """Return the control tokens that open an assistant message or the message after it."""

@@ -247,6 +247,14 @@ def test_assembled_conversation_equals_one_rendering():
     assert ids == c.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
 
 
+def test_a_turn_that_ends_with_two_stop_tokens_is_sampled_up_to_the_first_and_goes_on_with_the_second(monkeypatch):
+    monkeypatch.setitem(TEMPLATES, "twice", CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content }}<|im_end|>{{ '<|im_end|>' if m.role == 'assistant' }}"))
+    c = Chat(small.__wrapped__("twice"), [])
+    messages = [*user("Hi"), {"role": "assistant", "content": "Yes?"}, *user("Go on.")]
+    ids = c.prompt(user("Hi")) + c.turn("Yes?", []) + c.reply("Go on.", c.answer_stop_id)
+    assert ids == c.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) and c.turn("Yes?", []).count(c.answer_stop_id) == 1
+
+
 def test_turn_joins_the_generation_prompt():
     assert chat("opens").text(chat("opens").turn("Hi", [])) == "\n</think>\n\nHi"
     assert chat("thinking").text(chat("thinking").turn("Hi", [])) == "<think>\n\n</think>\n\nHi"
