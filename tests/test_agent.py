@@ -408,8 +408,8 @@ def test_a_result_of_dense_tokens_is_shortened_further(text):
     assert shortened([text], 5, TOKENIZER.encode)[0] == [shorten(text, 40)]  # the least that is shown
     for limit in (41, 402, 9999):
         head, cut, tail = re.split(r"\n\[\.\.\. (\d+) characters cut \.\.\.\]\n", shorten(text * 6, limit))
-        assert (text * 6).startswith(head) and (text * 6).endswith(tail) and len(head) + int(cut) + len(tail) == len(text * 6) and len(head + tail) == min(limit, 4000)
-    assert shorten(text, len(text)) == text
+        assert (text * 6).startswith(head) and (text * 6).endswith(tail) and len(head) + int(cut) + len(tail) == len(text * 6) and len(head + tail) == min(limit, 4000) <= 4 * len(tail)
+    assert shorten(text, len(text)) == text and shortened(["x" * 100], 100, lambda texts: list(texts[0]))[0] == ["x" * 100]
 
 
 def test_a_sampled_turn_start_is_malformed(monkeypatch):

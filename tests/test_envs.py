@@ -14,8 +14,9 @@ import pytest
 
 from episodes.tasks import draw_tasks, drop_seen, load_tasks
 import envs
-from envs.calls import fit, needed
+from envs.calls import awaited, fit, needed
 from envs.session import load_environments
+from experiment.background import in_thread
 from experiment.errors import UserError
 from experiment.output_folder import algorithm_of
 from llm.tiny import make_tiny
@@ -606,7 +607,7 @@ def test_call_never_raises():
 
         def fails(self, kind: int):
             raise [ValueError("no\nway"), KeyError("k"), SystemExit(3), RecursionError(), AssertionError(), ExceptionGroup("g", [ValueError()]), StopIteration(),
-                   ZeroDivisionError()][kind]
+                   ZeroDivisionError(), ValueError("x" * 1000), ValueError("\ud800")][kind]
 
         async def later(self, kind: int):
             self.fails(kind)
@@ -626,15 +627,26 @@ def test_call_never_raises():
         def broken(self, x: "NoSuchType") -> str:  # noqa: F821
             return x
     env = Environment()
-    for kind in range(8):
+    for kind in range(10):
         for name in ("fails", "later"):
             text, error = envs.call(env, name, {"kind": kind})
-            assert error and text.startswith("error: ") and len(text) <= 300, (name, kind)
+            assert error and text.startswith("error: ") and len(text.encode()) <= 300, (name, kind)
     assert envs.call(env, "loops", {})[1] and envs.call(env, "unprintable", {})[1] and envs.call(env, "broken", {"x": 1})[1]
     assert [envs.call(env, "returns", {"what": w}) for w in ("none", "bytes", "dict", "surrogate")] == [
         ("None", False), (repr(b"\xff"), False), ("{'a': 1}", False), ("a?b", False)]
     for arguments in ({"kind": 10**5000}, {"kind": float("nan")}, {"kind": [[]] * 1000}, {"k" * 10**5: 1}):
         assert envs.call(env, "fails", arguments)[1]
+
+
+def test_an_async_tool_that_interrupts_ends_the_loop_of_no_other():
+    async def interrupts():
+        raise KeyboardInterrupt
+
+    async def works():
+        return 3
+    with pytest.raises(KeyboardInterrupt):
+        in_thread(awaited, interrupts()).result(10)
+    assert in_thread(awaited, works()).result(10) == 3
 
 
 def test_async_tools_share_one_loop():
