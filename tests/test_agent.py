@@ -470,6 +470,33 @@ def test_the_environment_replies_to_an_answer(monkeypatch):
     assert t.info["success"] and not play(monkeypatch, "stop", env_name="asking").info["success"]  # _check, not the reward
 
 
+def test_an_environment_that_is_done_when_it_replies_is_not_answered(monkeypatch):
+    monkeypatch.setattr(Asking, "_reply", lambda self, text: setattr(self, "done", True) or "again")
+    t = play(monkeypatch, "hm", "fine", env_name="asking")
+    assert t.stop_reason == "done" and len(t.rewards) == 1 and t.messages[-1]["role"] == "assistant" and t.loss_mask[-1] == 1
+
+
+def test_what_was_paid_before_a_fault_stays_as_far_as_it_is_finite(monkeypatch):
+    monkeypatch.setattr(Box, "get_reward", lambda self: raising())
+    t = play(monkeypatch, [call("pay", amount=1)], [call("pay", amount=2)], "fine")
+    assert (t.stop_reason, t.rewards, t.reward) == ("error", [1.0, 2.0, 0.0], 3.0)
+
+    def end(self) -> str:
+        """End."""
+        self.reward = math.inf
+    monkeypatch.setattr(Box, "end", end)
+    t = play(monkeypatch, [call("pay", amount=1)], [call("end")], "fine")
+    assert (t.stop_reason, t.rewards, t.reward) == ("error", [1.0, 0.0, 0.0], 1.0)
+
+
+def test_a_long_result_gets_what_the_results_before_have_left(monkeypatch):
+    chat = chat_of("box")
+    cost = len(chat.results([call("pay")], ["paid 1.0"], END))
+    for left in (100, 150, 250):
+        t = play(monkeypatch, [call("pay", amount=1)], [call("give", what="long")], "fine", limits=replace(LONG, max_tool_tokens=cost + left))
+        assert t.stop_reason == "done" and len(chat.results([call("give")], results_of(t)[1:], END)) <= left
+
+
 def test_rewards_that_are_numpy_numbers(monkeypatch):
     def end(self) -> str:
         """End."""
@@ -810,6 +837,18 @@ def test_a_model_that_diverged_is_named():
     t, = rollout(model, TOKENIZER, "box", [{}], step=4)
     assert math.isnan(t.reward) and re.search("not finite while decoding.*learning_rate", t.info["not_finite"])
     assert summarise([t])["success"] == 0.0
+
+
+def test_what_ended_before_the_model_diverged_keeps_its_reward(monkeypatch):
+    class Diverges(Engine):
+        def step(self):
+            if self.clock:
+                raise FloatingPointError("the model's logits are not finite")
+            return super().step()
+    Script(monkeypatch, [["", "fine"], [[call("pay", amount=1)], "fine"]])
+    ended, running = rollout(MODEL, TOKENIZER, "box", [{}], 2, limits=LONG, engine=lambda model, tokens, **options: Diverges(model, **options))
+    assert (ended.reward, ended.stop_reason) == (0.0, "done") and "not_finite" not in ended.info
+    assert math.isnan(running.reward) and "diverged" in running.info["not_finite"]
 
 
 # ------------------------------------------------------------------------------------------------------------- slow tools
