@@ -37,6 +37,7 @@ from experiment.distributed import Ranks
 from experiment.program import main
 from experiment.episodes import pass_at_k, summarise, transcript
 from experiment.errors import EnvironmentFault, UserError
+from experiment.seeds import mix
 from llm.chat import Chat
 from llm.tool_calls import parse_tool_calls
 from llm.engine import Engine, Row
@@ -714,6 +715,9 @@ def test_only_the_first_rollout_of_a_run_may_find_no_prompt_that_fits():
     run.watch, run.checkpoint = None, "step_000003"  # resumed: the first rollout of this process, not of the run
     assert rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == []
     assert evaluate(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == {}
+    run.rollout_seconds = 100.0  # a step may take several rollouts
+    rollout(MODEL, TOKENIZER, "box", [short], limits=limits, run=run)
+    assert run.rollout_seconds > 100.0
 
 
 def test_data_never_chooses_which_code_runs(tmp_path):
@@ -984,6 +988,24 @@ def test_pass_at_k_by_hand():
     assert pass_at_k([[False] * 3]) == {"pass@1": 0.0, "pass@2": 0.0, "pass@3": 0.0}
     found = pass_at_k([[True, True, False, False], [True, False, False, False]])  # 1 - C(2,k)/C(4,k) and 1 - C(3,k)/C(4,k)
     assert found == pytest.approx({"pass@1": (1 / 2 + 1 / 4) / 2, "pass@2": (5 / 6 + 1 / 2) / 2, "pass@3": (1 + 3 / 4) / 2, "pass@4": 1.0})
+
+
+def test_every_episode_has_random_numbers_of_its_own(monkeypatch):
+    """Those of (seed, step, number of the task, sample), and of every evaluation the same, which are those of no step."""
+    seeds = []
+    make = agent.Row
+    monkeypatch.setattr(agent, "Row", lambda prompt, **options: seeds.append(options["seed"]) or make(prompt, **options))
+    short = replace(LONG, max_new_tokens=1)
+    for seed, step, first in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 2)):
+        rollout(MODEL, TOKENIZER, "box", [{}] * 2, 2, limits=short, seed=seed, step=step, first_task=first)
+    parts = [(seed, step, first + task, sample) for seed, step, first in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 2)) for task in (0, 1) for sample in (0, 1)]
+    assert seeds == [mix(*part) for part in parts] and len(set(seeds)) == 16
+    evaluate(MODEL, TOKENIZER, "box", [{}], limits=short)
+    assert seeds[16:] == [mix(0, -1, 0, 0)] and evaluate(MODEL, TOKENIZER, "box", []) == {}
+
+
+def test_both_limits_of_tokens_truncate():
+    assert [reason for reason in ("done", "max_turns", "max_tokens", "max_new_tokens", "max_tool_tokens") if Trajectory(stop_reason=reason).truncated] == ["max_tokens", "max_new_tokens"]
 
 
 def test_evaluate_by_hand(monkeypatch):
