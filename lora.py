@@ -10,7 +10,6 @@ plain ones, llm/probe.py removes some): another adapter (DoRA, tests/test_dora.p
 """
 import math
 import runpy
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -192,11 +191,11 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     scale = alpha / (math.sqrt(r) if use_rslora else r)
-    uses = Counter(id(linear.weight) for linear in linears_of(model).values())
+    weights = [id(linear.weight) for linear in linears_of(model).values()]
     for linear in linears.values():
         linear.lora = kind(linear, r, scale, dropout, generator, device or linear.weight.device)
         # A weight that layers share, as Zamba's do, cannot hold the update of one.
-        linear.lora.mergeable = mergeable and uses[id(linear.weight)] == 1
+        linear.lora.mergeable = mergeable and weights.count(id(linear.weight)) == 1
         linear.forward = partial(adapted_forward, linear)
     model.lora_settings = Settings({
         "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
