@@ -308,6 +308,20 @@ def test_two_steps_of_grpo_and_the_adapter_in_peft(family, tmp_path):
         assert (theirs(input_ids=ids).logits - expected).abs().max() > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, memory", [("bfloat16", "plain"), ("bfloat16", "4bit"), ("float16", "checkpoint")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_steps_of_grpo_in_16_bits(family, dtype, memory, tmp_path):
+    """Sampler and trainer differ by rounding alone, the policy and its reference in no bit."""
+    save_text(family, tmp_path / "base")
+    grpo.train(grpo.Config(
+        model_path=str(tmp_path / "base"), env=bandit.ENV, output_dir=str(tmp_path / "run"), tasks_per_step=2, group_size=4, batch_size=4, max_steps=2,
+        eval_tasks=0, max_new_tokens=12, max_tokens=200, lora_r=2, learning_rate=1e-2, dtype=dtype, memory=memory, kl_coef=0.1))
+    with open(tmp_path / "run" / "metrics.jsonl") as file:
+        first, second = [json.loads(line) for line in file]
+    assert abs(first["first_ratio"] - 1) < 0.01 and first["sampler_gap"] < 0.03 and first["kl"] == 0 and second["grad_norm"] > 0
+
+
 def test_a_model_that_the_engine_refuses_ends_the_run_before_it_begins(tmp_path):
     """Not in the first rollout, with a command that would end there as well."""
     save_text("bloom", tmp_path / "base")
