@@ -316,7 +316,8 @@ def test_two_steps_of_grpo_in_16_bits(family, dtype, memory, tmp_path):
     save_text(family, tmp_path / "base")
     grpo.train(grpo.Config(
         model_path=str(tmp_path / "base"), env=bandit.ENV, output_dir=str(tmp_path / "run"), tasks_per_step=2, group_size=4, batch_size=4, max_steps=2,
-        eval_tasks=0, max_new_tokens=12, max_tokens=200, lora_r=2, learning_rate=1e-2, dtype=dtype, memory=memory, kl_coef=0.1))
+        eval_tasks=0, max_new_tokens=12, max_tokens=200, lora_r=2, learning_rate=1e-2, dtype=dtype, memory=memory, kl_coef=0.1,
+        entropy_coef=0.1))
     with open(tmp_path / "run" / "metrics.jsonl") as file:
         first, second = [json.loads(line) for line in file]
     assert abs(first["first_ratio"] - 1) < 0.01 and first["sampler_gap"] < 0.03 and first["kl"] == 0 and second["grad_norm"] > 0
