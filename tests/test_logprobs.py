@@ -25,12 +25,14 @@ def test_blocks_of_the_vocabulary_give_the_whole_softmax(tiny, scaling, chunk, m
         setattr(model.config, name, value)
     hidden = (torch.randn(37, 128, generator=torch.Generator().manual_seed(0)) * 3).double().requires_grad_()
     targets = torch.arange(37) * 26 % 960
-    model.get_input_embeddings().table.dtype = torch.float64
+    head = model.get_output_embeddings()
+    head.table.dtype = torch.float64
+    head.weight = head.weight.double()
     logp = (logprobs.head_logits(model, hidden) / 0.7).float().log_softmax(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     weights = torch.linspace(-1, 2, 37)
     expected_grad, = torch.autograd.grad((expected[0] * weights + expected[1] * weights.flip(0)).sum(), hidden)
-    ours = model.get_output_embeddings().logprobs(model, hidden, targets, 0.7)
+    ours = head.logprobs(model, hidden, targets, 0.7)
     grad, = torch.autograd.grad((ours[0] * weights + ours[1] * weights.flip(0)).sum(), hidden)
     assert all((a - b).abs().max() < 3e-5 for a, b in zip(expected, ours))
     assert (grad - expected_grad).norm() < 1e-4 * expected_grad.norm()
