@@ -613,7 +613,7 @@ def test_a_run_that_cannot_load_leaves_the_run_that_it_was_to_overwrite(place, t
     with pytest.raises(UserError, match="typo"):
         module.train(config(module, place, folder, overwrite=True, model_path=str(tmp_path / "typo")))
     assert os.listdir(tmp_path) == ["run"] and all(path.read_bytes() == data for path, data in files.items())
-    short = dict(trajectories=str(place / "episodes.jsonl"), max_steps=1) if module in (dpo, reward_weighted) else dict(max_steps=0)
+    short = dict(trajectories=str(place / "episodes.jsonl"), max_steps=1) if module in (dpo, reward_weighted) else dict(max_steps=0, max_samples=8)
     module.train(config(module, place, folder, overwrite=True, **short))
     assert all((tmp_path / "run.1" / path.relative_to(folder)).read_bytes() == data for path, data in files.items() if path.name != ".lock")
 
