@@ -257,12 +257,12 @@ LOSSES = {
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
-    "gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
-    "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3},
+    "gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "importance_correction": 2.0},
+    "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3, "importance_correction": 2.0},
     "rloo": {"scale_rewards": "none"},
 }
 # With --sampler another engine samples, and rounds differently. 2 is the cap of verl's examples;
-# vespo has a weight of its own.
+# vespo has a weight of its own. 16-bit rounding alone leaves the clip ranges of gspo and luspo.
 SAMPLER = {"importance_correction": 2.0}
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
 # make the policy drift; a KL penalty prevents that. Gradient norms are 0.02: 0.05 clips outliers.
@@ -301,7 +301,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     importance_correction: float | None = auto(
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
-        "advantages are weighted by min(trainer / sampler, C); 2 with --sampler", above=0)
+        "advantages are weighted by min(trainer / sampler, C); 2: gspo, luspo, --sampler", above=0)
     rollout_ahead: int = flag(0, "1: the next step's episodes are played, one version old, while "
                               "this step's update runs; needs --sampler", low=0, high=1)
     updates_per_step: int | None = auto(1, "passes over a step's episodes, an update each", low=1)

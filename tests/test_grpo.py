@@ -100,6 +100,19 @@ def test_with_importance_correction_the_ratio_is_the_trainers_and_the_sampler_we
     assert corrected["advantage_abs"] == pytest.approx(1.5 * plain["advantage_abs"], rel=1e-4)
 
 
+@pytest.mark.parametrize("loss", ["gspo", "luspo"])
+def test_rounding_alone_leaves_no_clip_range(base, tmp_path, monkeypatch, loss):
+    """Two engines in bfloat16 differ by 0.03 nats a token, a hundred times gspo's range: most of the first update would be clipped away."""
+    def rounded(*args, **options):
+        episodes = rollout(*args, **options)
+        for i, t in enumerate(episodes):
+            t.logprobs = [p + 0.03 * (-1)**i * m for p, m in zip(t.logprobs, t.loss_mask)]
+        return episodes
+    monkeypatch.setattr(grpo, "rollout", rounded)
+    _, (metrics,) = run(base, tmp_path, loss=loss)
+    assert metrics["clip_low"] == metrics["clip_high"] == 0 and metrics["sampler_gap"] == pytest.approx(0.03, rel=1e-3)
+
+
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
     run(base, tmp_path, learning_rate=0.0, max_steps=2)
     adapter = state(tmp_path, 2, "adapter_model")

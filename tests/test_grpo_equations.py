@@ -498,8 +498,9 @@ def test_names_and_hyper_parameters():
     with pytest.raises(TypeError, match="clip_eps_high"):  # a missing one is an error, not a hidden default
         grpo.clipped(b["logprobs"] - b["old"], b["logprobs"], b["advantages"], b["mask"], clip_eps_low=0.2)
     settings = {"dapo": {"clip_eps_high": 0.28}, "dr_grpo": {"scale_rewards": "none"}}
-    clips = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
-    longer = {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3}  # arXiv 2602.05261 section 5.1
+    exact = {"importance_correction": 2.0}  # rounding alone leaves such ranges
+    clips = {**exact, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
+    longer = {**exact, "clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3}  # arXiv 2602.05261 section 5.1
     assert PAPER_SETTINGS == {**settings, "gspo": clips, "luspo": longer, "rloo": {"scale_rewards": "none"}}  # the last is a --credit
 
 
