@@ -204,7 +204,7 @@ def sources(config) -> list[str]:
                      if module.__file__}
             for name, file in found.items():
                 loaded = getattr(sys.modules.get(name), "__file__", None) or file
-                if file != loaded and os.path.dirname(loaded) in FOLDERS:
+                if name != "__main__" and file != loaded and os.path.dirname(loaded) in FOLDERS:
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
             paths += found.values()
     return paths

@@ -224,6 +224,14 @@ def test_two_neighbours_of_the_same_name_are_not_mixed_up(tmp_path):
         envs.sources(SimpleNamespace(env=",".join(names), rewards=None))
 
 
+def test_a_script_beside_its_environment_trains_in_it(tmp_path, monkeypatch):
+    """The script is __main__, and so is the environment's file where its imports are followed."""
+    (tmp_path / "env_of_mine.py").write_text("class Environment:\n    def reset(self):\n        return 'Go.'\n    def get_reward(self):\n        return 0.0\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+    name = f"{tmp_path / 'env_of_mine.py'}:Environment"
+    assert envs.sources(SimpleNamespace(env=name, rewards=None)) == [str(tmp_path / "env_of_mine.py")]
+
+
 @pytest.mark.parametrize("line, name", [("from .near import ANSWER", "ANSWER"), ("from . import near", "near.ANSWER")])
 def test_a_file_of_a_package_may_import_relatively_and_a_run_notes_what(tmp_path, line, name):
     (tmp_path / "near.py").write_text("ANSWER = 42\n")
