@@ -25,6 +25,7 @@ from experiment.errors import UserError
 ONCE = ("overwrite", "resume", "unsafe_code")
 MIXTURES = "experiment.mixtures"  # knows the revision of data
 CODE = ("env", "rewards")  # they may name files of code, which a config file does not choose
+AS_JSON = bool | list | dict | None  # values of options whose str() would be read as text
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
@@ -77,7 +78,6 @@ def fill(config, *tables):
         if option.auto and getattr(config, name) is None:
             value = ChainMap(*tables).get(name)
             if value is None:
-                # A function of the fields before it.
                 value = option.default(config) if callable(option.default) else option.default
             setattr(config, name, value)
     if any("hub:" in str(value) for value in vars(config).values()):
@@ -271,7 +271,8 @@ class RunFlags:
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
             elif isinstance(value, dict):
-                value = ",".join(f"{_named(key)}={item}" for key, item in value.items())
+                value = ",".join(f"{_named(k)}={json.dumps(v) if isinstance(v, AS_JSON) else v}"
+                                 for k, v in value.items())
             elif name in CODE:
                 value = _named(value)
             elif name in LISTS and (isinstance(value, list) or hasattr(value, "to_list")):
@@ -335,10 +336,9 @@ def _parse_text(text, kind):
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower())
     # int() and float() also read "1_0", "nan" and digits of other scripts.
-    if not re.fullmatch("[-+.0-9eE]+", text):
-        return None
-    with suppress(ValueError):
-        return kind(text)
+    if re.fullmatch("[-+.0-9eE]+", text):
+        with suppress(ValueError):
+            return kind(text)
 
 
 def nearest(name, known, prefix="", otherwise="--help lists them"):

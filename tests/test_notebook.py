@@ -107,6 +107,7 @@ def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says(tmp_pat
     book = Run(sft.Config(learning_rate="1e-4", output_dir=str(tmp_path)), "sft")
     assert book.config.learning_rate == 1e-4  # PyYAML reads 1e-4 as text
     assert type(config.learning_rate) is float and type(config.seed) is int and config.seed == 2
+    assert grpo.Config(env_options={"hard": False, "k": None, "signs": ["+", "-"]}).env_options == 'hard=false,k=null,signs=["+", "-"]'  # they were text, "False"
     assert config.env_options == "tools=calculator" and config.fields == "question=problem,answer=solution"
 
 
