@@ -73,7 +73,7 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
             return as_messages(row[name], name)
     if "completion" in row and not given & {"output", "text"}:
         need(row, "prompt", "completion")
-        if row.get("label") is False:
+        if str(row.get("label")).lower() == "false":
             raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     prompt = prompt_in(row)
     for name in ("completion", "output"):

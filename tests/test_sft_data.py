@@ -452,6 +452,7 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
      '"answer" has no number; give 72, or a solution that ends in #### 72, not \'many\''),
     ({"question": "How many?"}, "no 'answer' in it"),
     ({"prompt": "a", "completion": "b", "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # KTO's rows
+    ({"prompt": "a", "completion": "b", "label": "False"}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # in .csv
     ({"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "b"}, '"prompt" has its messages as text; give them in .jsonl or .parquet'),  # a table that pandas wrote as .csv
     ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, '"completion" has its messages as text; give them in .jsonl or .parquet'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
