@@ -119,6 +119,14 @@ def test_a_task_that_is_too_long_is_not_played(monkeypatch, capsys):
     assert re.search(r"\[the prompt has \d+ tokens, --max_tokens is 8\]", said) and "Assistant" not in said
 
 
+def test_a_typed_task_gets_only_the_options_that_reset_takes(tmp_path, monkeypatch, capsys):
+    """As the tasks that are played do. Here `level` is an option of the class, and reset has no **kwargs."""
+    (tmp_path / "strict.py").write_text("class Strict:\n    options = {'level': 1}\n    def reset(self, n: int = 0):\n        return f'{n} on level {self.options[\"level\"]}?'\n"
+                                        "    def get_reward(self):\n        return 1.0\n    @staticmethod\n    def _from_text(text):\n        return {'n': int(text)}\n")
+    said = chat_in(monkeypatch, capsys, ["7"], ["fine"], env_name=f"{tmp_path}/strict.py:Strict", env_options="level=2", unsafe_code=True)
+    assert "Task: 7 on level 2?\n" in said and "[done; success True; reward 1.00]" in said
+
+
 # ----------------------------------------------------------------------------------------------------- with the model
 def plain(monkeypatch, capsys, *words, **options):
     """What the screen shows of a plain chat with the untaught model."""

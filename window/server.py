@@ -268,7 +268,7 @@ class Server:
                                "text (_from_text)")
         name, cls, chat = self.environment
         with refused("problem"):
-            task = {**cls._from_text(problem), **envs.options_of(self.config)}
+            task = {**cls._from_text(problem), **envs.taken(cls, envs.options_of(self.config))}
         session = Session(self.watch, name, cls, task)
         return Episode(session, chat, self.limits, "solve")
 
