@@ -87,9 +87,9 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     def convert(row, place):
         if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
             return False, None
-        in_split = is_whole or is_held_out(row) == (split == "test")
         if ".csv:" in place:
             row = import_module(CELLS).read_cells(cls.reset, row)
+        in_split = is_whole or is_held_out(row) == (split == "test")
         # Rows of the other split are checked as well.
         task = _as_task(cls, row)
         if len(names) == 1 and "env" in (task or ()):

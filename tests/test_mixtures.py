@@ -69,6 +69,15 @@ def test_every_form_gives_the_same_rows(here):
     assert places[::5] == ["a.jsonl:1", "a.csv:2", "hub:own/quiz:1"]
 
 
+def test_a_csv_file_holds_out_the_rows_that_the_same_jsonl_file_does(here):
+    """The cells are text until `reset` says what they are: a number in quotes has another hash than a number."""
+    rows = [{**row, "noise_seed": i} for i, row in enumerate(EQUATIONS)]
+    write("a.jsonl", rows)
+    Path("a.csv").write_text("equation,noise_seed\n" + "".join(f"{row['equation']},{row['noise_seed']}\n" for row in rows))
+    for split in ("train", "test"):
+        assert load_tasks("equations", split, None, 0, "a.csv") == load_tasks("equations", split, None, 0, "a.jsonl")
+
+
 def test_names_of_columns(here):
     write("a.jsonl", [{"a": 1, "b": 2}, {"a": 3}])
     assert rows_of("a.jsonl", "b=a,a=b") == [{"b": 1, "a": 2}, {"b": 3}]  # two that change places
