@@ -66,6 +66,20 @@ def test_a_line_of_a_transcript():
     assert message_lines([{"role": "tool", "name": "", "content": "error: not JSON", "reward": 0.0}]) == ["unreadable call -> error: not JSON   +0.0"]
 
 
+def test_a_run_that_held_no_task_out_has_no_test_tasks(tmp_path):
+    """All rows of its file were trained on. 20 of 20 tasks of --split test had been."""
+    run = run_folder(tmp_path / "run", env="equations", dataset="t.jsonl", eval_tasks=0)
+    with pytest.raises(UserError, match="--split test: .*config.yaml: with eval_tasks 0 the run held no task out; give --eval_dataset"):
+        talk.settle(talk.Config(model_path=str(run), split="test"))
+    assert talk.settle(talk.Config(model_path=str(run))).dataset == "t.jsonl"
+    assert talk.settle(talk.Config(model_path=str(run), split="test", eval_dataset="e.jsonl")).eval_dataset == "e.jsonl"
+    expert = run_folder(tmp_path / "sft", env="equations", tasks="t.jsonl", eval_tasks=0)  # the expert has not played the tenth
+    (expert / "config.yaml").write_text((expert / "config.yaml").read_text().replace("# grpo", "# sft"))
+    assert talk.settle(talk.Config(model_path=str(expert), split="test")).dataset == "t.jsonl"
+    recorded = run_folder(tmp_path / "weighted", env="equations", dataset="t.jsonl", trajectories="r.jsonl")  # reward_weighted.py's
+    assert talk.settle(talk.Config(model_path=str(recorded), split="test")).eval_dataset == "t.jsonl"
+
+
 # ------------------------------------------------------------------------------------------------- with the agent
 def test_a_typed_equation_is_solved_in_its_own_environment(monkeypatch, capsys):
     said = chat_in(monkeypatch, capsys, ["please solve x/5+27 = 32"], answers({"equation": "x/5 + 27 = 32"}))

@@ -113,9 +113,18 @@ def as_the_run(config: Config) -> Config:
             if run.get("dataset") or run.get("trajectories"):
                 run["eval_dataset"] = run["tasks"]
             run["dataset"] = run["tasks"]
+        elif run.get("trajectories"):
+            # And in reward_weighted.py, where these are not tasks that were played.
+            run["eval_dataset"] = run.get("eval_dataset") or run.get("dataset")
         flags = options(Config)
         taken = {name: convert(run[name], flags[name], f"{written}: {name}") for name in TAKEN
                  if run.get(name) and not getattr(config, name)}
+        held_out = config.eval_dataset or taken.get("eval_dataset")
+        if config.split == "test" and taken.get("dataset") and not held_out:
+            # Without an evaluation all rows are trained on, but for sft.py's.
+            if run.get("eval_tasks") == "0" and algorithm_of(written.parent) != "sft":
+                raise UserError(f"--split test: {written}: with eval_tasks 0 the run held no task "
+                                "out; give --eval_dataset")
     # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
