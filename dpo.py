@@ -46,6 +46,7 @@ from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from episodes.demonstrations import read_trajectories
 from episodes.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from episodes.tasks import drop_seen, tasks_of, train_and_held_out, with_env
+from experiment.data import data_sources
 from llm import (TrainingState, adamw, is_tiny, load_model, model_options,
                  shuffled_batches, token_logprobs)
 from lora import merged
@@ -312,8 +313,10 @@ def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Traj
     if not config.trajectories:
         return []
     vocabulary = model.get_input_embeddings().num_embeddings
-    files = [read_trajectories(path.strip(), tokenizer, vocabulary)
-             for path in config.trajectories.split(",")]
+    sources = data_sources(config.trajectories)
+    if any(weight for _, weight in sources):
+        raise UserError(f"--trajectories {config.trajectories}: all are paired; leave out shares")
+    files = [read_trajectories(path, tokenizer, vocabulary) for path, _ in sources]
     return make_pairs(files, config)
 
 

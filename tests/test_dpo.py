@@ -534,6 +534,10 @@ def test_several_files_are_read_and_their_groups_kept_apart(start, recorded, tmp
     assert len(json.loads((tmp_path / "o" / "preference_pairs.json").read_text())) == 24
     with pytest.raises(UserError, match="no two episodes of one task"):
         run(start, tmp_path / "p", (f"{tmp_path}/good.jsonl,{tmp_path}/bad.jsonl",))
+    (tmp_path / "a,b.jsonl").write_text(Path(path).read_text())  # as in the other programs, a file with a comma in its name is one
+    run(start, tmp_path / "q", (f"{tmp_path}/a,b.jsonl",), max_steps=0)
+    with pytest.raises(UserError, match="leave out shares"):  # they were not kept
+        run(start, tmp_path / "r", (f"{path}=0.9,{tmp_path}/good.jsonl=0.1",))
 
 
 @pytest.mark.parametrize("options, words", [
