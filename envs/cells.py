@@ -3,16 +3,24 @@ import json
 import typing
 from contextlib import suppress
 
-from envs.calls import fit, hint_name
+from envs.calls import fit, hint_name, needed
 
 
 def read_cells(method, row: dict) -> dict:
     """Return a row of a CSV file, whose cells are text, as the type hints of a method want it.
 
-    Raises ValueError.
+    An empty cell that cannot be read is left out where the argument has a default: in a table for
+    several environments the columns of the others are empty. Raises ValueError.
     """
     hints = typing.get_type_hints(method)
-    return {name: read_cell(name, text, hints.get(name, str)) for name, text in row.items()}
+    cells = {}
+    for name, text in row.items():
+        try:
+            cells[name] = read_cell(name, text, hints.get(name, str))
+        except ValueError:
+            if text or name in needed(method):
+                raise
+    return cells
 
 
 def read_cell(name: str, text: str, hint):

@@ -78,6 +78,14 @@ def test_a_csv_file_holds_out_the_rows_that_the_same_jsonl_file_does(here):
         assert load_tasks("equations", split, None, 0, "a.csv") == load_tasks("equations", split, None, 0, "a.jsonl")
 
 
+def test_a_csv_file_for_two_environments_has_empty_cells(here):
+    """It was refused: noise_seed: '' cannot be read as int."""
+    Path("a.csv").write_text("env,equation,noise_seed,case,level\nequations,x + 1 = 2,3,,\nbusiness,,,7,2\n")
+    equation, case = sorted(load_tasks("equations,business", "train", None, 0, "a.csv", holds_out=False), key=lambda task: task["env"], reverse=True)
+    assert (equation["equation"], equation["noise_seed"]) == ("x + 1 = 2", 3)
+    assert case["case"] == 7 and "noise_seed" not in case
+
+
 def test_names_of_columns(here):
     write("a.jsonl", [{"a": 1, "b": 2}, {"a": 3}])
     assert rows_of("a.jsonl", "b=a,a=b") == [{"b": 1, "a": 2}, {"b": 3}]  # two that change places
