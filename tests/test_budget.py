@@ -46,7 +46,7 @@ def beside_the_device(model, memory):
     pytest.param(2, 400, 8, PLAIN, id="plain"),
     pytest.param(3, 600, 8, PLAIN, id="long", marks=pytest.mark.slow),
     pytest.param(2, 200, 0, PLAIN, id="all weights"),
-    pytest.param(1, 1024, 8, FOUR_BIT, id="4bit"),
+    pytest.param(1, 1024, 8, FOUR_BIT, id="4bit", marks=pytest.mark.slow),
     pytest.param(2, 512, 8, Techniques(load_in_4bit=True), id="4 bits alone", marks=pytest.mark.slow),
     pytest.param(1, 1024, 8, FOUR_BIT._replace(int8_head=True, mlp_tokens=256), id="int8 and tiles", marks=pytest.mark.slow),
     pytest.param(2, 1024, 8, FOUR_BIT._replace(int8_head=True, stream_layers=True), id="stream")])

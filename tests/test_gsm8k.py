@@ -243,7 +243,7 @@ def test_schemas_and_gymnasium():
 
 
 @pytest.mark.skipif(not os.path.isdir(DATA), reason="the dataset is not here")
-@pytest.mark.parametrize("name, count", [("train", 7473), ("test", 400)])
+@pytest.mark.parametrize("name, count", [pytest.param("train", 7473, marks=pytest.mark.slow), ("test", 400)])
 def test_every_row(name, count):
     env, rows, marks, true, turns = GSM8K(), [row for _, row in read_rows(f"{DATA}/{name}.jsonl")], 0, 0, 0
     assert len(rows) == count

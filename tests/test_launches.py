@@ -81,7 +81,7 @@ def test_rows_are_exchanged_at_once(model):
 KERNELS = {"plain": [162, 1263, 1263, 4432], "4bit": [350, 1943, 1999, 9532], "small": [366, 1946, 2992, 9940]}
 
 
-@pytest.fixture(params=["plain", "4bit", "small"])
+@pytest.fixture(params=["plain", pytest.param("4bit", marks=pytest.mark.slow), "small"])
 def memory(request):
     return request.param
 

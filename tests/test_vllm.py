@@ -421,6 +421,7 @@ def test_a_server_that_dies_or_hangs_ends_the_run_too(place, tmp_path, server, m
         played(place, tmp_path / "dies", [server], max_steps=4)
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_waited_for(place, tmp_path, server, monkeypatch):  # noqa: F811
     monkeypatch.setattr(vllm, "PATIENCE", 1)
     server.fault = lambda body: time.sleep(0 if "proof" in body["model"] else 2.5)
