@@ -388,7 +388,7 @@ def merge_adapter(model):
     """Add the adapter into the weights for good. The model is then a plain one."""
     for linear in adapters(model).values():
         if not linear.lora.mergeable:
-            raise UserError("an adapter beside shared or 4-bit weights is not merged: use --lora_r")
+            raise UserError("weights that layers share hold no adapter; --lora_r keeps it beside")
         linear.lora.merge(linear)
         del linear.lora, linear.forward
     model.lora_settings = None

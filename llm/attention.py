@@ -87,8 +87,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
     stock = attention_mask is not None or dropout or kwargs.get("position_bias") is not None
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
     trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
-    rounds_alike = trains_on_cpu or query.is_cpu and query.element_size() == 2
-    if rounds_alike and row_bytes <= MAX_SCORES and not stock:
+    takes_products = trains_on_cpu or query.is_cpu and query.element_size() == 2
+    if takes_products and row_bytes <= MAX_SCORES and not stock:
         attend = partial(causal_products, scaling)
     else:
         attend = partial(

@@ -56,7 +56,7 @@ def probe(model, source: str):
             raise UserError(f"{name}: its weights give logits that are not finite; "
                             "the file is damaged, or needs --dtype float32")
         stock = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        # The logits of some come in float32 whatever computed them.
+        # Some models return float32 logits whatever computed them.
         dtype = model.get_output_embeddings().weight.dtype
         compare = partial(disagreement, TOLERANCE[dtype] * stock.std())
         problem = compare(stock[:, SHARED - 1:], lambda: train()[0][:, SHARED:])

@@ -138,10 +138,10 @@ CASES = {
 }
 
 
-ALIKE = ("sft, tiny, LoRA", "grpo, full", "reward_weighted, full")  # to others of them
+SLOW = ("sft, tiny, LoRA", "grpo, full", "reward_weighted, full")  # what they show, others of them show nearly
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_path, monkeypatch, name):
     module, options = CASES[name]
     if hasattr(module, "rollout"):

@@ -32,7 +32,7 @@ from lora import merged
 from window.traces import Traces, play_tasks
 
 WIDTH = 79  # of the lines that introduce an environment
-# Of the run that wrote the model.
+# What agent.py takes from the run that wrote the model.
 TAKEN = ("env", "dataset", "eval_dataset", "env_options", "fields", "max_turns", "max_new_tokens",
          "max_tokens")
 
@@ -114,14 +114,14 @@ def as_the_run(config: Config) -> Config:
                 run["eval_dataset"] = run["tasks"]
             run["dataset"] = run["tasks"]
         elif run.get("trajectories"):
-            # And in reward_weighted.py, where these are not tasks that were played.
+            # reward_weighted.py learned from these, and all tasks are held out.
             run["eval_dataset"] = run.get("eval_dataset") or run.get("dataset")
         flags = options(Config)
         taken = {name: convert(run[name], flags[name], f"{written}: {name}") for name in TAKEN
                  if run.get(name) and not getattr(config, name)}
         held_out = config.eval_dataset or taken.get("eval_dataset")
         if config.split == "test" and taken.get("dataset") and not held_out:
-            # Without an evaluation all rows are trained on, but for sft.py's.
+            # Without an evaluation only sft.py holds rows out.
             if run.get("eval_tasks") == "0" and algorithm_of(written.parent) != "sft":
                 raise UserError(f"--split test: {written}: with eval_tasks 0 the run held no task "
                                 "out; give --eval_dataset")
