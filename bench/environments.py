@@ -7,7 +7,8 @@
 A model is taught by `sft.py` (in up to four stages, each from the one before) on demonstrations in which a share of
 the expert's actions is wrong. GRPO starts from it with each seed: other tasks, other episodes, another exam.
 For `search` and `code`, whose words the tiny model does not learn, and once for `business`, it is SmolLM2-135M with
-the tiny model's chat template, which is short. `mixed` is one model that is taught and trained on two environments at once.
+the tiny model's chat template, which is short. `mixed` and `equations,search,code` are one model each that is taught and
+trained on several environments at once.
 The flags are in RUNS. A run whose folder holds a result is not done again. Writes bench/results/environments.json;
 the last line is that JSON.
 """
@@ -31,6 +32,7 @@ WRITING = ["--env writing --expert_noise 0.5 --max_samples 3000 --max_steps 300 
            "--env writing --expert_noise 0.4 --max_samples 5000 --max_steps 600 --batch_size 16 --learning_rate 2e-3 "
            "--seed 1"]
 MIXED = "--env equations,writing"
+THREE = "--env equations,search,code --env_options levels=1"
 # Name -> model, seeds, held-out tasks, flags of the stages of sft.py, flags of grpo.py.
 RUNS = {
     "writing": ("tiny", [0, 1, 2], 100, WRITING, "--env writing --learning_rate 2e-3 --max_steps 16"),
@@ -48,6 +50,9 @@ RUNS = {
                "--env search --max_steps 40"),
     "code": ("smollm2", [0], 100, [f"--env code --env_options levels=1 --expert_noise 0.7 --max_samples 400 {SFT}"],
              "--env code --env_options levels=1 --max_turns 6 --learning_rate 2e-4 --max_steps 20 --tasks_per_step 4"),
+    "equations,search,code": ("smollm2", [0, 1, 2], 300,
+                              [f"{THREE} --expert_noise 0.5 --max_samples 1200 {SFT} --max_steps 120"],
+                              f"{THREE} --max_turns 8 --max_new_tokens 192 --max_steps 40"),
     "business, smollm2": ("smollm2", [0, 1, 2], 100,
                           [f"--env business --expert_noise 0.4 --max_samples 800 {SFT} --max_steps 120"],
                           "--env business --max_steps 40"),

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,8 @@ SECONDS = 6.0  # of a whole call, from start to end
 OUTPUT = 64 * 2**10  # bytes that are printed, and bytes of values
 # CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
 PARSING = threading.Lock()
+# Python 3.12 prints what it thinks of the escapes in the model's text.
+warnings.filterwarnings("ignore", module="<unknown>")
 LIMITS = {  # of the child, by rlimit: bytes of address space, seconds, bytes of a file, files
     "AS": 512 * 2**20, "CPU": 5, "FSIZE": OUTPUT, "NOFILE": 64, "CORE": 0}
 CHILD = Path(__file__).with_name("sandbox_child.py")

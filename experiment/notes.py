@@ -139,9 +139,7 @@ def first_notes(metrics, config, model, has_expert, has_tools):
 class Alarms:
     """Watch the lines of metrics.jsonl. Each kind of alarm is raised once.
 
-    Args:
-        flags: the names of the program's flags. Advice that names another flag is left out.
-        has_expert: False leaves out the advice to imitate the environment's expert.
+    Advice is left out that names a flag outside `flags`, or an expert where there is none.
     """
 
     def __init__(self, flags, has_expert):
@@ -216,13 +214,17 @@ def alarms(early, late):
         ("signal", now.groups_without_signal > 0.9,
          f"in {now.groups_without_signal:.0%} of groups all advantages are 0 and teach nothing",
          tasks, "raise --group_size", "set --success_rate_lb and --success_rate_ub")]
+    checks += [(name, share < 0.02 and getattr(was, name, 0) > 0.2,
+                f"{name} fell to {share:.2g}, and groups that all fail teach nothing",
+                "lower --learning_rate", "raise --kl_coef")
+               for name, share in vars(now).items() if name.startswith("success")]
     return {kind: words for kind, is_raised, *words in checks if is_raised}
 
 
 def means(rows):
     """Return the mean of each number that the alarms watch, over the rows that have it."""
     out = SimpleNamespace()
-    for name in WATCHED:
+    for name in (*WATCHED, *(name for row in rows for name in row if "success/" in name)):
         values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
         setattr(out, name, fmean(values or [math.nan]))
     return out

@@ -52,10 +52,7 @@ class OutputFolder:
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self):
-        """Lock the folder, which must be writable and hold no run but one to overwrite or resume.
-
-        Raises UserError.
-        """
+        """Lock the folder, or raise UserError: it may only hold a run to overwrite or resume."""
         values = self.values
         if values.get("overwrite") and values.get("resume"):
             raise UserError("--resume continues a run and --overwrite renames it; give one of them")

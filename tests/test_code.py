@@ -2,8 +2,11 @@
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -128,6 +131,13 @@ def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():
 
 
 # ------------------------------------------------------------------------------------------------------------------- reward
+def test_python_says_nothing_about_a_models_code():
+    """It warned of an unknown escape in the middle of a run's lines (3.12; before, only where it was asked to)."""
+    done = subprocess.run([sys.executable, "-W", "always", "-c", r"from envs.sandbox import parse; parse('x = \'\\e\'')"],
+                          cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+
+
 def test_what_a_function_earns():
     right = submitted(DOUBLE, "def double(x):\n    return x + x\n")
     assert right._check() and right.done and right.get_reward() == pytest.approx(1.0) and right._reward_parts == {"correctness": 0.7, "efficiency": 0.2, "style": 0.1}

@@ -320,14 +320,15 @@ def test_logits_that_are_not_finite_skip_the_step(place, tmp_path, monkeypatch, 
 
 
 # ------------------------------------------------------------------------------------------------------------- alarms
-HEALTHY = {"success": 0.5, "entropy": 0.07, "approx_kl": 0.0, "kl": 0.01, "sampled_tokens": 36.0, "actions": 3.6, "groups_without_signal": 0.1, "truncated": 0.0, "structure": 0.9}
+HEALTHY = {"success": 0.5, "success/code": 0.4, "success/search": 0.1, "entropy": 0.07, "approx_kl": 0.0, "kl": 0.01, "sampled_tokens": 36.0, "actions": 3.6, "groups_without_signal": 0.1, "truncated": 0.0, "structure": 0.9}
 
 
 @pytest.mark.parametrize("late, kinds", [
     ({}, []), ({"entropy": 0.017, "success": 0.98, "groups_without_signal": 0.85, "actions": 2.8, "sampled_tokens": 29.0}, []),  # a run that learnt
     ({"entropy": 0.01}, ["entropy"]), ({"entropy": 3.0}, ["noise"]), ({"approx_kl": 0.3}, ["approx_kl"]), ({"kl": 2.0}, ["kl"]),
     ({"sampled_tokens": 80.0}, ["length"]), ({"sampled_tokens": 9.0}, ["length"]), ({"sampled_tokens": 80.0, "success": 0.9}, []),
-    ({"actions": 0.2}, ["tools"]), ({"groups_without_signal": 0.95}, ["signal"]), ({"groups_without_signal": 1.0, "success": 0.0}, ["signal"]),
+    ({"actions": 0.2}, ["tools"]), ({"groups_without_signal": 0.95}, ["signal"]), ({"groups_without_signal": 1.0, "success": 0.0}, ["signal", "success"]),
+    ({"success/code": 0.0}, ["success/code"]), ({"success/code": 0.1}, []), ({"success/search": 0.0}, []), ({"success/code": None}, []),
     ({"truncated": 0.88}, ["truncated"]), ({"structure": 0.05}, ["structure"]),
     ({"entropy": None, "kl": float("nan"), "actions": None}, [])], ids=str)
 def test_alarms(late, kinds):
