@@ -107,7 +107,7 @@ LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_
 def __getattr__(name):
     """Return a name of the Gymnasium reading of an environment."""
     if name not in ("StepResult", "call", "step", "valid_actions"):
-        raise AttributeError(name)
+        raise AttributeError(f"envs has no {name}", obj=sys.modules[__name__])
     return getattr(importlib.import_module(STEPS), name)
 
 
@@ -146,8 +146,12 @@ def module_at(place: str, wanted: str):
         if place.endswith(".py"):
             return _import_file(os.path.abspath(place))
         return importlib.import_module(place)
-    except (OSError, ImportError, SyntaxError) as error:
+    except (OSError, ImportError, SyntaxError, AttributeError) as error:
         package = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, AttributeError):
+            package = getattr(error.obj, "__name__", None)
+            if package not in LIBRARY:
+                raise
         hint = f"; pip install -U {package}" if package in ADAPTERS else ""
         if package in LIBRARY:
             hint = f"; {package} is a package of this project: rename yours"
@@ -204,7 +208,7 @@ def sources(config) -> list[str]:
                      if module.__file__}
             for name, file in found.items():
                 loaded = getattr(sys.modules.get(name), "__file__", None) or file
-                if name != "__main__" and file != loaded and os.path.dirname(loaded) in FOLDERS:
+                if name != "__main__" and file != loaded and loaded.startswith(tuple(FOLDERS)):
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
             paths += found.values()
     return paths
@@ -223,7 +227,7 @@ def _import_file(path: str):
     folder = os.path.dirname(path)
     sys.modules[spec.parent] = ModuleType(spec.parent)
     sys.modules[spec.parent].__path__ = [folder]
-    FOLDERS.append(folder)
+    FOLDERS.append(os.path.join(folder, ""))
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)

@@ -49,12 +49,12 @@ def read_corpus(path: str) -> Corpus:
     if not path:
         raise UserError("questions need documents: give --env_options corpus=PATH")
     if Path(path).is_dir():
-        files = sorted(f for f in Path(path).rglob("*") if f.suffix in (".txt", ".md"))
+        files = sorted(f for f in Path(path).rglob("*") if f.suffix.lower() in (".txt", ".md"))
         texts = {str(f.relative_to(path)): read_text(f) for f in files}
     else:
         texts = {}
         for line, row in read_rows(path):
-            title = str(row.get("title", line))
+            title = str(row.get("title") or row.get("_id", line))
             # The passages of a title are one document.
             texts[title] = f"{texts.get(title, '')}\n{row.get('text') or ''}".strip()
     documents = {}

@@ -320,12 +320,11 @@ def convert(value, option, source):
 
 
 def code_flags(values):
-    """Return the flags that name code outside of this project, which --config does not give."""
-    words = []
+    """Return the flags that name or permit code, which --config does not give."""
+    words = ["--unsafe_code"] if values.get("unsafe_code") else []
     for name in CODE:
-        value = str(values.get(name))
-        if ":" in value:
-            words += [f"--{name}", value]
+        if ":" in str(values.get(name)):
+            words += [f"--{name}", values[name]]
     return words
 
 

@@ -46,8 +46,7 @@ class OutputFolder:
     def __init__(self, values, algorithm, command):
         # An environment may change the current folder.
         self.path = Path(values["output_dir"]).absolute()
-        self.values = values
-        self.algorithm, self.command = algorithm, command
+        self.values, self.algorithm, self.command = values, algorithm, command
         self.is_replaced = False
 
     # ------------------------------------------------------------------------------------- entering
@@ -123,12 +122,14 @@ class OutputFolder:
     def write_config(self):
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
-        kept = {name: value for name, value in self.values.items() if name not in ONCE}
+        path = self.path / CONFIG
+        # A run that is resumed without the flag has episodes that ran unprotected.
+        header = path.read_text("utf-8").partition("\n")[0] if path.exists() else ""
+        unsafe = self.values.get("unsafe_code") or "--unsafe_code" in header
+        again = f"--config {CONFIG} --output_dir elsewhere{' --unsafe_code' if unsafe else ''}"
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
-        text = yaml.safe_dump(kept, sort_keys=False)
-        again = f"`--config {CONFIG} --output_dir elsewhere` repeats it"
-        unsafe = " with --unsafe_code" if self.values.get("unsafe_code") else ""
-        replace_file(self.path / CONFIG, f"# {self.algorithm} run{unsafe}; {again}\n{text}")
+        text = yaml.safe_dump({k: v for k, v in self.values.items() if k not in ONCE}, sort_keys=False)
+        replace_file(path, f"# {self.algorithm} run; `{again}` repeats it\n{text}")
 
     def append(self, name, rows):
         """Append rows to a log, one JSON object per line."""
@@ -140,12 +141,10 @@ class OutputFolder:
         paths = [self.path / name for name in LOGS]
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
-    def has_too_many_episodes(self):
-        """True if trajectories.jsonl is larger than EPISODE_BYTES."""
-        return self.log_sizes().get(EPISODES, 0) > EPISODE_BYTES
-
     def thin_episodes(self):
-        """Take about a quarter out of trajectories.jsonl. No step loses a part of its lines."""
+        """Take a quarter out of trajectories.jsonl, by whole steps; False if it is small enough."""
+        if self.log_sizes().get(EPISODES, 0) <= EPISODE_BYTES:
+            return False
         path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
         sizes = Counter()  # step -> bytes
         with open(path, "rb") as file:
@@ -156,6 +155,7 @@ class OutputFolder:
             with open(path, "rb") as file, open(temporary, "wb") as out:
                 out.writelines(line for line in file if step_of(line) in kept)
             temporary.replace(path)
+            return True
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -253,9 +253,8 @@ class Run:
         seconds = time.monotonic() - self.saved_at
         due = self.step % every == 0 if every else seconds > SAVE_SECONDS
         # The episodes that dpo.py played are all of one step, which stays whole.
-        if self.writes and "episodes" in self.line and self.files.has_too_many_episodes():
+        if self.writes and "episodes" in self.line and self.files.thin_episodes():
             # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
-            self.files.thin_episodes()
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
         # An evaluated step may be the best.
@@ -405,11 +404,10 @@ class Run:
         """
         print_table(self.before, self.after, self.total, self.seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
-        command = next_command(next_step, self.config, *words)
         print(f"written: {self.config.output_dir}")
         # No program finds the class of a notebook.
         if not str(self.config.env).startswith("__main__:"):
-            print(f"next:    {command}")
+            print(f"next:    {next_command(next_step, self.config, *words)}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),
                   "before": self.before, "after": self.after,

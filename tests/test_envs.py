@@ -18,7 +18,7 @@ from envs.calls import awaited, fit, needed
 from envs.session import load_environments
 from experiment.background import in_thread
 from experiment.errors import UserError
-from experiment.output_folder import algorithm_of
+from experiment.output_folder import OutputFolder, algorithm_of
 from llm.tiny import make_tiny
 
 ROOT = Path(envs.__file__).parent.parent
@@ -212,15 +212,18 @@ def test_a_file_may_import_its_neighbours(tmp_path):
     assert cls.answer == 42 and cls().reset() == "late" and sys.path == [*before, str(tmp_path)]
 
 
-def test_two_neighbours_of_the_same_name_are_not_mixed_up(tmp_path):
+@pytest.mark.parametrize("file", ["words_of_mine.py", "words_of_mine/__init__.py"])
+def test_two_neighbours_of_the_same_name_are_not_mixed_up(tmp_path, monkeypatch, file):
+    monkeypatch.delitem(sys.modules, "words_of_mine", raising=False)
     names = []
     for folder, word in (("one", "apple"), ("two", "pear")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "words_of_mine.py").write_text(f"WORD = {word!r}\n")
+        (tmp_path / folder / file).parent.mkdir(exist_ok=True)
+        (tmp_path / folder / file).write_text(f"WORD = {word!r}\n")
         (tmp_path / folder / f"env_{folder}.py").write_text("from words_of_mine import WORD\nclass Environment:\n    def reset(self):\n        return WORD\n    def get_reward(self):\n        return 0.0\n")
         names.append(f"{tmp_path / folder / f'env_{folder}.py'}:Environment")
     assert len(envs.sources(SimpleNamespace(env=names[0], rewards=None))) == 2
-    with pytest.raises(UserError, match="env_two.py imports .*two/words_of_mine.py, but words_of_mine is .*one/words_of_mine.py; rename one"):
+    with pytest.raises(UserError, match=f"env_two.py imports .*two/{file}, but words_of_mine is .*one/{file}; rename one"):
         envs.sources(SimpleNamespace(env=",".join(names), rewards=None))
 
 
@@ -374,6 +377,19 @@ def test_options_of_an_environment_reach_its_class(monkeypatch):
         envs.with_options(Shelf, options_of("limit=0", "shelf"))
 
 
+def test_the_record_of_unsafe_code_stays_and_its_command_repeats_it(tmp_path):
+    """A run went on confined after `--resume`, and its config.yaml said that it had always been so."""
+    import grpo
+    folder = str(tmp_path / "run")
+    run = grpo.Run(grpo.Config(model_path="none", output_dir=folder, unsafe_code=True), "grpo")
+    assert run.command.endswith(" --unsafe_code --resume")
+    run.begin()
+    for files in (run.files, OutputFolder({"output_dir": folder}, "grpo", "")):  # the second resumes without the flag
+        files.write_config()
+        first = (tmp_path / "run" / "config.yaml").read_text().splitlines()[0]
+        assert first == "# grpo run; `--config config.yaml --output_dir elsewhere --unsafe_code` repeats it" and algorithm_of(folder) == "grpo"
+
+
 def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     """The expert and the evaluation of SFT, the SFT of the tiny model, rollouts, the chat; and --unsafe_code is recorded."""
     import grpo
@@ -393,7 +409,7 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     grpo.train(grpo.Config(model_path=str(tmp_path / "sft"), output_dir=str(tmp_path / "grpo"), tasks_per_step=1, group_size=2, batch_size=2, **short))
     for folder in ("sft", "grpo"):
         text = (tmp_path / folder / "config.yaml").read_text()
-        assert "env_options: limit=2,open=true,books=atlas" in text and "\nunsafe_code" not in text and "# " + folder + " run with --unsafe_code; " in text
+        assert "env_options: limit=2,open=true,books=atlas" in text and "\nunsafe_code" not in text and "# " + folder + " run; `--config config.yaml --output_dir elsewhere --unsafe_code` repeats it\n" in text
         assert json.loads((tmp_path / folder / "result.json").read_text())["held_out_tasks"] == 2
         assert algorithm_of(tmp_path / folder) == folder
     rows = [json.loads(line) for line in (tmp_path / folder / "trajectories.jsonl").read_text().splitlines()]

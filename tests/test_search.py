@@ -5,7 +5,7 @@ import re
 import pytest
 
 import envs
-from envs.corpus import MAX_DOCUMENT, Corpus
+from envs.corpus import MAX_DOCUMENT, Corpus, read_corpus
 from envs.search import FORMS, Search, draw_facts, f1, normalized, read_archive
 from episodes.tasks import load_tasks
 from experiment.errors import UserError
@@ -75,6 +75,14 @@ def test_bm25_by_hand():
     assert corpus.best("bird blue", 3) == ["c", "b"]
     assert corpus.best("c", 3) == ["c"]  # by its title
     assert corpus.best("", 3) == corpus.best("nothing", 3) == []
+
+
+def test_documents_without_a_title_are_documents_of_their_own(tmp_path):
+    """BEIR's corpora are written so: they were one document, named '' or 'None'."""
+    (tmp_path / "c.jsonl").write_text('{"_id": "d7", "title": "", "text": "one"}\n{"title": null, "text": "two"}\n{"title": "T", "text": "three"}\n{"text": "four"}\n')
+    assert read_corpus(str(tmp_path / "c.jsonl")).documents == {"d7": "one", "2": "two", "T": "three", "4": "four"}
+    (tmp_path / "A.TXT").write_text("five")
+    assert read_corpus(str(tmp_path)).documents == {"A.TXT": "five"}
 
 
 def test_a_document_is_found_by_its_name_first():

@@ -1,6 +1,7 @@
 """TRL's example environments (tests/trl_environments.py) run here as they are, and our environments in TRL's trainer."""
 import json
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -196,10 +197,12 @@ def test_a_column_that_no_task_has_is_said_once(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["note: --rewards asks_for_truth: no task of this step has a column 'ground_truth', so it gets None; columns: answer, env, prompt"]
 
 
-@pytest.mark.parametrize("line", ["from envs.openspiel_env import OpenSpielEnv", "from agent import MyAgent", "import episodes.mine"])
+@pytest.mark.parametrize("line", ["from envs.openspiel_env import OpenSpielEnv", "from agent import MyAgent", "import episodes.mine", "import agent; agent.helper()",
+                                  "import envs; envs.VERSION", "import llm\nmodel = llm.get_model('gpt')"])
 def test_a_package_that_has_the_name_of_ours_is_said_to(tmp_path, line):
     (tmp_path / "clashing.py").write_text(f"{line}\n")
-    with pytest.raises(UserError, match=rf"; {line.split()[1].split('.')[0]} is a package of this project: rename yours"):
+    package = re.split("[ .;\n]", line)[1]
+    with pytest.raises(UserError, match=rf"; {package} is a package of this project: rename yours"):
         envs.load(f"{tmp_path / 'clashing.py'}:Mine")
 
 
