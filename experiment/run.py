@@ -144,7 +144,9 @@ class Run:
         if error and not isinstance(error, Stop) and (looping or self.saved is not None):
             saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
             lost = "half a step is lost, " if self.updated else ""
-            error.add_note(f"{lost}{saved}; continue with: {self.command}")
+            # Another rank does not know what the first one has saved.
+            told = f"{lost}{saved}; " if self.writes else ""
+            error.add_note(f"{told}continue with: {self.command}")
 
     def total_steps(self, steps_per_epoch, default=None):
         """Return --max_steps, else the steps of --num_epochs passes over the data, else default.
