@@ -252,8 +252,7 @@ class Run:
         self.write_line(self.step - 1, self.line, timing)
         self.score = self.line.get("eval/success")
         every = self.config.save_every
-        seconds = time.monotonic() - self.saved_at
-        due = self.step % every == 0 if every else seconds > SAVE_SECONDS
+        due = self.step % every == 0 if every else time.monotonic() > self.saved_at + SAVE_SECONDS
         # The episodes that dpo.py played are all of one step, which stays whole.
         if self.writes and "episodes" in self.line and self.files.thin_episodes():
             # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
