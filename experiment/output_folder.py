@@ -128,7 +128,8 @@ class OutputFolder:
         unsafe = self.values.get("unsafe_code") or "--unsafe_code" in header
         again = f"--config {CONFIG} --output_dir elsewhere{' --unsafe_code' if unsafe else ''}"
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
-        text = yaml.safe_dump({k: v for k, v in self.values.items() if k not in ONCE}, sort_keys=False)
+        kept = {name: value for name, value in self.values.items() if name not in ONCE}
+        text = yaml.safe_dump(kept, sort_keys=False)
         replace_file(path, f"# {self.algorithm} run; `{again}` repeats it\n{text}")
 
     def append(self, name, rows):

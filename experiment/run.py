@@ -92,10 +92,9 @@ class Run:
         self.step = self.bad = 0
         self.opened = time.time()
         self.seconds = self.rollout_seconds = 0.0
-        self.watch = None
         self.has_begun = self.updated = False
         self.made_of = {}
-        self.saved = self.score = self.unlogged = self.marks = self.schedule = None
+        self.watch = self.saved = self.score = self.unlogged = self.marks = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
@@ -140,13 +139,12 @@ class Run:
         looping = self.signals.looping is self
         if error and looping and self.saved != self.step and not self.updated:
             self._save()
-        # A fault in the last evaluation comes after the loop.
-        if error and not isinstance(error, Stop) and (looping or self.saved is not None):
+        # A fault in the last evaluation comes after the loop. Only rank 0 knows what it has saved.
+        told = self.writes and (looping or self.saved is not None)
+        if error and told and not isinstance(error, Stop):
             saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
             lost = "half a step is lost, " if self.updated else ""
-            # Another rank does not know what the first one has saved.
-            told = f"{lost}{saved}; " if self.writes else ""
-            error.add_note(f"{told}continue with: {self.command}")
+            error.add_note(f"{lost}{saved}; continue with: {self.command}")
 
     def total_steps(self, steps_per_epoch, default=None):
         """Return --max_steps, else the steps of --num_epochs passes over the data, else default.
