@@ -674,6 +674,41 @@ def test_a_client_that_does_not_read_holds_no_slot(served, client):
     connection.close()
 
 
+def test_a_client_that_does_not_read_has_its_place_until_the_time_is_over(served, monkeypatch):
+    """Otherwise as many of them as there are places shut everybody out. Its rows leave the engine then."""
+    monkeypatch.setattr(served_by, "SECONDS", 0.5)
+    messages = [{"type": "http.request", "body": json.dumps({**LONG, "stream": True}).encode()}]
+    taken = []
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        taken.append((served.server.requests, served.playing()))
+        if len(taken) == 3:
+            await asyncio.Event().wait()
+
+    async def ask():
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+                 "headers": [(b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"}}
+        async with asyncio.timeout(5):
+            await served.app(scope, receive, send)
+            while served.playing():
+                await asyncio.sleep(0.01)
+    served.script[:] = [[9] * 900]
+    began = time.monotonic()
+    asyncio.run(ask())
+    assert time.monotonic() - began < 1
+    assert taken[-1] == (1, 1)
+
+
+def test_a_client_that_reads_is_told_that_the_time_is_over(served, client, monkeypatch):
+    monkeypatch.setattr(player, "SECONDS", 0.001)
+    monkeypatch.setattr(served_by, "SECONDS", 60)
+    with pytest.raises(openai.APIError, match="not answered within"):
+        list(client.chat.completions.create(**LONG, stream=True))
+
+
 def choice_of(weights=None, news=None, prompt=(5, 6)):
     row = Choice(prompt, chat=None, weights=weights, sampling=(1.0, 0, 1.0), stop_ids=(), limit=2)
     row.news = news

@@ -13,6 +13,7 @@ import json
 import secrets
 import threading
 import time
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from llm.loading import newest
 from llm.memory import facts, techniques_of
 from llm.tool_calls import parse_tool_calls
 from lora import settings
-from window.player import Choice, Player
+from window.player import SECONDS, Choice, Player
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
                              Turns, conversation_ids, refused)
 
@@ -185,7 +186,7 @@ class Server:
                              self.limits.max_new_tokens, streams)
         if body.stream:
             events = self.events(body, choices, chat)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return Stream(events, media_type="text/event-stream")
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
@@ -305,6 +306,18 @@ class Server:
         if body.lora_name == BASE or not self.player.adapters.pop(body.lora_name, None):
             raise Refusal(404, f"the adapter {body.lora_name!r} is not loaded")
         return {"status": "ok"}
+
+
+class Stream(StreamingResponse):
+    """The events of a streamed answer, which its client must read in time."""
+
+    async def __call__(self, scope, receive, send):
+        # A client that reads has been told by then that the time is over.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.1 * SECONDS):
+                await super().__call__(scope, receive, send)
+        # Otherwise its rows would play until it is collected as garbage.
+        await self.body_iterator.aclose()
 
 
 def head(kind: str, body) -> dict:
