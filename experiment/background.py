@@ -13,6 +13,8 @@ def in_thread(act, *arguments) -> Future:
 def promised(act, *arguments):
     """Return a Future, and the function that calls act(*arguments) for it."""
     future = Future()
+    # Whoever waits for it may give up. The work goes on.
+    future.set_running_or_notify_cancel()
 
     def work():
         try:

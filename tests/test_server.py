@@ -864,6 +864,15 @@ def test_of_two_that_load_under_one_name_at_once_one_is_refused(tmp_path):
     served.http.should_exit = True
 
 
+def test_after_an_adapter_that_did_not_load_in_time_the_engine_goes_on(tmp_path, served, client, monkeypatch):
+    monkeypatch.setattr(served_by, "SECONDS", 0.2)
+    served.server.player.inbox.put(lambda: time.sleep(0.5))
+    with pytest.raises(openai.APIStatusError, match="not answered within"):
+        served.post("/load_lora_adapter", {"lora_name": "late", "lora_path": str(tmp_path)})
+    monkeypatch.undo()
+    assert client.chat.completions.create(**CHAT)
+
+
 def test_an_adapter_that_does_not_fit_leaves_no_trace(tmp_path):
     """Not even the first one, of whose ranks and targets the others may differ."""
     served = Served(*load_model("tiny", train=False))
@@ -1053,6 +1062,32 @@ def test_solve_keeps_an_environment_that_holds_a_client(served, monkeypatch):
         gc.collect()
     assert len(made) == 1
     made[0].client.close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_solve_is_refused_when_all_its_turns_together_take_too_long(served, monkeypatch):
+    name, cls, chat = served.server.environment
+    tools = []
+
+    class Slow(cls):
+        def add_terms(self, terms: str) -> str:
+            """Add.
+
+            Args:
+                terms: a term
+            """
+            time.sleep(0.7)
+            tools.append(terms)
+            return "added"
+    monkeypatch.setattr(served.server, "environment", (name, Slow, chat))
+    monkeypatch.setattr(served_by, "SECONDS", 1)
+    served.script[:] = [chat.turn("", [{"name": "add_terms", "arguments": {"terms": "1"}}])] * 6
+    with pytest.raises(openai.APIStatusError, match="not answered within 1 s") as caught:
+        served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
+    assert caught.value.status_code == 408
+    served.wait_until_free()
+    time.sleep(0.8)  # the tool that ran then ends
+    assert len(tools) == 2
 
 
 def test_solve_needs_an_environment(tiny_model):

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
@@ -72,7 +73,7 @@ class Server:
 
     def application(self) -> FastAPI:
         """Return the ASGI application."""
-        router = APIRouter(dependencies=[Depends(self.guard)])
+        router = APIRouter(dependencies=[Depends(self.guard)], route_class=Route)
         router.post("/v1/chat/completions")(self.chat_completions)
         router.post("/v1/completions")(self.completions)
         router.post("/v1/load_lora_adapter")(self.load)
@@ -140,12 +141,14 @@ class Server:
         work = asyncio.ensure_future(play())
         # After the body comes only one message: that the client has left.
         left = asyncio.ensure_future(request.receive())
-        await asyncio.wait([work, left], return_when="FIRST_COMPLETED")
-        left.cancel()
-        if not work.done():
+        try:
+            await asyncio.wait([work, left], return_when="FIRST_COMPLETED")
+            if not work.done():
+                raise Refusal(408, "the client has left")
+            work.result()
+        finally:
+            left.cancel()
             work.cancel()
-            raise Refusal(408, "the client has left")
-        work.result()
 
     # -------------------------------------------------------------------------------- completions
     async def completions(self, body: Completion, request: Request):
@@ -306,6 +309,21 @@ class Server:
         if body.lora_name == BASE or not self.player.adapters.pop(body.lora_name, None):
             raise Refusal(404, f"the adapter {body.lora_name!r} is not loaded")
         return {"status": "ok"}
+
+
+class Route(APIRoute):
+    """Refuses a request that is not answered in time. What it streams takes time of its own."""
+
+    def get_route_handler(self):
+        answer = super().get_route_handler()
+
+        async def answer_in_time(request):
+            try:
+                async with asyncio.timeout(SECONDS):
+                    return await answer(request)
+            except TimeoutError:
+                raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
+        return answer_in_time
 
 
 class Stream(StreamingResponse):
