@@ -460,6 +460,9 @@ def told(*ids):
 
 
 CHAT = {"model": "base", "messages": HELLO, "max_tokens": 4}
+# A request as uvicorn gives it to the application.
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+         "headers": [(b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"}}
 
 
 @pytest.mark.parametrize("change, says", [
@@ -689,10 +692,8 @@ def test_a_client_that_does_not_read_has_its_place_until_the_time_is_over(served
             await asyncio.Event().wait()
 
     async def ask():
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
-                 "headers": [(b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"}}
         async with asyncio.timeout(5):
-            await served.app(scope, receive, send)
+            await served.app(dict(SCOPE), receive, send)
             while served.playing():
                 await asyncio.sleep(0.01)
     served.script[:] = [[9] * 900]
@@ -771,6 +772,26 @@ def test_broken_clients_disturb_nobody(served, client):
     gone.close()
     assert client.chat.completions.create(model="base", messages=HELLO, max_tokens=1)
     half.close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(served, monkeypatch):
+    """Each holds an open file, of which a process has a few hundred."""
+    monkeypatch.setattr(served_by, "BODY_SECONDS", 0.3)
+    half, answer = raw(served, request_bytes(CHAT, length=5000))
+    while b"no whole body within 0.3 s" not in answer:
+        answer += half.recv(4000)
+    assert b" 408 " in answer.splitlines()[0]
+    half.close()
+
+
+def test_a_client_that_leaves_within_its_body_raises_no_error(served):
+    """Uvicorn would print it."""
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+    asyncio.run(served.app(dict(SCOPE), receive, send))
 
 
 # -------------------------------------------------------------------------------------------------------- adapters

@@ -24,6 +24,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.requests import ClientDisconnect
 
 import envs
 from agent import Episode
@@ -43,6 +44,7 @@ from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem,
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
+BODY_SECONDS = 30  # in which they must come
 REQUESTS = 256  # that are answered at the same time
 
 
@@ -312,12 +314,17 @@ class Server:
 
 
 class Route(APIRoute):
-    """Refuses a request that is not answered in time. What it streams takes time of its own."""
+    """Refuses a request that is not read or not answered in time. A stream has its own time."""
 
     def get_route_handler(self):
         answer = super().get_route_handler()
 
         async def answer_in_time(request):
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    await request.body()
+            except (TimeoutError, ClientDisconnect):
+                raise Refusal(408, f"no whole body within {BODY_SECONDS} s", "timeout") from None
             try:
                 async with asyncio.timeout(SECONDS):
                     return await answer(request)
