@@ -120,10 +120,11 @@ class Search:
     options = {"level": 1, "corpus": ""}
     option_types = {"level": Literal[1, 2, 3]}
 
-    def reset(self, question: str, answer: str | list[str], archive: str = "", level: int = 1,
-              noise: float = 0.0, noise_seed: int = 0, **_) -> str:
+    def reset(self, question: str, answer: str | list[str] | None, archive: str = "",
+              level: int = 1, noise: float = 0.0, noise_seed: int = 0, **_) -> str:
         """Begin with a question on an archive, or on the documents of the option `corpus`.
 
+        answer None is unknown, and no reward is paid.
         With probability `noise` the scripted expert takes a relation of the question for its like.
         `noise_seed` decides when.
         """
@@ -132,7 +133,7 @@ class Search:
         self.max_turns = 4 if is_short else 12
         self._results = 1 if is_short else 4  # of a search
         self._question = question
-        self._right = [normalized(str(text)) for text in alternatives(answer)]
+        self._right = [normalized(str(text)) for text in alternatives(answer) if text is not None]
         self._reward_parts = {"exact": 0.0, "f1": 0.0}
         self.done = False
         self._read = {}  # title -> what the tools have shown of the document
@@ -174,6 +175,8 @@ class Search:
         if self.done:
             return "error: the episode is over"
         self.done = True
+        if not self._right:
+            return "The right answer is not known."
         words = normalized(answer)
         self._reward_parts = {"exact": 0.5 * (words in self._right),
                               "f1": 0.5 * max(f1(words, right) for right in self._right)}
@@ -227,6 +230,13 @@ class Search:
         """Return a row of --tasks. Raises UserError if there are no documents to search."""
         cls._documents(row.get("archive"), row.get("level", 1))
         return row
+
+    @classmethod
+    def _from_text(cls, text: str) -> dict:
+        """Return the question that a person typed. It names an archive, or there is a corpus."""
+        named = not cls.options["corpus"] and re.match(r"Archive (\w+):", text)
+        return cls._row({"question": text, "answer": None, "archive": named[1] if named else "",
+                         "level": cls.options["level"]})
 
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:

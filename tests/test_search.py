@@ -138,6 +138,18 @@ def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tm
         Search().reset("What?", "this")
 
 
+def test_a_typed_question_is_about_your_documents_or_the_archive_that_it_names(tmp_path):
+    (tmp_path / "olm.txt").write_text("The olm lives in caves.")
+    own = envs.with_options(Search, {"corpus": str(tmp_path)})
+    for cls, question, title in ((own, "Where does the olm live?", "olm.txt"), (own, "Archive abcd: where is it?", "olm.txt"),
+                                 (LEVELS[2], "Archive abcd: who is it?", next(iter(read_archive("abcd", 2).documents)))):
+        env = cls()
+        assert env.reset(**cls._from_text(question)) == question and env.open_document(title)
+        assert env.answer("None") == "The right answer is not known." and env.done and not env._check() and env.get_reward() == 0
+    with pytest.raises(UserError, match="corpus=PATH"):
+        Search._from_text("Where does the olm live?")
+
+
 def test_the_command_line_needs_documents_and_questions_together(tmp_path):
     (tmp_path / "olm.txt").write_text("The olm lives in caves.")
     path = tmp_path / "questions.jsonl"
