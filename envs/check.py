@@ -103,7 +103,7 @@ class Conformance:
     def check_replay(self, replay):
         """Check that replay(agent, task) is the same episode as the task alone."""
         agents = [self.random_calls]
-        if hasattr(self.setup.cls, "_expert"):
+        if not self.missing("_expert"):
             agents.append(self.expert)
         for agent, task in product(agents, self.held_out[:REPLAYED]):
             first = self.play(agent, task).record
@@ -151,6 +151,24 @@ class Conformance:
         words = f"mean reward {reward:.3g}, the expert's {honest:.3g}; solves {solved:.0%}"
         return reward < honest, words
 
+    @cache
+    def missing(self, needed: str) -> str | None:
+        """Return why there is not what a check needs, a method or the tasks of `_tasks`, or None.
+
+        An expert that refuses its first turn by a UserError is none.
+        """
+        if needed == "_tasks" and self.setup.config.tasks:
+            return "the tasks are those of a file"
+        if not hasattr(self.setup.cls, needed):
+            return f"there is no {needed}"
+        if needed == "_expert":
+            try:
+                self.expert(Game(self.setup, self.held_out[0]))
+            except EnvironmentFault as fault:
+                if isinstance(fault.__cause__, UserError):
+                    return first_line(fault.__cause__)
+        return None
+
     def verdicts(self):
         """Yield (check, verdict, reason). A fault of the environment is a failure."""
         # Each with the method without which there is nothing to check.
@@ -168,11 +186,8 @@ class Conformance:
               for agent in (self.doing_nothing, self.repeating_the_question, self.random_calls,
                             self.answering_at_once, self.copying_tool_output))]
         for name, needed, check, *arguments in checks:
-            if needed == "_tasks" and self.setup.config.tasks:
-                yield name, "-", "the tasks are those of a file"
-                continue
-            if not hasattr(self.setup.cls, needed):
-                yield name, "-", f"there is no {needed}"
+            if reason := self.missing(needed):
+                yield name, "-", reason
                 continue
             try:
                 is_passed, reason = check(*arguments)

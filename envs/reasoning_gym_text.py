@@ -37,9 +37,10 @@ class Puzzle(Numbered):
         self._solved = self.reward >= 1
 
     def _expert(self) -> str:
-        """Return the family's solution, without the way to it. A few families have none."""
-        solution = self._entry["answer"]
-        return "" if solution is None else f"<answer>{solution}</answer>"
+        """Return the family's solution, without the way to it. UserError: a few have none."""
+        if self._entry["answer"] is None:
+            raise UserError("reasoning-gym has no solution of this question to show")
+        return f"<answer>{self._entry['answer']}</answer>"
 
 
 @cache

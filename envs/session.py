@@ -322,7 +322,7 @@ class Session:
 
     def _check(self):
         """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""
-        fault = None
+        fault = error = None
         if self.stuck:
             fault = f"{self.place(self.member)} did not return within {self.watch.timeout:g} s"
         elif error := self.outcome.exception():
@@ -330,7 +330,7 @@ class Session:
         self.watch.count((self.name, self.phase), fault)
         if fault:
             self.worker.env = None
-            raise EnvironmentFault(fault)
+            raise EnvironmentFault(fault) from error
 
     def _ask(self, function, *arguments):
         """Call the function in the thread, and return what it returns."""

@@ -9,6 +9,7 @@ import envs
 from envs import check
 from envs.check import Conformance, command
 from envs.play import Config, Setup, run
+from experiment.errors import UserError
 
 # Nobody can tell more than 83 % of the meetings: the outcome is drawn.
 EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
@@ -269,6 +270,17 @@ class Typo(Sums):
 def test_a_tool_that_never_works_is_told():
     told, reasons = verdicts(f"{__name__}:Typo")
     assert RANDOM in those(told, "FAIL") and "Typo: look on task" in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: 'Typo' object has no attribute 'bee'")
+
+
+class Refuses(Sums):
+    def _expert(self):
+        raise UserError("nobody knows the sum")
+
+
+def test_an_expert_that_refuses_to_play_is_none():
+    told, reasons = verdicts(f"{__name__}:Refuses")
+    assert not those(told, "FAIL") and {reasons[name] for name in those(told, "-")} == {"nobody knows the sum"}, reasons
+    assert those(told, "-") == {EXPERT, NOTHING, REPEAT, "random calls pays less", ONCE, COPY}
 
 
 STRANGER = """
