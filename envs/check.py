@@ -5,7 +5,10 @@
 It prints a line for each check: "pass"; "FAIL" and why; "-" for what cannot be checked. The exit
 status is 1 if a check failed.
 """
+import json
+import os
 import re
+import subprocess
 import sys
 import time
 from functools import cache, cached_property
@@ -21,6 +24,11 @@ EPISODES = 100  # that each agent plays
 REPLAYED = 10  # tasks that are played a second time
 TRAINING = 1000  # tasks that the held-out ones are compared with
 FAST_ENOUGH = 10_000  # tasks a second
+ELSEWHERE = """
+import json, sys
+from episodes.tasks import load_tasks
+print(json.dumps(load_tasks(*json.loads(sys.argv[1]))))
+"""
 
 
 class Conformance:
@@ -128,7 +136,20 @@ class Conformance:
         return low <= solved <= high, f"solves {solved:.0%}"
 
     def check_seed(self):
-        return self.setup.tasks("test", EPISODES) == self.held_out, "asked twice"
+        """Check that the tasks do not depend on time, on chance or on Python's hash of text."""
+        if self.setup.tasks("test", EPISODES) != self.held_out:
+            return False, "asked twice"
+        config = self.setup.config
+        asked = [config.env, "test", EPISODES, config.seed, None, None, envs.options_of(config)]
+        command = [sys.executable, "-c", ELSEWHERE, json.dumps(asked)]
+        path = os.pathsep.join(sys.path)
+        other = subprocess.run(command, capture_output=True, text=True, env={
+            **os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "random"})
+        if other.returncode:
+            return False, f"in another process: {(other.stderr.splitlines() or [''])[-1]}"
+        # Before this line the environment may print others.
+        tasks = json.loads(other.stdout.splitlines()[-1])
+        return tasks == json.loads(json.dumps(self.held_out)), "asked in two processes"
 
     def check_split(self):
         training = self.setup.tasks("train", TRAINING)

@@ -1,15 +1,14 @@
 """envs/check.py: every registered environment conforms, and every way not to is told."""
 import json
 import sys
-import time
 
 import pytest
+import sums
 
 import envs
 from envs import check
 from envs.check import Conformance, command
 from envs.play import Config, Setup, run
-from experiment.errors import UserError
 
 # Nobody can tell more than 83 % of the meetings: the outcome is drawn.
 EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
@@ -50,182 +49,6 @@ def test_every_environment_of_ours_conforms(name, monkeypatch, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- ways not to conform
-class Sums:
-    """It conforms: the sum of two numbers, one of which a tool tells. The classes below break one thing each."""
-    max_turns = 4
-
-    def reset(self, a: int, b: int, **_):
-        self.a, self.b, self.reward, self.done, self.looked = a, b, 0.0, False, False
-        return f"{a} plus what I think?"
-
-    def look(self) -> str:
-        """Tell the second number."""
-        self.looked = True
-        return f"it is {self.b}"
-
-    def answer(self, text: str) -> str:
-        """Answer.
-
-        Args:
-            text: the sum
-        """
-        self.done = True
-        self.reward = float(text == str(self.a + self.b))
-        return "thanks"
-
-    def get_reward(self):
-        return self.reward
-
-    def _expert(self):
-        if self.done:
-            return []
-        return [{"name": "answer", "arguments": {"text": str(self.a + self.b)}}] if self.looked else [{"name": "look", "arguments": {}}]
-
-    @staticmethod
-    def _tasks(split, n, seed):
-        return [{"a": 1000 + 2 * ((i + seed) % 300) + (split == "test"), "b": i} for i in range(n)]
-
-
-class Luck(Sums):
-    def reset(self, **task):
-        return f"{super().reset(**task)} {time.perf_counter_ns()}"
-
-
-class Remembers(Sums):
-    """reset() forgets to renew something."""
-    looks = 0
-
-    def look(self) -> str:
-        """Tell the second number."""
-        self.looks += 1
-        return f"{super().look()}, look {self.looks}"
-
-
-class Shares(Sums):
-    """Something is kept in the class."""
-    last = []
-
-    def reset(self, a: int, b: int, **_):
-        self.last[:] = [b]
-        return super().reset(a, b)
-
-    def look(self) -> str:
-        """Tell the second number."""
-        self.looked = True
-        return f"it is {self.last[0]}"
-
-
-class NoDocstring(Sums):
-    def look(self, twice) -> str:
-        self.looked = True
-        return str(self.b)
-
-
-class Raises(Sums):
-    def reset(self, **_):
-        raise RuntimeError("no licence")
-
-
-class Leaks(Sums):
-    @staticmethod
-    def _tasks(split, n, seed):
-        return Sums._tasks("train", n, seed)
-
-
-class AsksAlike(Sums):
-    """The rows differ, and the questions do not."""
-
-    def reset(self, a: int, b: int, row=0, **_):
-        return super().reset(a // 2 * 2, b)
-
-
-class NewTasks(Sums):
-    @staticmethod
-    def _tasks(split, n, seed):
-        return [{**row, "b": time.perf_counter_ns()} for row in Sums._tasks(split, n, seed)]
-
-
-class Slow(Sums):
-    @staticmethod
-    def _tasks(split, n, seed):
-        time.sleep(n / 9_000)
-        return Sums._tasks(split, n, seed)
-
-
-class BadExpert(Sums):
-    def _expert(self):
-        return [] if self.done else [{"name": "answer", "arguments": {"text": str(self.a)}}]
-
-
-class PaysForNothing(Sums):
-    """Each call costs something, and so doing nothing is best."""
-
-    def look(self) -> str:
-        """Tell the second number."""
-        self.reward -= 1.0
-        return super().look()
-
-    def get_reward(self):
-        return self.reward - 1.0 * self.looked
-
-
-class Parrot(Sums):
-    """Paid is an answer that holds the number somewhere: the question does not, the tool's output does."""
-
-    def reset(self, a: int, b: int, **_):
-        super().reset(a, b)
-        return "Which number?"
-
-    def answer(self, text: str) -> str:
-        """Answer.
-
-        Args:
-            text: the number
-        """
-        self.done, self.reward = True, float(f"{self.b}" in text.split())
-        return "thanks"
-
-    def _expert(self):
-        return [{"name": "answer", "arguments": {"text": str(self.b)}}] if self.looked else [{"name": "look", "arguments": {}}]
-
-
-class Guessable(Sums):
-    """The answer is always the same."""
-
-    def answer(self, text: str) -> str:
-        """Answer.
-
-        Args:
-            text: yes
-        """
-        self.done, self.reward = True, float(text == "yes")
-        return "thanks"
-
-    def _expert(self):
-        return [{"name": "answer", "arguments": {"text": "yes"}}]
-
-
-class Echo(Sums):
-    """Any text that holds the question is paid."""
-
-    def _reply(self, text):
-        self.done, self.reward = True, float(str(self.a) in text)
-
-    def _expert(self):
-        return f"{self.a}"
-
-
-class Lottery(Sums):
-    def answer(self, text: str) -> str:
-        """Answer.
-
-        Args:
-            text: anything
-        """
-        self.done, self.reward = True, 1.0
-        return "thanks"
-
-
 SAME, SHARED, RANDOM = "the same task is the same episode", "episodes share no state", "random calls solve 30 % or less"
 SPLIT, SEED, EXPERT = "train and test tasks are disjoint", "the same seed gives the same tasks", "the expert solves 95 % or more"
 NOTHING, REPEAT = "doing nothing pays less", "repeating the question pays less"
@@ -233,52 +56,41 @@ ONCE, COPY = "answering at once pays less", "copying tool output pays less"
 
 
 def test_a_good_one_conforms():
-    told, reasons = verdicts(f"{__name__}:Sums")
+    told, reasons = verdicts("sums:Sums")
     assert set(told.values()) == {"pass"} and len(told) == 13, reasons
     assert reasons["valid tool schemas"] == "answer, look" and reasons[SPEED].startswith("fast enough") and reasons[SPLIT] == "40 test tasks are new; of 0 the first message is also in training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
 
 
 @pytest.mark.parametrize("cls, failed", [
-    (Luck, {SAME, SHARED}), (Remembers, {SHARED}), (Shares, {SHARED}), (Leaks, {SPLIT}), (NewTasks, {SEED}), (BadExpert, {EXPERT}),
-    (PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (Guessable, {ONCE}), (Echo, {REPEAT}), (Lottery, {RANDOM, ONCE, COPY}), (AsksAlike, set()), (Slow, set())])
+    (sums.Luck, {SAME, SHARED}), (sums.Remembers, {SHARED}), (sums.Shares, {SHARED}), (sums.Leaks, {SPLIT}), (sums.NewTasks, {SEED}), (sums.Hashed, {SEED}), (sums.BadExpert, {EXPERT}),
+    (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.Slow, set())])
 def test_what_is_broken_fails(cls, failed):
-    told, reasons = verdicts(f"{__name__}:{cls.__name__}")
+    told, reasons = verdicts(f"sums:{cls.__name__}")
     assert those(told, "FAIL") == failed, reasons
-    assert reasons[SPEED].startswith("slow") or cls is not Slow
-    assert (reasons[SPLIT] == "40 test tasks are new; of 40 the first message is also in training") == (cls is AsksAlike)
+    assert reasons[SPEED].startswith("slow") or cls is not sums.Slow
+    assert (reasons[SPLIT] == "40 test tasks are new; of 40 the first message is also in training") == (cls is sums.AsksAlike)
 
 
 def test_output_that_is_copied_whole_may_not_be_paid():
-    told, reasons = verdicts(f"{__name__}:Parrot")
+    told, reasons = verdicts("sums:Parrot")
     honest, copied = (float(x) for x in (reasons[COPY].split("expert's ")[1].split(";")[0], reasons[COPY].split()[2].strip(",")))
     assert honest == copied == 1 and those(told, "FAIL") == {COPY} and told[RANDOM] == "pass", reasons
 
 
 def test_faults_and_bad_schemas_are_told_in_a_line():
     for name, says in (("Raises", "reset() on task"), ("NoDocstring", "tool look: ")):
-        told, reasons = verdicts(f"{__name__}:{name}")
+        told, reasons = verdicts(f"sums:{name}")
         assert told[SAME] == "FAIL" and says in reasons[SAME] and "\n" not in reasons[SAME]
     assert told["valid tool schemas"] == "FAIL"
 
 
-class Typo(Sums):
-    def look(self) -> str:
-        """See the other number."""
-        return self.bee
-
-
 def test_a_tool_that_never_works_is_told():
-    told, reasons = verdicts(f"{__name__}:Typo")
+    told, reasons = verdicts("sums:Typo")
     assert RANDOM in those(told, "FAIL") and "Typo: look on task" in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: 'Typo' object has no attribute 'bee'")
 
 
-class Refuses(Sums):
-    def _expert(self):
-        raise UserError("nobody knows the sum")
-
-
 def test_an_expert_that_refuses_to_play_is_none():
-    told, reasons = verdicts(f"{__name__}:Refuses")
+    told, reasons = verdicts("sums:Refuses")
     assert not those(told, "FAIL") and {reasons[name] for name in those(told, "-")} == {"nobody knows the sum"}, reasons
     assert those(told, "-") == {EXPERT, NOTHING, REPEAT, "random calls pays less", ONCE, COPY}
 
@@ -321,7 +133,7 @@ def test_of_a_strangers_class_what_can_be_checked_is_checked(tmp_path):
 @pytest.mark.parametrize("name, status, says", [("Sums", 0, "pass  the expert solves 95 % or more      solves 100%"), ("Leaks", 1, "FAIL  train and test tasks are disjoint"),
                                                 ("Nothing", 2, "check: environment")])
 def test_the_command(name, status, says, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["check", f"{__name__}:{name}"])
+    monkeypatch.setattr(sys, "argv", ["check", f"sums:{name}"])
     with pytest.raises(SystemExit) as ended:
         run(command, "")
     out, err = capsys.readouterr()
@@ -330,18 +142,7 @@ def test_the_command(name, status, says, capsys, monkeypatch):
 
 def test_an_environment_without_content_is_one_too():
     """`Game` plays the instance it is given, even one whose length is 0."""
-    setup = Setup(Config(env=f"{__name__}:Empty"))
+    setup = Setup(Config(env="sums:Empty"))
     env = setup.cls()
     with setup.watch:
         assert check.Game(setup, {}, env).session.env is env
-
-
-class Empty:
-    def reset(self, **_):
-        return "?"
-
-    def get_reward(self):
-        return 0.0
-
-    def __len__(self):
-        return 0
