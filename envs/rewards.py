@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import groupby
 
 import envs
@@ -138,10 +139,7 @@ def math_verify(t) -> float | None:
     None where the reference cannot be read. github.com/huggingface/Math-Verify has time-outs, for
     which it must be called in the main thread.
     """
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise UserError("--rewards math_verify: pip install math-verify") from None
+    from math_verify import parse, verify
     golds = [gold for text in references_of(t) if (gold := parse(f"\\boxed{{{text}}}"))]
     if not golds:
         return None
@@ -175,6 +173,8 @@ def load(config) -> "Rewards":
             if weight != "veto" and not is_finite(weights[name]):
                 raise ValueError("a weight is a finite number, or veto")
         functions[name] = _function(target)
+        if target == "math_verify" and not find_spec(target):
+            raise UserError("--rewards math_verify: pip install math-verify")
         if target == "length":
             functions[name] = partial(length, limits=envs.limits_of(config))
     return Rewards(functions, weights)

@@ -130,7 +130,7 @@ def test_a_step_ahead_is_paid_in_the_main_thread():
 def test_math_verify_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match="^--rewards math_verify: pip install math-verify$"):
-        paid("math_verify", said("3", task={"answer": "3"}))
+        rewards.load(SimpleNamespace(rewards="math_verify", env="gsm8k"))  # not after the first episodes
 
 
 # ------------------------------------------------------------------------------------------ what --rewards says
