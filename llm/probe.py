@@ -23,13 +23,14 @@ from llm.logprobs import token_logprobs
 from llm.memory import facts, techniques_of
 from lora import adapters, settings
 
-TOKENS = 10  # of each of the probe's two rows
+TOKENS = 17  # of each of the probe's two rows
 SHARED = 2  # tokens with which both rows begin
 PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
 RESULT = 7  # tokens before the one that the engine reads in place of sampling it
 WINDOW = 3  # tokens that a sliding window sees during the probe
-# What rounding may change, of the standard deviation of the log-probabilities.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# What rounding may change, of the standard deviation of the log-probabilities. Where it sends a
+# token to another expert it changes more, so the limit is for the median of a row.
+TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def probe(model, source: str):
@@ -79,7 +80,7 @@ def disagreement(limit, stock, run) -> str:
         raise
     except Exception as error:
         return f"fails: {first_line(error)}"
-    error = (logprobs - stock).square().mean().sqrt()
+    error = (logprobs - stock).abs().median(dim=1).values.max()
     return "" if error <= limit else f"differs from transformers' by {error:.2g} nats a token"
 
 
