@@ -68,6 +68,7 @@ class Facts:
         refuses_engine: why the engine cannot decode this model, "" if it can.
         refuses_graphs: True if a decode step of this model could not become a CUDA graph.
         token_bytes: of the engine's cache, for a token of a row.
+        state_bytes: of the engine's cache, for a row of any length.
     """
     source: str = ""
     seed: int = 0
@@ -76,6 +77,7 @@ class Facts:
     refuses_engine: str = ""
     refuses_graphs: bool = False
     token_bytes: int = 0
+    state_bytes: int = 0
 
 
 def facts(model) -> Facts:

@@ -153,7 +153,9 @@ def engine_logprobs(model, ids):
             # After the first turn the id at RESULT comes as a tool result.
             if row.forced:
                 engine.extend(row, [row.forced.pop(0)], TOKENS - RESULT - 1)
-    facts(model).token_bytes = sum(t[0, :, 0].nbytes for t in engine.cache.tensors.values())
+    cache = engine.cache
+    facts(model).token_bytes = sum(tensor[0, :, 0].nbytes for tensor in cache.tensors.values())
+    facts(model).state_bytes = sum(state[0].nbytes for state in cache.states.values())
     return torch.tensor([row.logprobs for row in rows], device=ids.device)
 
 

@@ -175,9 +175,10 @@ def slots_that_fit(model, tokens: int, most: int) -> int:
     """Return for how many rows of so many tokens half of the GPU's free memory has room.
 
     They are `most`, or the largest power of two that fits, so that a little more or less free
-    memory changes nothing. The other half is for the passes over prompts, and for graphs.
+    memory changes nothing. The other half is for the passes over prompts, and for graphs. States
+    count twice, because a step copies them.
     """
-    row = facts(model).token_bytes * tokens
+    row = facts(model).token_bytes * tokens + 2 * facts(model).state_bytes
     while most > 1 and most * row > free_bytes(model.device) / 2:
         most = 1 << (most - 1).bit_length() - 1
     return most

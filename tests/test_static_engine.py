@@ -6,10 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llm import load_model, static_engine
-from llm.engine import Row
+from llm.engine import Engine, Row, make_engine
 from llm.kv_cache import RowCache
 from llm.memory import PLAIN
-from llm.engine import make_engine
+from llm.probe import probe
 from llm.static_engine import StaticEngine
 from llm.tiny import make_tiny
 
@@ -305,3 +305,16 @@ def test_the_cache_takes_slots_by_the_memory_there_is(tiny, monkeypatch, free_ro
     monkeypatch.setattr(static_engine, "free_bytes", lambda device: free_rows * row)
     engine = make_engine(model, slots=100, tokens=500, static=True)
     assert len(engine.owner) == engine.cache.slots == slots
+
+
+def test_the_states_of_the_rows_count_as_well(monkeypatch):
+    """Twice, because a step copies them. Mamba 2 has no other cache: it took every slot that there could be."""
+    import decoders
+    model = decoders.make("mamba2")
+    probe(model, "folder")
+    engine = Engine(model, slots=1)
+    engine.add([Row([3, 4, 5])])
+    engine.step()
+    row = sum(state.nbytes for state in engine.cache.states.values())
+    monkeypatch.setattr(static_engine, "free_bytes", lambda device: 2 * 8 * 2 * row)
+    assert make_engine(model, slots=100, tokens=500, static=True).slots == 8
