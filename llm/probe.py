@@ -103,7 +103,7 @@ def drop_adapters(model, ids, name: str):
     """Take the adapters away of Linears whose weights an update on ids (B, T) reads itself.
 
     Kernels that fuse several steps do, so that an adapter beside such a Linear has no part in the
-    output. Raises UserError if they were named as targets.
+    output. Raises UserError if they were named as targets, or belong to an adapter that was given.
     """
     inside, read_past = set(), set()
 
@@ -132,6 +132,8 @@ def drop_adapters(model, ids, name: str):
         return
     kept = sorted(set(end_of.values()) - dropped)
     passed = f"{name}: its forward passes by the adapters of {', '.join(sorted(dropped))}"
+    if not settings(model).fresh:
+        raise UserError(f"{passed}; merge the adapter first (python lora.py merge)")
     if not settings(model).all_linear:
         raise UserError(f"{passed}; give --lora_target_modules {','.join(kept)}")
     print(f"note: {passed}: they are left out")

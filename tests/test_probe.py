@@ -11,6 +11,7 @@ from test_models import save_text
 from experiment.errors import UserError
 from llm import load_model
 from llm.engine import Engine
+from llm.loading import merge
 from llm.memory import SETTINGS, facts
 from llm.probe import WINDOW, disagreement, narrow_windows, probe
 from lora import adapters, add_lora, settings
@@ -37,8 +38,8 @@ def windowed(family, **sizes):
     return model
 
 
-@pytest.mark.parametrize("family, sizes", [("Qwen2Moe", {"use_sliding_window": True}), ("Phimoe", {}), ("Doge", {})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family, sizes", [("Qwen2Moe", {"use_sliding_window": True}), ("Phimoe", {}), ("Doge", {})])
 def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, sizes, dtype):
     """Rows longer than the window would be 2.6 to 9 nats off. The probe's few tokens find it because it narrows the window."""
     model = windowed(family, **sizes).to(dtype)
@@ -47,7 +48,6 @@ def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, si
         Engine(model)
 
 
-def test_windows_have_their_width_again_and_a_window_that_the_engine_knows_passes():
 @pytest.mark.parametrize("family", ["granitemoehybrid", "kimi_linear"])
 def test_rounding_that_sends_a_token_to_another_expert_is_no_error(family, tmp_path):
     """One token was 0.25 nats off in Granite 4, whose other tokens were within 0.02."""
@@ -65,6 +65,7 @@ def test_a_token_does_not_decide_and_a_row_does():
     assert disagreement(0.05, stock, lambda: wrong) == "differs from transformers' by 0.1 nats a token"
 
 
+def test_windows_have_their_width_again_and_a_window_that_the_engine_knows_passes():
     model = windowed("Qwen2", use_sliding_window=True, max_window_layers=0)
     with narrow_windows(model) as narrowed:
         assert narrowed and model.config.sliding_window == WINDOW
@@ -100,6 +101,24 @@ def test_one_that_was_named_is_refused_with_what_to_give_instead():
     says = r"^folder: MambaForCausalLM: its forward passes by the adapters of mixer.dt_proj; give --lora_target_modules mixer.in_proj$"
     with pytest.raises(UserError, match=says):
         probe(model, "folder")
+
+
+def test_an_adapter_that_was_given_is_refused_with_what_it_can_do(tmp_path):
+    """Its targets cannot change. Merged, it is what PEFT's own merge makes of it."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+    base, given, whole = (str(tmp_path / name) for name in ("base", "adapter", "whole"))
+    save_text("granitemoehybrid", base)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    theirs.save_pretrained(given)
+    with pytest.raises(UserError, match=r"adapters of mamba.out_proj; merge the adapter first \(python lora.py merge\)$"):
+        load_model(given, lora_r=2, device="cpu")
+    merge(given, whole)
+    model, _ = load_model(whole, lora_r=2, device="cpu")
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        assert (model(input_ids=ids).logits - theirs.merge_and_unload().eval()(input_ids=ids).logits).abs().max() < 1e-5
 
 
 def test_a_kernel_that_reads_a_weight_only_while_training_is_found():
