@@ -27,8 +27,8 @@ aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
 # They take indices from the host, too, for which they wait.
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor}
-# The host has to know their result.
-WAITING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten.is_nonzero.default}
+# The host has to know their result. Inference mode does not take item and where apart.
+WAITING = {aten.item.default, aten.where.default, aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten.is_nonzero.default}
 ENGINE = torch.autograd.graph._engine_run_backward
 
 
@@ -280,8 +280,9 @@ class Graph:
         return out
 
     def put_back(self):
-        for tensor, value in reversed(self.kept):
-            aten.copy_.default(tensor, value)
+        with torch.utils._python_dispatch._disable_current_modes():
+            for tensor, value in reversed(self.kept):
+                aten.copy_.default(tensor, value)
         self.kept.clear()
 
     @torch.no_grad()

@@ -33,11 +33,12 @@ def test_the_witness_sees_what_cuda_would_refuse(mix):
         mix(torch.zeros(2, 3, device="cuda"), torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("look", [
-    lambda a: a.sum().item(), lambda a: a.nonzero(), lambda a: a[a > 0], lambda a: a.cpu(), lambda a: a.tolist(), lambda a: a[[1, 0]],
+    lambda a: a.sum().item(), lambda a: a.nonzero(), lambda a: torch.where(a > 0), lambda a: a[a > 0], lambda a: a.cpu(), lambda a: a.tolist(), lambda a: a[[1, 0]],
     lambda a: a + torch.tensor([2.0], device="cuda"), lambda a: a.copy_(torch.zeros(2, 3))])
-def test_the_witness_sees_what_no_graph_can_hold(look):
-    with pytest.raises(Violation, match="capture"), cuda():
+def test_the_witness_sees_what_no_graph_can_hold(look, mode):
+    with pytest.raises(Violation, match="capture"), cuda(), mode():
         a = torch.zeros(2, 3, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             look(a)

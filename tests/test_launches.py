@@ -79,6 +79,10 @@ def test_rows_are_exchanged_at_once(model):
 # ------------------------------------------------------------------------------- on a GPU that the CPU plays, 4 layers
 # Kernels that run outside a graph's replay, as counted: one decode step, updates of 2 x 60 and 2 x 2,100 tokens, a rollout.
 KERNELS = {"plain": [162, 1263, 1263, 4432], "4bit": [350, 1943, 1999, 9532], "small": [366, 1946, 2992, 9940]}
+# What the host waits for in one update and in a rollout. Gradients of an adapter in host memory are copied there, one by one.
+UPDATE_WAITS = {"aten.nonzero.default": 1, "aten._local_scalar_dense.default": 4, "aten.index.Tensor": 2}
+GRADIENTS = {"blocking copy to the host": 56}
+ROLLOUT_WAITS = {"torch.tensor on the device": 13, "indices from the host": 2, "tolist": 42, "blocking copy to the device": 40}
 
 
 @pytest.fixture(params=["plain", pytest.param("4bit", marks=pytest.mark.slow), "small"])
@@ -96,6 +100,11 @@ def count(device, act):
     before = device.kernels
     act()
     return device.kernels - before
+
+
+def new_waits(device, known):
+    """Return the waits and blocking copies that are more than those in `known`."""
+    return {event: n for event, n in device.events.items() if "asynchronous" not in event and n > 1.1 * known.get(event, 0)}
 
 
 def test_a_decode_step_on_a_gpu(tiny, memory):
@@ -123,6 +132,7 @@ def test_an_update_on_a_gpu(tiny, memory):
             ids = torch.tensor([ids_of(tokens, 1), ids_of(tokens, 2)]).to(model.device)
             kernels = count(device, update)
             assert kernels <= 1.1 * KERNELS[memory][i]
+            assert not new_waits(device, UPDATE_WAITS | GRADIENTS if memory == "small" else UPDATE_WAITS)
             copies.append({event: n for event, n in device.events.items() if "copy" in event})
     assert copies[0] == copies[1] and sum(copies[0].values()) <= (4 * 60 if memory == "small" else 4)
 
@@ -140,4 +150,5 @@ def test_a_rollout_with_tool_results(tiny, memory):
         model = on_a_gpu(tiny, memory).eval()
         with lora.merged(model):
             kernels = count(device, lambda: play(model, episodes, slots=16, limit=40, tokens=300))
+    assert not new_waits(device, ROLLOUT_WAITS)
     assert passes == [4] and len(device.graphs) <= 8 and kernels <= 1.1 * KERNELS[memory][3]
