@@ -17,17 +17,25 @@ class Stream:
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.holds = [None, None]  # the layer in each slot
         self.last = -1  # the layer entered last
-        largest = max(map(layer_bytes, layers))
+        sizes = [layer_bytes(layer) for layer in layers]
+        largest = max(sizes)
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
         self.hosts = []  # one flat uint8 tensor per layer
+        # Torch rounds pinned memory up to a power of two, so at least eight layers share a block.
+        # One block for all would be in memory beside all that is not copied yet.
+        block_bytes = 1 << (8 * largest - 1).bit_length()
+        block = torch.empty(0)
         for i, layer in enumerate(layers):
-            self.hosts.append(self.move_to_host(layer, self.slots[i % 2]))
+            if len(block) < sizes[i]:
+                block = torch.empty(min(block_bytes, sum(sizes[i:])), dtype=torch.uint8,
+                                    pin_memory=self.copies is not None)
+            host, block = block.tensor_split([sizes[i]])
+            self.move_to_host(layer, host, self.slots[i % 2])
+            self.hosts.append(host)
             layer.register_forward_pre_hook(partial(self.enter, i))
 
-    def move_to_host(self, layer, slot):
-        """Return a host buffer with the layer's tensors, which become views of the slot."""
-        pinned = self.copies is not None
-        host = torch.empty(layer_bytes(layer), dtype=torch.uint8, pin_memory=pinned)
+    def move_to_host(self, layer, host, slot):
+        """Copy the layer's tensors into its host buffer and make them views of the slot."""
         start = 0
         views = {}
         for name, tensor in layer.state_dict().items():
@@ -36,7 +44,6 @@ class Stream:
             host[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             views[name] = slot[place].view(tensor.dtype).view(tensor.shape)
         layer.load_state_dict(views, assign=True)
-        return host
 
     def enter(self, i: int, *hook_arguments):
         """Make layer i usable now and start to fetch the layer that comes next."""

@@ -1,6 +1,7 @@
 """llm/streaming.py: streamed layers give the resident layers' gradients to the bit."""
 import pytest
 import torch
+from fake_cuda import cuda
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same
 
 from llm.checkpointing import layers_of
@@ -73,3 +74,21 @@ def test_a_slot_that_was_refilled_is_an_error(tiny):
         layer.gradient_checkpointing = False
     with pytest.raises(RuntimeError, match="inplace"):
         gradients(model)
+
+
+def test_pinned_layers_share_blocks(monkeypatch):
+    """Torch rounds each block up to a power of two, which was 1.9 times these layers' bytes."""
+    blocks = []
+    empty = torch.empty
+
+    def spy(*sizes, pin_memory=False, **options):
+        if pin_memory:
+            blocks.append(sizes[0])
+        return empty(*sizes, pin_memory=pin_memory, **options)
+    with cuda():
+        monkeypatch.setattr(torch, "empty", spy)
+        layers = [torch.nn.Linear(33, 64, bias=False) for _ in range(30)]
+        stream = Stream(layers, torch.device("cuda", 0))
+        monkeypatch.undo()
+    needed = 30 * 33 * 64 * 4
+    assert sum(map(len, stream.hosts)) == needed and sum(1 << (size - 1).bit_length() for size in blocks) < 1.15 * needed
