@@ -49,11 +49,10 @@ def techniques(memory: str | Techniques, load_in_4bit: bool = False,
     """Return the techniques of a setting, plus the two that have standard flags of their own."""
     chosen = SETTINGS[memory] if isinstance(memory, str) else memory
     # The backward pass has to run a layer again whose weights or input are not on the device.
-    needs_checkpoints = chosen.stream_layers or chosen.offload_activations
+    gradient_checkpointing |= chosen.stream_layers or chosen.offload_activations
     return chosen._replace(
         load_in_4bit=chosen.load_in_4bit or load_in_4bit,
-        gradient_checkpointing=(
-            chosen.gradient_checkpointing or gradient_checkpointing or needs_checkpoints))
+        gradient_checkpointing=chosen.gradient_checkpointing or gradient_checkpointing)
 
 
 @dataclass
@@ -67,8 +66,7 @@ class Facts:
         shares_prefix: True if rows that begin alike may go through as one packed row.
         refuses_engine: why the engine cannot decode this model, "" if it can.
         refuses_graphs: True if a decode step of this model could not become a CUDA graph.
-        token_bytes: of the engine's cache, for a token of a row.
-        state_bytes: of the engine's cache, for a row of any length.
+        token_bytes, state_bytes: of the engine's cache, for a token of a row and for a row.
     """
     source: str = ""
     seed: int = 0

@@ -24,7 +24,7 @@ from llm.memory import facts, techniques_of
 from lora import adapters, settings
 
 TOKENS = 17  # of each of the probe's two rows
-SHARED = 2  # tokens with which both rows begin
+SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
 PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
 RESULT = 7  # tokens before the one that the engine reads in place of sampling it
 WINDOW = 3  # tokens that a sliding window sees during the probe
@@ -36,9 +36,8 @@ TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 def probe(model, source: str):
     """Compare the forward passes of a model that `load_model` has read from `source`.
 
-    What it finds about the engine and about shared prefixes goes into the model's `Facts`. Raises
-    UserError if the weights are damaged, if training differs, or if the user named an adapter that
-    is never used; others of that kind are taken away.
+    The model's `Facts` get what it finds. Raises UserError if the weights are damaged, if training
+    differs, or if an adapter that was named or given is never used; others are taken away.
     """
     began = time.monotonic()
     name = f"{source}: {type(model).__name__}"
@@ -46,8 +45,10 @@ def probe(model, source: str):
     ids[:, :SHARED] = ids[0, :SHARED]
     mask = torch.ones_like(ids)
     mask[:, :SHARED] = 0
-    train = partial(token_logprobs, model, ids, mask)
-    with narrow_windows(model) as narrowed:
+
+    def train():
+        return token_logprobs(model, ids, mask)[0][:, SHARED:]
+    with narrow_windows(model):
         logits = stock_logits(model, ids, name)  # (2, TOKENS - 1, V)
         drop_adapters(model, ids, name)
         # Streamed layers take turns in two buffers: what lies there may be another layer's.
@@ -60,15 +61,14 @@ def probe(model, source: str):
         # Some models return float32 logits whatever computed them.
         dtype = model.get_output_embeddings().weight.dtype
         compare = partial(disagreement, TOLERANCE[dtype] * stock.std())
-        problem = compare(stock[:, SHARED - 1:], lambda: train()[0][:, SHARED:])
-        if problem:
+        if problem := compare(stock[:, SHARED - 1:], train):
             raise UserError(f"{name}: the training forward {problem}")
-        problem = compare(stock[:, RESULT:], lambda: engine_logprobs(model, ids))
-        if problem:
+        if problem := compare(stock[:, RESULT:], partial(engine_logprobs, model, ids)):
             facts(model).refuses_engine = f"{name}: the engine cannot decode it: it {problem}"
-    apart = train()[0][:, SHARED:] if narrowed else stock[:, SHARED - 1:]
+    facts(model).shares_prefix = False
+    apart = train()
     facts(model).shares_prefix = True
-    facts(model).shares_prefix = not compare(apart, lambda: train()[0][:, SHARED:])
+    facts(model).shares_prefix = not compare(apart, train)
     print(f"{name}: training and decoding checked in {time.monotonic() - began:.1f} s")
 
 
@@ -146,37 +146,31 @@ def drop_adapters(model, ids, name: str):
 def engine_logprobs(model, ids):
     """Return the engine's log-probabilities (2, TOKENS - RESULT - 1) of the ids after RESULT."""
     engine = Engine(model, slots=2, fused=False)
-    rows = []
-    for n, row in enumerate(ids.tolist(), PROMPT):
-        rows.append(Row(row[:n], limit=RESULT - n, forced=row[n:]))
+    rows = [Row(row[:n], limit=RESULT - n, forced=row[n:])
+            for n, row in enumerate(ids.tolist(), PROMPT)]
     engine.add(rows)
     while engine.busy:
         for row in engine.step():
             # After the first turn the id at RESULT comes as a tool result.
             if row.forced:
                 engine.extend(row, [row.forced.pop(0)], TOKENS - RESULT - 1)
-    cache = engine.cache
-    facts(model).token_bytes = sum(tensor[0, :, 0].nbytes for tensor in cache.tensors.values())
-    facts(model).state_bytes = sum(state[0].nbytes for state in cache.states.values())
+    facts(model).token_bytes = sum(t[0, :, 0].nbytes for t in engine.cache.tensors.values())
+    facts(model).state_bytes = sum(t[0].nbytes for t in engine.cache.states.values())
     return torch.tensor([row.logprobs for row in rows], device=ids.device)
 
 
 @contextmanager
 def narrow_windows(model):
-    """Inside the block every sliding window of the model is WINDOW tokens wide.
-
-    So a few tokens are more than a window, which may really be of thousands. Yields True if any is.
-    """
+    """Inside the block every sliding window is so narrow that the probe's few tokens are more."""
     widths = []
     for thing in (model.config, model.config.get_text_config(), *model.modules()):
         for name, value in vars(thing).items():
             is_window = name.endswith(("window", "window_size", "attention_chunk_size"))
             if is_window and type(value) is int and value > WINDOW:
                 widths.append((vars(thing), name, value))
+                vars(thing)[name] = WINDOW
     try:
-        for attributes, name, _ in widths:
-            attributes[name] = WINDOW
-        yield bool(widths)
+        yield
     finally:
         for attributes, name, value in widths:
             attributes[name] = value

@@ -17,7 +17,7 @@ class Stream:
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.holds = [None, None]  # the layer in each slot
         self.last = -1  # the layer entered last
-        sizes = [layer_bytes(layer) for layer in layers]
+        sizes = list(map(layer_bytes, layers))
         largest = max(sizes)
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
         self.hosts = []  # one flat uint8 tensor per layer
