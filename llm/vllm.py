@@ -107,9 +107,13 @@ class Servers:
     name = None
 
     def __init__(self, addresses: str, run):
-        """Ask every server for its context. Raises UserError if one does not answer."""
+        """Ask every server for its context. Raises UserError if one is no URL, or silent."""
         self.run = run
         urls = [url.strip().rstrip("/").removesuffix("/v1") for url in addresses.split(",")]
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise UserError(f"--sampler {addresses}: {url!r} does not begin with http:// or "
+                                "https://")
         self.urls = self.living = list(dict.fromkeys(urls))
         self.folder = run.folder / "sampler"
         self.names = []

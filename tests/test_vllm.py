@@ -283,6 +283,12 @@ def test_nobody_answers(place, tmp_path, server):  # noqa: F811
     assert "no vLLM server answers there" in refused(place, tmp_path / "r", server)
 
 
+@pytest.mark.parametrize("addresses, url", [("127.0.0.1:8333", "127.0.0.1:8333"), ("http://127.0.0.1:1,,", ""), (" ", "")])
+def test_what_is_no_address_is_named(addresses, url):
+    with pytest.raises(UserError, match=f"--sampler {addresses}: '{url}' does not begin with http://"):
+        vllm.Servers(addresses, None)
+
+
 def test_all_weights_are_refused(place, tmp_path, server):  # noqa: F811
     assert "train an adapter: --lora_r 16" in refused(place, tmp_path / "r", server, lora_r=0)
 
