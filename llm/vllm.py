@@ -36,7 +36,7 @@ from lora import settings
 REQUESTS = 128  # of each server, at once
 TRIES = 8  # of a request; the pauses between them add up to half a minute
 PATIENCE = 30  # seconds without an answer, then the server is asked whether it lives
-WAITS = 120  # so many times at most
+DEADLINE = 3600  # seconds that a silent server gets
 KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
 
 
@@ -76,20 +76,26 @@ def ask(url: str, body=None) -> bytes:
 
 def await_response(connection, url: str):
     """Return the response. A silent server gets an hour, as long as its /health answers."""
-    for _ in range(WAITS):
+    for _ in range(DEADLINE // PATIENCE):
         with suppress(TimeoutError):
             return connection.getresponse()
         ask(url.partition("/v1/")[0] + "/health")
-    raise Lost(f"--sampler {url}: no answer in {WAITS * PATIENCE} s")
+    raise Lost(f"--sampler {url}: no answer in {DEADLINE} s")
 
 
 def persist(tries: int, act, *arguments):
-    """Return act(*arguments), tried so many times, with pauses, while it raises Lost."""
-    for attempt in range(tries - 1):
-        with suppress(Lost):
+    """Return act(*arguments), tried so many times, with pauses, while it raises Lost.
+
+    The last try begins within an hour.
+    """
+    end = time.monotonic() + DEADLINE
+    for attempt in range(1, tries + 1):
+        try:
             return act(*arguments)
-        time.sleep(2 ** attempt / 4)
-    return act(*arguments)
+        except Lost:
+            if attempt == tries or time.monotonic() > end:
+                raise
+        time.sleep(2 ** attempt / 8)
 
 
 class Servers:

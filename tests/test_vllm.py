@@ -438,6 +438,15 @@ def test_a_slow_server_is_waited_for(place, tmp_path, server, monkeypatch):  # n
     assert turns == sum("proof" not in body["model"] for body in server.requests[2:])
 
 
+def test_a_server_that_hangs_while_its_health_answers_gets_one_hour(server, monkeypatch):
+    monkeypatch.setattr(vllm, "PATIENCE", 1)
+    monkeypatch.setattr(vllm, "DEADLINE", 2)
+    server.fault = lambda body: server.hang()
+    with pytest.raises(vllm.Lost, match="no answer in 2 s"):
+        vllm.persist(3, vllm.ask, f"{server.url}/v1/completions", {"prompt": [1]})
+    assert len(server.requests) == 1
+
+
 @pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
 def test_a_slow_server_is_waited_for_behind_tls_too(server, tmp_path, monkeypatch):
     """TLS 1.3 sends tickets before the answer: that a socket can be read does not say that the answer is there."""
