@@ -24,6 +24,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import closing, nullcontext, suppress
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from itertools import count
 from urllib.parse import urlsplit
 
 from experiment.background import in_thread
@@ -33,15 +34,19 @@ from llm.adapter_files import save_model
 from llm.vllm_proof import prove
 from lora import settings
 
-REQUESTS = 128  # of each server, at once
+REQUESTS = 128  # of each server, at once, by all ranks together
 TRIES = 8  # of a request; the pauses between them add up to half a minute
 PATIENCE = 30  # seconds without an answer, then the server is asked whether it lives
-DEADLINE = 3600  # seconds that a silent server gets
+DEADLINE = 3600  # seconds that a silent server gets, and a busy one
 KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
 
 
 class Lost(UserError):
     """No answer, half of one, or one without sense: the next try may have more luck."""
+
+
+class Busy(Lost):
+    """The server lives, and has too much to do."""
 
 
 def ask(url: str, body=None) -> bytes:
@@ -68,8 +73,9 @@ def ask(url: str, body=None) -> bytes:
         return text
     reason = first_line(text.decode(errors="replace") or response.reason)
     message = f"--sampler {url}: {response.status}: {reason}"
-    # The first two say that it has too much to do.
-    if response.status in (408, 429) or response.status >= 500:
+    if response.status == 429:
+        raise Busy(message)
+    if response.status == 408 or response.status >= 500:
         raise Lost(message)
     raise UserError(message)
 
@@ -86,16 +92,16 @@ def await_response(connection, url: str):
 def persist(tries: int, act, *arguments):
     """Return act(*arguments), tried so many times, with pauses, while it raises Lost.
 
-    The last try begins within an hour.
+    The last try begins within an hour. A busy server is asked until then.
     """
     end = time.monotonic() + DEADLINE
-    for attempt in range(1, tries + 1):
+    for attempt in count(1):
         try:
             return act(*arguments)
-        except Lost:
-            if attempt == tries or time.monotonic() > end:
+        except Lost as error:
+            if time.monotonic() > end or attempt >= tries and not isinstance(error, Busy):
                 raise
-        time.sleep(2 ** attempt / 8)
+        time.sleep(min(2 ** attempt / 8, PATIENCE))
 
 
 class Servers:
@@ -209,6 +215,8 @@ class Servers:
         url = living[number % len(living)]
         try:
             return self.turn(url, body)
+        except Busy:
+            raise
         except Lost:
             # The others take its rows until the next adapter. If there are none, all are asked.
             self.living = [other for other in living if other != url] or self.urls
@@ -299,12 +307,14 @@ class ServerEngine:
         pass
 
     def ask_more(self):
-        """Ask for the next turns, each in a thread, as many as the servers take."""
-        while self.queue and len(self.asked) < REQUESTS * len(self.servers.urls):
+        """Ask for the next turns, each in a thread. The ranks share what the servers take."""
+        servers = self.servers
+        places = REQUESTS * len(servers.living) / servers.run.ranks.world
+        while self.queue and len(self.asked) < places:
             row = self.queue.popleft()
             body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
             number = self.numbers[row.group]
-            future = in_thread(persist, TRIES, self.servers.complete, body, number)
+            future = in_thread(persist, TRIES, servers.complete, body, number)
             self.asked[future] = row
 
     def step(self):

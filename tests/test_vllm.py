@@ -492,6 +492,28 @@ def test_half_of_two_servers_gone_leaves_the_work_to_the_other(place, tmp_path, 
     assert server.loads[-1].endswith("step-000003") and other.loads[-1].endswith("step-000001")
 
 
+def test_a_busy_server_is_waited_for_and_keeps_its_groups(place, tmp_path, server, other, monkeypatch):  # noqa: F811
+    """It refuses more often than a request is tried."""
+    patch_sleep(monkeypatch, lambda seconds: time.sleep(0.01))
+    refusals = [FAULTS["busy"]] * 60
+    other.fault = lambda body: refusals.pop() if refusals and "proof" not in body["model"] and len(other.requests) > 8 else None
+    _, log = played(place, tmp_path / "r", [server, other], tasks_per_step=3)
+    assert not refusals and len(log) == 2 and all(line["sampler_gap"] < 1e-4 for line in log)
+    firsts = [{tuple(b["prompt"]) for b in s.requests if b["model"].endswith("step-000001")} for s in (server, other)]
+    assert all(firsts) and not firsts[0] & firsts[1]
+
+
+def test_a_busy_server_is_asked_for_an_hour(monkeypatch):
+    clock, pauses = [0.0], []
+    monkeypatch.setattr(vllm, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: (pauses.append(seconds), clock.append(clock.pop() + seconds))))
+
+    def busy():
+        raise vllm.Busy("429")
+    with pytest.raises(vllm.Busy):
+        vllm.persist(vllm.TRIES, busy)
+    assert vllm.DEADLINE < sum(pauses) <= vllm.DEADLINE + vllm.PATIENCE == 3630 and max(pauses) == vllm.PATIENCE
+
+
 def test_pauses_before_the_last_try_are_half_a_minute(monkeypatch):
     pauses = []
     patch_sleep(monkeypatch, pauses.append)
@@ -577,8 +599,8 @@ def test_ahead_needs_a_sampler():
 def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     """Where each rank plays one task, all of them would else ask the first server."""
     asked = []
-    servers = SimpleNamespace(name="a", urls=["u"], is_proved=False, complete=lambda body, number: asked.append((body["prompt"], number)),
-                              run=SimpleNamespace(ranks=SimpleNamespace(rank=1)))
+    servers = SimpleNamespace(name="a", living=["u"], is_proved=False, complete=lambda body, number: asked.append((body["prompt"], number)),
+                              run=SimpleNamespace(ranks=SimpleNamespace(rank=1, world=2)))
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
     engine.add([Row([ord(group)], group=group) for group in "aabc"])
     wait(engine.asked)
@@ -587,14 +609,16 @@ def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
 
 
 def test_a_turn_continues_all_that_its_row_has_seen_and_rows_wait_for_a_place(monkeypatch):
+    """One of the two servers lives, and two ranks share its four places."""
     asked, together = [], []
 
     def complete(body, number):
         together.append(len(engine.asked))
         asked.append((body["prompt"], body["max_tokens"]))
         return [5, 2], [-1.0, -0.5]
-    servers = SimpleNamespace(name="a", urls=["u"], is_proved=True, complete=complete, run=SimpleNamespace(ranks=SimpleNamespace(rank=0)))
-    monkeypatch.setattr(vllm, "REQUESTS", 2)
+    servers = SimpleNamespace(name="a", urls=["u", "gone"], living=["u"], is_proved=True, complete=complete,
+                              run=SimpleNamespace(ranks=SimpleNamespace(rank=0, world=2)))
+    monkeypatch.setattr(vllm, "REQUESTS", 4)
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
     rows = [Row([10 + i], limit=6) for i in range(5)]
     engine.add(rows)
