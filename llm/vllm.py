@@ -36,6 +36,7 @@ from lora import settings
 
 REQUESTS = 128  # of each server, at once, by all ranks together
 TRIES = 8  # of a request; the pauses between them add up to half a minute
+CONNECT = 5  # seconds, then the machine is off
 PATIENCE = 30  # seconds without an answer, then the server is asked whether it lives
 DEADLINE = 3600  # seconds that a silent server gets, and a busy one
 KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
@@ -59,7 +60,9 @@ def ask(url: str, body=None) -> bytes:
     key = os.environ.get("VLLM_API_KEY", "none")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
-        with closing(kind(parts.netloc, timeout=PATIENCE)) as connection:
+        with closing(kind(parts.netloc, timeout=CONNECT)) as connection:
+            connection.connect()
+            connection.sock.settimeout(PATIENCE)
             if body:
                 connection.request("POST", parts.path, json.dumps(body), headers)
                 response = await_response(connection, url)
@@ -166,7 +169,7 @@ class Servers:
             shutil.rmtree(self.folder, ignore_errors=True)
         save_model(model, self.folder / name)
         self.names.append(name)
-        futures = self.everywhere(self.tell, "load", name)
+        futures = self.everywhere(self.urls, self.tell, "load", name)
         living = [url for url in futures if not futures[url].exception()]
         for future in futures.values():
             error = future.exception()
@@ -176,13 +179,14 @@ class Servers:
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank")
             if error:
                 say(f"{error}; the other servers take its episodes")
+        self.living = living
         for old in self.names[:-KEPT]:
             self.retire(old)
         return living
 
     def retire(self, name: str):
-        """Let the servers unload an adapter, and remove its folder."""
-        self.everywhere(self.tell, "unload", name)
+        """Let the servers that live unload an adapter, and remove its folder."""
+        self.everywhere(self.living, self.tell, "unload", name)
         shutil.rmtree(self.folder / name)
         self.names.remove(name)
 
@@ -195,13 +199,13 @@ class Servers:
             if "already" not in str(error):
                 raise
 
-    def everywhere(self, act, *arguments) -> dict:
-        """Call act(url, *arguments) for all servers. Returns {url: its Future, which is done}.
+    def everywhere(self, urls: list, act, *arguments) -> dict:
+        """Call act(url, *arguments) for these servers. Returns {url: its Future, which is done}.
 
         A server that was gone is asked once. Signals are looked at.
         """
         futures = {}
-        for url in self.urls:
+        for url in urls:
             tries = TRIES if url in self.living else 1
             futures[url] = in_thread(persist, tries, act, url, *arguments)
         while wait(futures.values(), 0.1).not_done:

@@ -53,7 +53,8 @@ def sample(servers, prompts, body) -> dict:
             turns.append((prompt, *servers.turn(url, asked)))
         return turns
 
-    return {url: future.result() for url, future in servers.everywhere(turns_of).items()}
+    futures = servers.everywhere(servers.urls, turns_of)
+    return {url: future.result() for url, future in futures.items()}
 
 
 def check(model, turns: dict, temperature: float, tolerance: float) -> float:

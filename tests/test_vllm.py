@@ -1,6 +1,7 @@
 """llm/vllm.py against a stand-in for vLLM: what a run asks, what it proves, and how every fault of a server ends."""
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -328,7 +329,7 @@ def test_an_adapter_that_is_ignored_is_found_where_it_changes_little(place, monk
         with reference(model, None):
             return ids, vllm_proof.our_logprobs(model, [(body["prompt"], ids, None)], 1.0).tolist()
     servers = SimpleNamespace(urls=["u"], name="a", prefix="b", publish=lambda *_: None, turn=turn,
-                              everywhere=lambda act: {"u": in_thread(act, "u")})
+                              everywhere=lambda urls, act: {"u": in_thread(act, "u")})
     monkeypatch.setattr(vllm_proof, "NOISE", (0.01,))
     with vllm_proof.random_adapter(model, [([5, 6], ids, None)], 1.0) as change:
         assert change < vllm_proof.TOLERANCE
@@ -490,6 +491,36 @@ def test_half_of_two_servers_gone_leaves_the_work_to_the_other(place, tmp_path, 
     _, log = played(place, tmp_path / "r", [server, other], max_steps=4)
     assert len(log) == 4 and all(line["episodes"] == 6 and line["sampler_gap"] < 1e-4 for line in log)
     assert server.loads[-1].endswith("step-000003") and other.loads[-1].endswith("step-000001")
+
+
+def test_a_machine_that_is_off_costs_seconds(monkeypatch):
+    """Here no program accepts, and the system drops what comes when the queue is full."""
+    monkeypatch.setattr(vllm, "CONNECT", 0.5)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as off, socket.create_connection(off.getsockname()):
+        began = time.monotonic()
+        with pytest.raises(vllm.Lost, match="TimeoutError"):
+            vllm.ask(f"http://127.0.0.1:{off.getsockname()[1]}/v1/models")
+    assert time.monotonic() - began < 5
+
+
+def test_a_server_that_is_gone_is_asked_to_load_once_a_step_and_taken_up_when_it_is_back(place, tmp_path, server, other, monkeypatch):  # noqa: F811
+    asked, ask, back = [], vllm.ask, []
+
+    def records(url, body=None):
+        if "adapter" not in url or not url.startswith(other.url):
+            return ask(url, body)
+        asked.append(f"{url.split('/v1/')[1].partition('_')[0]} {body['lora_name'][-6:]}")
+        try:
+            return ask(url, body)
+        finally:
+            if asked[-1] == "load 000004":
+                back.append(StandIn(other.base, other.server_port))
+    monkeypatch.setattr(vllm, "ask", records)
+    other.fault = lambda body: threading.Thread(target=other.die).start() if body["model"].endswith("1") else None
+    _, log = played(place, tmp_path / "r", [server, other], max_steps=6)
+    back[0].die()
+    assert len(log) == 6 and back[0].loads[0].endswith("000005")
+    assert asked[:8] == ["load 000000", "load -proof", "unload -proof", *(f"load {step:06d}" for step in (1, 2, 3, 4, 5))]
 
 
 def test_a_busy_server_is_waited_for_and_keeps_its_groups(place, tmp_path, server, other, monkeypatch):  # noqa: F811
