@@ -314,11 +314,12 @@ def test_the_worst_of_all_servers_counts(place):  # noqa: F811
     signs = torch.tensor([1, -1, 1, -1])  # each token counts, not the mean of all
 
     def check(**errors):
-        return vllm_proof.check(model, {url: [(prompt, ids, (ours + signs * error).tolist())] for url, error in errors.items()}, 1.0, 0.25)
-    assert check(first=0.0, second=0.2, third=0.1) == pytest.approx(0.2, abs=1e-5)
-    for error in (0.3, float("nan")):
+        return vllm_proof.check(model, {url: [(prompt, ids, (ours + signs * error).tolist())] for url, error in errors.items()}, 1.0, vllm_proof.TOLERANCE)
+    # bfloat16 explains 0.07. An adapter that the base has merged and that is loaded again has made 0.2.
+    assert check(first=0.0, second=0.07, third=0.05) == pytest.approx(0.07, abs=1e-5)
+    for error in (0.2, float("nan")):
         with pytest.raises(UserError, match="--sampler third: it plays another model"):
-            check(first=0.0, second=0.2, third=error, fourth=0.0)
+            check(first=0.0, second=0.07, third=error, fourth=0.0)
 
 
 def test_an_adapter_that_is_ignored_is_found_where_it_changes_little(place, monkeypatch):  # noqa: F811
@@ -332,7 +333,7 @@ def test_an_adapter_that_is_ignored_is_found_where_it_changes_little(place, monk
                               everywhere=lambda urls, act: {"u": in_thread(act, "u")})
     monkeypatch.setattr(vllm_proof, "NOISE", (0.01,))
     with vllm_proof.random_adapter(model, [([5, 6], ids, None)], 1.0) as change:
-        assert change < vllm_proof.TOLERANCE
+        assert change < vllm_proof.CHANGE / 4
     with pytest.raises(UserError, match="plays the model without its adapter"):
         vllm_proof.prove(servers, model, [[5, 6]], {"temperature": 1.0})
 
