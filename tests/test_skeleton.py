@@ -52,7 +52,7 @@ def test_loading_holds_one_tensor_at_a_time(wide):
         model = load_model(wide, lora_r=4, memory=Techniques(load_in_4bit=True, int8_head=True), device="cpu")[0]
         held = count.now
     largest = max(t.nbytes for t in load_file(f"{wide}/model.safetensors").values())
-    assert sum(p.nbytes for p in model.parameters()) < held < count.peak < held + 1.5 * largest
+    assert sum(p.nbytes for p in model.parameters()) < held < count.peak < held + 1.8 * largest  # with the probe's logits
 
 
 def test_shards_are_read_and_a_missing_tensor_is_named(wide, tmp_path):
