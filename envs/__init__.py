@@ -39,7 +39,7 @@ TRL does with all. All else is optional and invisible to TRL:
     _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
     _reply(text)                the user's reply to a turn without a tool call, or None to end
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
-                                {"name", "arguments"}, or its text; [] at the end, or UserError
+                                {"name", "arguments"}, or text; [] at the end. May raise UserError
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
     _from_text(text)            static: the task row in what a person typed into a chat, or

@@ -24,7 +24,8 @@ EPISODES = 100  # that each agent plays
 REPLAYED = 10  # tasks that are played a second time
 TRAINING = 1000  # tasks that the held-out ones are compared with
 FAST_ENOUGH = 10_000  # tasks a second
-ELSEWHERE = """
+# Another process runs this, with another seed for the hashes of text.
+TASKS_AGAIN = """
 import json, sys
 from episodes.tasks import load_tasks
 print(json.dumps(load_tasks(*json.loads(sys.argv[1]))))
@@ -141,7 +142,7 @@ class Conformance:
             return False, "asked twice"
         config = self.setup.config
         asked = [config.env, "test", EPISODES, config.seed, None, None, envs.options_of(config)]
-        command = [sys.executable, "-c", ELSEWHERE, json.dumps(asked)]
+        command = [sys.executable, "-c", TASKS_AGAIN, json.dumps(asked)]
         path = os.pathsep.join(sys.path)
         other = subprocess.run(command, capture_output=True, text=True, env={
             **os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "random"})
@@ -174,9 +175,9 @@ class Conformance:
 
     @cache
     def missing(self, needed: str) -> str | None:
-        """Return why there is not what a check needs, a method or the tasks of `_tasks`, or None.
+        """Return why there is nothing to check where this method is needed, or None if there is.
 
-        An expert that refuses its first turn by a UserError is none.
+        An expert that raises UserError in its first turn counts as missing.
         """
         if needed == "_tasks" and self.setup.config.tasks:
             return "the tasks are those of a file"

@@ -33,7 +33,7 @@ SECONDS = 6.0  # of a whole call, from start to end
 OUTPUT = 64 * 2**10  # bytes that are printed, and bytes of values
 # CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
 PARSING = threading.Lock()
-# Python 3.12 prints what it thinks of the escapes in the model's text.
+# Python 3.12 warns of unknown escapes in the model's code, between the lines of a run.
 warnings.filterwarnings("ignore", module="<unknown>")
 LIMITS = {  # of the child, by rlimit: bytes of address space, seconds, bytes of a file, files
     "AS": 512 * 2**20, "CPU": 5, "FSIZE": OUTPUT, "NOFILE": 64, "CORE": 0}

@@ -139,7 +139,7 @@ def first_notes(metrics, config, model, has_expert, has_tools):
 class Alarms:
     """Watch the lines of metrics.jsonl. Each kind of alarm is raised once.
 
-    Advice is left out that names a flag outside `flags`, or an expert where there is none.
+    Left out is advice that names a flag outside `flags`, or an expert where there is none.
     """
 
     def __init__(self, flags, has_expert):
@@ -222,9 +222,9 @@ def alarms(early, late):
 
 
 def means(rows):
-    """Return the mean of each number that the alarms watch, over the rows that have it."""
+    """Return the mean of each number over the rows that have it; of a watched one it may be NaN."""
     out = SimpleNamespace()
-    for name in (*WATCHED, *(name for row in rows for name in row if "success/" in name)):
+    for name in sorted(set(WATCHED).union(*rows)):
         values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
         setattr(out, name, fmean(values or [math.nan]))
     return out

@@ -52,8 +52,7 @@ class OutputFolder:
     # ------------------------------------------------------------------------------------- entering
     def enter(self):
         """Lock the folder, or raise UserError: it may only hold a run to overwrite or resume."""
-        values = self.values
-        if values.get("overwrite") and values.get("resume"):
+        if self.values.get("overwrite") and self.values.get("resume"):
             raise UserError("--resume continues a run and --overwrite renames it; give one of them")
         self._lock()
         algorithm = algorithm_of(self.path)
@@ -61,9 +60,9 @@ class OutputFolder:
         if present and not algorithm:
             raise UserError(f"{self.path}: already holds {present[0]}, and no config.yaml that "
                             "a run has written; give another --output_dir")
-        if not algorithm or values.get("resume"):
+        if not algorithm or self.values.get("resume"):
             return
-        if not values.get("overwrite"):
+        if not self.values.get("overwrite"):
             raise UserError(f"{self.path}: already holds a {algorithm} run; --resume continues it, "
                             "--overwrite renames it (in Python: resume=True, overwrite=True), or "
                             "give another --output_dir")
@@ -123,7 +122,7 @@ class OutputFolder:
         """Write config.yaml, which `--config` reads to repeat this run."""
         import yaml
         path = self.path / CONFIG
-        # A run that is resumed without the flag has episodes that ran unprotected.
+        # A run that is resumed without the flag still holds episodes that ran unprotected.
         header = path.read_text("utf-8").partition("\n")[0] if path.exists() else ""
         unsafe = self.values.get("unsafe_code") or "--unsafe_code" in header
         again = f"--config {CONFIG} --output_dir elsewhere{' --unsafe_code' if unsafe else ''}"
@@ -142,10 +141,12 @@ class OutputFolder:
         paths = [self.path / name for name in LOGS]
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
+    def has_too_many_episodes(self):
+        """True if trajectories.jsonl is larger than EPISODE_BYTES."""
+        return self.log_sizes().get(EPISODES, 0) > EPISODE_BYTES
+
     def thin_episodes(self):
-        """Take a quarter out of trajectories.jsonl, by whole steps; False if it is small enough."""
-        if self.log_sizes().get(EPISODES, 0) <= EPISODE_BYTES:
-            return False
+        """Take about a quarter out of trajectories.jsonl. No step loses a part of its lines."""
         path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
         sizes = Counter()  # step -> bytes
         with open(path, "rb") as file:
@@ -156,7 +157,6 @@ class OutputFolder:
             with open(path, "rb") as file, open(temporary, "wb") as out:
                 out.writelines(line for line in file if step_of(line) in kept)
             temporary.replace(path)
-            return True
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -181,8 +181,7 @@ def kept_steps(sizes):
     `sizes` is {step: bytes}, the oldest first.
     """
     total = sum(sizes.values())
-    ends = accumulate(sizes.values())
-    older = [step for step, end in zip(sizes, ends) if end <= total / 2]
+    older = [step for step, end in zip(sizes, accumulate(sizes.values())) if end <= total / 2]
     n = 2
     while sum(sizes[step] for step in older if step % n == 0) > total / 4 and n <= max(older):
         n *= 2

@@ -140,8 +140,8 @@ class Run:
         if error and looping and self.saved != self.step and not self.updated:
             self._save()
         # A fault in the last evaluation comes after the loop. Only rank 0 knows what it has saved.
-        told = self.writes and (looping or self.saved is not None)
-        if error and told and not isinstance(error, Stop):
+        continues = self.writes and (looping or self.saved is not None)
+        if error and continues and not isinstance(error, Stop):
             saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
             lost = "half a step is lost, " if self.updated else ""
             error.add_note(f"{lost}{saved}; continue with: {self.command}")
@@ -252,8 +252,9 @@ class Run:
         every = self.config.save_every
         due = self.step % every == 0 if every else time.monotonic() > self.saved_at + SAVE_SECONDS
         # The episodes that dpo.py played are all of one step, which stays whole.
-        if self.writes and "episodes" in self.line and self.files.thin_episodes():
+        if self.writes and "episodes" in self.line and self.files.has_too_many_episodes():
             # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
+            self.files.thin_episodes()
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
         # An evaluated step may be the best.

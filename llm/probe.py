@@ -48,6 +48,7 @@ def probe(model, source: str):
 
     def train():
         return token_logprobs(model, ids, mask)[0][:, SHARED:]
+
     with narrow_windows(model):
         logits = stock_logits(model, ids, name)  # (2, TOKENS - 1, V)
         drop_adapters(model, ids, name)
@@ -161,7 +162,7 @@ def engine_logprobs(model, ids):
 
 @contextmanager
 def narrow_windows(model):
-    """Inside the block every sliding window is so narrow that the probe's few tokens are more."""
+    """Inside the block every sliding window is narrower than the probe's rows are long."""
     widths = []
     for thing in (model.config, model.config.get_text_config(), *model.modules()):
         for name, value in vars(thing).items():

@@ -122,7 +122,7 @@ class Servers:
     name = None
 
     def __init__(self, addresses: str, run):
-        """Ask every server for its context. Raises UserError if one is no URL, or silent."""
+        """Ask every server for its context. Raises UserError for a bad address or no answer."""
         self.run = run
         urls = [url.strip().rstrip("/").removesuffix("/v1") for url in addresses.split(",")]
         for url in urls:
@@ -220,6 +220,7 @@ class Servers:
         try:
             return self.turn(url, body)
         except Busy:
+            # It stays among the living, and `persist` asks it again.
             raise
         except Lost:
             # The others take its rows until the next adapter. If there are none, all are asked.
