@@ -8,7 +8,7 @@ On each runs torchrun with a static rendezvous. (With --rdzv_backend c10d the fi
 find its own address under its host's name, which a namespace does not have.)
 
     torchrun --nnodes 2 --node_rank N --nproc_per_node 1 --master_addr 10.77.0.1 \\
-        --master_port 29400 grpo.py ...
+        --master_port 29400 --rdzv_conf timeout=120 grpo.py ...
 
     finishes        both ends with the same folder
     own_folders     each machine has its own disk: the second one sees no file of the first one's
@@ -17,6 +17,7 @@ find its own address under its host's name, which a namespace does not have.)
     first_killed    that of the first machine, which writes
     cable_cut       `ip link set down` in a step
     wrong_network   GLOO_SOCKET_IFNAME names an interface that does not lead to the other machine
+    wrong_port      the second machine asks another port of the first than that one listens at
 
 A row says how each end ended (exit status, seconds after the fault, last line) and what is saved.
 The model is the tiny one with the weights it was born with. Writes bench/results/two_machines.json;
@@ -46,6 +47,7 @@ CASES = (
     "first_killed",
     "cable_cut",
     "wrong_network",
+    "wrong_port",
 )
 PATIENCE = 420  # seconds until an end that still runs is called a hang
 ENDS = ("machine_a", "cable_a", "10.77.0.1"), ("machine_b", "cable_b", "10.77.0.2")
@@ -77,10 +79,11 @@ FLAGS = """--output_dir r --max_samples 200 --tasks_per_step 2 --group_size 2 --
     --max_tokens 200 --eval_tasks 0 --lora_r 2 --dtype float32"""
 
 
-def start(end, interface, folder, hidden, base, log, steps, *words):
+def start(end, interface, port, folder, hidden, base, log, steps, *words):
     """Start a torchrun in a namespace, with an empty disk in place of the folder `hidden`."""
     torchrun = f"""{sys.executable} -m torch.distributed.run --nnodes 2 --nproc_per_node 1
-        --node_rank {ENDS.index(end)} --master_addr 10.77.0.1 --master_port 29400 {ROOT}/grpo.py
+        --rdzv_conf timeout=120 --master_addr 10.77.0.1 --master_port {port}
+        --node_rank {ENDS.index(end)} {ROOT}/grpo.py
         --model_path {base} --max_steps {steps} {FLAGS}"""
     command = " ".join(["exec", *torchrun.split(), *words])
     if hidden:
@@ -121,15 +124,15 @@ def play(case, base, place):
     for folder in folders:
         folder.mkdir(exist_ok=True)
     logs = [open(place / f"{case}_{end}.log", "w") for end in ("a", "b")]
-    steps = {"finishes": 3, "own_folders": 3, "resumed_apart": 5, "wrong_network": 3}.get(
-        case, 100_000
-    )
+    steps = {"finishes": 3, "own_folders": 3, "resumed_apart": 5, "wrong_network": 3,
+             "wrong_port": 3}.get(case, 100_000)
     words = ["--resume"] if case == "resumed_apart" else []
     agents = []
     for end, folder, log in zip(ENDS, folders, logs):
         interface = "lo" if case == "wrong_network" else end[1]
         hidden = folders[0] if folder != folders[0] else None
-        agents.append(start(end, interface, folder, hidden, base, log, steps, *words))
+        port = 29401 if case == "wrong_port" and end == ENDS[1] else 29400
+        agents.append(start(end, interface, port, folder, hidden, base, log, steps, *words))
     try:
         if steps > 10:
             until = time.monotonic() + PATIENCE
@@ -162,7 +165,7 @@ def ending(agent, began, log):
     text = Path(log.name).read_text()
     said = (
         re.findall(r"^.*grpo\.py: .*$", text, re.MULTILINE)
-        or re.findall(r"^\w*Error.*$", text, re.MULTILINE)
+        or re.findall(r"^[\w.]*Error.*$", text, re.MULTILINE)
         or [""]
     )
     return {"status": status, "seconds": round(time.monotonic() - began, 1), "said": said[-1][:300]}

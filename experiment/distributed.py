@@ -1,203 +1,58 @@
-"""Several processes as one: `torchrun --nproc_per_node=N grpo.py ...`, on one machine or on many.
-
-Every rank holds all weights, which are equal because seed and files are. It plays its share of a
-step's tasks, the episodes of a task together, and then all ranks have all episodes. It takes its
-share of the step's micro-batches, whose losses are divided by counts over the whole step, so that
-one flat all-reduce gives every rank the gradient that one process would have. Rank 0 writes.
-
-A rank that ends ends the others: torchrun stops them, and a collective that waits for it fails. Of
-a machine that is cut off nobody is told: so a thread meets those of the other ranks all the time.
-"""
-import atexit
+"""A run in one process. What several do, under torchrun, stands in experiment/ranks.py."""
 import functools
 import os
-import sys
-import threading
-import time
 from collections import Counter
-from contextlib import suppress
-from copy import copy
-from datetime import timedelta
+from importlib import import_module
 
-from experiment.errors import RankLost, Stop, UserError, first_line
+RANKS = "experiment.ranks"  # which only several processes enter
 
-WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
-TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there
-SILENCE = timedelta(minutes=1)  # of a rank that is gone, or whose network is
+
+class OneProcess:
+    """The only process of a run: what `Ranks` does together, it does alone."""
+
+    rank, world = 0, 1
+
+    def apart(self):
+        return self
+
+    def launcher(self):
+        return ["python"]
+
+    def share(self, n: int) -> range:
+        return range(n)
+
+    def micro_batches(self, n: int, batch_size: int) -> list[slice]:
+        return [slice(start, start + batch_size) for start in range(0, n, batch_size)]
+
+    def gather(self, item) -> list:
+        return [item]
+
+    def first(self, act):
+        return act()
+
+    def total(self, metrics: list[dict]) -> dict:
+        return sums_of(metrics)
+
+    def add(self, tensor):
+        return tensor
+
+    def add_gradients(self, model):
+        pass
+
+    def check_alike(self, weights):
+        pass
 
 
 @functools.cache
 def join():
-    """Return this process's Ranks, as the environment variables of torchrun describe them."""
-    return Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    """Return this process's Ranks under torchrun, else OneProcess."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return OneProcess() if alone else import_module(RANKS).Ranks()
 
 
-class Ranks:
-    """This process's place among several. In a single process every method is a no-op.
-
-    Attributes:
-        rank, world: the number of this process, and how many there are.
-    """
-
-    def __init__(self, rank: int, world: int):
-        self.rank, self.world = rank, world
-        self.group = self.meeting = None
-        if world == 1:
-            return
-        import torch
-        import torch.distributed as dist
-        backend = "gloo"
-        if torch.cuda.is_available():
-            backend = "cpu:gloo,cuda:nccl"
-            # NCCL's own watchdog would end the process before its last step is saved.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-            if local >= gpus:
-                raise UserError(f"process {local} of this machine has no GPU; start torchrun with "
-                                f"--nproc_per_node={gpus}")
-            torch.cuda.set_device(local)
-        try:
-            dist.init_process_group(backend, timeout=TIMEOUT)
-            self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
-            pulse = dist.new_group(backend="gloo", timeout=SILENCE)
-        except RuntimeError as error:
-            raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
-                            "GLOO_SOCKET_IFNAME to the interface between the machines") from None
-        self.pulse = threading.Thread(target=meet, args=(pulse,), daemon=True)
-        self.pulse.start()
-        # Left to the end of the process, the threads of gloo would now and then abort it.
-        atexit.register(dist.destroy_process_group)
-        if rank:  # what rank 0 prints is enough
-            sys.stdout = open(os.devnull, "w")
-
-    def apart(self):
-        """Return the same ranks for another thread: `gather` does not meet that of this one."""
-        ranks = copy(self)
-        if self.world > 1:
-            import torch.distributed as dist
-            ranks.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-            ranks.meeting = dist.new_group(backend="gloo", timeout=WAIT)
-        return ranks
-
-    def launcher(self):
-        """Return the words of a command line that start as many processes on this machine."""
-        if self.world == 1:
-            return ["python"]
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-        words = ["torchrun", f"--nproc_per_node={here}"]
-        if here < self.world:
-            words += [f"--nnodes={self.world // here}", f"--node_rank={os.environ['GROUP_RANK']}",
-                      f"--master_addr={os.environ['MASTER_ADDR']}",
-                      f"--master_port={os.environ['MASTER_PORT']}"]
-        return words
-
-    def share(self, n: int) -> range:
-        """Return this rank's share of n things in a row."""
-        return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
-
-    def micro_batches(self, n: int, batch_size: int) -> list[slice]:
-        """Return this rank's micro-batches of n sequences.
-
-        They are smaller than batch_size where a rank would otherwise have none.
-        """
-        if -(-n // batch_size) < min(n, self.world):
-            share = self.share(n)
-            return [slice(share.start, share.stop)] if share else []
-        starts = range(0, n, batch_size)[self.rank::self.world]
-        return [slice(start, start + batch_size) for start in starts]
-
-    def gather(self, item) -> list:
-        """Return every rank's item, in the order of ranks, on every rank."""
-        if self.world == 1:
-            return [item]
-        import torch.distributed as dist
-        items = [None] * self.world
-        self._together(dist.all_gather_object, items, item, self.group)
-        return items
-
-    def first(self, act):
-        """Call act() on rank 0 alone. Every rank returns its result or raises its error."""
-        out = error = None
-        if self.rank == 0:
-            try:
-                out = act()
-            except (UserError, Stop) as raised:
-                error = raised
-        out, error = self.gather((out, error))[0]
-        if error:
-            # A process that ends with something unread takes back what it sent: wait for all.
-            with suppress(RankLost):
-                self.gather(None)
-            raise error
-        return out
-
-    def total(self, metrics: list[dict]) -> dict:
-        """Return the sums of some dicts of numbers, name by name, over all ranks."""
-        sums = Counter()
-        for numbers in metrics:
-            sums.update({name: float(value) for name, value in numbers.items()})
-        everywhere = Counter()
-        for numbers in self.gather(sums):
-            everywhere.update(numbers)
-        return everywhere
-
-    def add(self, tensor):
-        """Add up all ranks' tensors in place, and return the tensor."""
-        if self.world > 1:
-            import torch.distributed as dist
-            self._together(functools.partial(dist.all_reduce, async_op=True), tensor)
-        return tensor
-
-    def add_gradients(self, model):
-        """Make p.grad the sum of all ranks' gradients, in one flat all-reduce.
-
-        A rank without a share adds zeros.
-        """
-        if self.world == 1:
-            return
-        import torch
-        from torch.nn.utils import parameters_to_vector, vector_to_parameters
-        weights = [p for p in model.parameters() if p.requires_grad]
-        for p in weights:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        gradients = [p.grad for p in weights]
-        vector_to_parameters(self.add(parameters_to_vector(gradients)), gradients)
-
-    def check_alike(self, weights):
-        """Raise UserError if the ranks start from different weights."""
-        if self.world == 1:
-            return
-        total = sum(p.detach().double().abs().sum().item() for p in weights)
-        if len(set(self.gather(f"{total:.9g}"))) > 1:
-            raise UserError("the ranks start from different weights; give all machines the same "
-                            "files and versions")
-
-    def _together(self, collective, *args):
-        """Call a collective when all are there. Raises RankLost if another rank has ended."""
-        import torch
-        import torch.distributed as dist
-        try:
-            self._wait(dist.all_reduce(torch.zeros(1), group=self.meeting, async_op=True))
-            work = collective(*args)
-            if work:
-                self._wait(work)
-        except RuntimeError as error:
-            raise RankLost(f"another rank is gone ({first_line(error)})") from None
-
-    def _wait(self, work):
-        """Wait for a collective while the others live. Without one of them NCCL's never ends."""
-        while not work.is_completed():
-            if not self.pulse.is_alive():
-                raise RuntimeError(f"no sign of life for {SILENCE.seconds} s")
-            time.sleep(0.002)
-        work.wait()
-
-
-def meet(pulse):
-    """Meet the other ranks again and again, until one does not come in time."""
-    import torch.distributed as dist
-    with suppress(RuntimeError):
-        while True:
-            dist.barrier(pulse)
-            time.sleep(5)
+def sums_of(metrics: list[dict]) -> dict:
+    """Return the sums of some dicts of numbers, name by name."""
+    sums = Counter()
+    for numbers in metrics:
+        sums.update({name: float(value) for name, value in numbers.items()})
+    return sums

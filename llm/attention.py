@@ -9,6 +9,7 @@ from experiment.process import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
 MOST_SCORES = 2**28  # of a pass over prompts, at once
+LONG_PROMPT = 512  # tokens; below, two products are as fast on a CPU
 SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
 MAX_SCORES = 2**25  # of one row; with more it is left to the stock kernel, which keeps none
 
@@ -46,11 +47,17 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     The signature is that of transformers' attention functions, with query (R, H, C, D) and all of
     the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
     """
-    bias = row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
-    if not row_cache.sdpa or softcap is not None or s_aux is not None:
+    R, H, C, D = query.shape
+    plain = softcap is None and s_aux is None
+    # Of many first tokens, which see only each other, the causal kernel keeps no scores.
+    causal = plain and row_cache.begins and LONG_PROMPT < C <= (sliding_window or C)
+    if causal:
+        key, value, bias = key[:, :, :C], value[:, :, :C], None
+    else:
+        bias = row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
+    if not plain or not (causal or row_cache.sdpa):
         bias = bias[:, :, None]
         return grouped_attention(query, key, value, bias, scaling, softcap, s_aux), None
-    R, H, C, D = query.shape
     groups = H // key.shape[1]
     # The heads of one key are stacked as its query rows, or it is repeated for those of a prompt.
     if C > 1:
@@ -58,7 +65,8 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
         value = value.repeat_interleave(groups, 1)
         groups = 1
     stacked = query.reshape(R, H // groups, groups * C, D)
-    out = F.scaled_dot_product_attention(stacked, key, value, bias, scale=scaling)
+    out = F.scaled_dot_product_attention(
+        stacked, key, value, bias, is_causal=causal, scale=scaling)
     return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 

@@ -40,6 +40,7 @@ class RowCache:
         states: what only a `StateCache` has.
         keeps_states: True for a `StateCache`, whose states padding would change.
         position: (R, C) the position of every new token in its row.
+        begins: True if the new tokens are the first of their rows.
         span: how many positions of a row the pass reads.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
@@ -61,6 +62,7 @@ class RowCache:
         no query looks at before the row's own next tokens are written there, or at the last one,
         which is kept free. Rows that have the first slots in order are read without a copy.
         """
+        self.begins = not any(starts)
         needed = 1 + max(start + count for start, count in zip(starts, counts))
         self.reserve(needed)
         index = torch.tensor(slots, device=self.device)

@@ -20,7 +20,8 @@ from test_resume import place  # noqa: F401  (a fixture)
 
 from experiment import run
 from experiment.checkpoint import newest_checkpoint, read_state
-from experiment.distributed import Ranks
+from experiment.distributed import OneProcess
+from experiment.ranks import Ranks
 from experiment.errors import RankLost
 
 ROOT = Path(run.__file__).parent.parent
@@ -105,10 +106,9 @@ def test_only_rank_zero_writes_and_there_is_nothing_of_the_others(both):
 
 @pytest.mark.parametrize("n, processes", [(0, 2), (1, 2), (7, 3), (12, 5), (11, 4), (16, 1)])
 def test_shares_are_whole_disjoint_and_even(n, processes):
-    made = []
-    for rank in range(processes):
-        made.append(Ranks(rank, 1))
-        made[-1].world = processes
+    made = [Ranks.__new__(Ranks) for _ in range(processes)] if processes > 1 else [OneProcess()]
+    for rank, ranks in enumerate(made):
+        ranks.rank, ranks.world = rank, processes
     shares = [list(r.share(n)) for r in made]
     assert sum(shares, []) == list(range(n)) and max(map(len, shares)) - min(map(len, shares)) <= 1
     for batch_size in (1, 4, 100):
@@ -270,9 +270,9 @@ def test_a_collective_that_a_lost_rank_would_leave_hanging_ends(monkeypatch):
         def is_alive(self):
             asked.append(1)
             return len(asked) < 4
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None, async_op=False: Work(tensor.numel() == 5))
-    ranks = Ranks(0, 1)
-    ranks.world, ranks.pulse = 2, Pulse()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None, async_op=False: Work(tensor.numel() == 5))
+    ranks = Ranks.__new__(Ranks)
+    ranks.group, ranks.meeting, ranks.pulse = None, None, Pulse()
     ranks.add(torch.zeros(4))
     with pytest.raises(RankLost, match="another rank is gone .no sign of life for 60 s"):
         ranks.add(torch.zeros(5))
@@ -282,9 +282,9 @@ def test_a_collective_that_a_lost_rank_would_leave_hanging_ends(monkeypatch):
 SILENT = """
 import os, time
 from datetime import timedelta
-from experiment import distributed
+from experiment import distributed, ranks
 from experiment.errors import RankLost
-distributed.SILENCE = timedelta(seconds=3)
+ranks.SILENCE = timedelta(seconds=3)
 ranks = distributed.join()
 ranks.gather(0)
 if ranks.rank:
@@ -303,3 +303,29 @@ def test_a_rank_of_which_nothing_is_heard_is_told(start, tmp_path):
     pair = start(tmp_path / "silent.py")
     said, errors = pair[0].communicate(timeout=100)
     assert "another rank is gone" in said, errors
+
+
+UNREACHED = """
+import os, time
+from datetime import timedelta
+import torch.distributed as dist
+from experiment import distributed, ranks
+from experiment.errors import UserError
+ranks.CONNECT = timedelta(seconds=1)
+if os.environ["RANK"] == "1":
+    # It has started, and its network leads elsewhere.
+    store, *_ = next(dist.rendezvous("env://"))
+    store.set("started_1", "")
+    time.sleep(100)
+try:
+    distributed.join()
+except UserError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_rank_that_starts_and_does_not_connect_ends_the_others(start, tmp_path):
+    (tmp_path / "unreached.py").write_text(UNREACHED)
+    pair = start(tmp_path / "unreached.py")
+    said, errors = pair[0].communicate(timeout=60)
+    assert "the ranks do not reach each other" in said and "GLOO_SOCKET_IFNAME" in said, errors

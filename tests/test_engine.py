@@ -136,6 +136,23 @@ def test_sampled_logprobs_are_the_trainers(name):
         assert recomputed(model, shifted, temperature).max() > 0.1  # the check itself sees a shift by one
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "tiny"])
+def test_long_prompts_go_through_the_causal_kernel_and_long_tool_results_do_not(monkeypatch, name):
+    """A tool result of 21 tokens sees what stands before it in the row."""
+    model, kernel, widths = build(name), torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(query, *rest, is_causal=False, **options):
+        widths.extend([query.shape[2]] * is_causal)
+        return kernel(query, *rest, is_causal=is_causal, **options)
+    monkeypatch.setattr("llm.attention.LONG_PROMPT", 8)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    played, _ = play(model, schedule(4), slots=4, limit=7, pause=lambda row: len(row.turn) % 3)
+    # All layers of this Mistral see a window of 7.
+    assert set(widths) <= {9, 14, 30} and bool(widths) == (name != "mistral")
+    widths.clear()
+    assert recomputed(model, played).max() < 1e-4
+
+
 @pytest.mark.parametrize("name", ["tiny", "gemma3", "smollm"])
 def test_with_lora_merged_or_as_a_hook(name):
     model = build(name)
