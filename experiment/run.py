@@ -55,6 +55,7 @@ class Run:
         before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds: of the present step; `agent.rollout` adds to it.
         watch: the count of environments' faults of the last rollout, or None.
+        endings: functions that a run which finishes calls, without arguments.
     """
 
     def __init__(self, config, algorithm, envs=None):
@@ -93,7 +94,7 @@ class Run:
         self.opened = time.time()
         self.seconds = self.rollout_seconds = 0.0
         self.has_begun = self.updated = False
-        self.made_of = {}
+        self.made_of, self.endings = {}, []
         self.watch = self.saved = self.score = self.unlogged = self.marks = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
@@ -414,7 +415,10 @@ class Run:
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.time() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
-        return self.ranks.first(lambda: self._write_result(finite(result)))
+        result = self.ranks.first(lambda: self._write_result(finite(result)))
+        for end in self.endings:
+            end()
+        return result
 
     def _write_result(self, result):
         replace_file(self.folder / "result.json", to_json(result, indent=1))

@@ -135,6 +135,7 @@ class Servers:
         # A server may know the names of an earlier run, and so they begin with a prefix.
         self.context, self.prefix = run.ranks.first(
             lambda: (min(map(context_of, self.urls)), secrets.token_hex(4)))
+        run.endings.append(self.leave)
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""
@@ -189,6 +190,11 @@ class Servers:
         self.everywhere(self.living, self.tell, "unload", name)
         shutil.rmtree(self.folder / name)
         self.names.remove(name)
+
+    def leave(self):
+        """Let the servers unload the last adapters of a run that has finished."""
+        for name in list(self.names):
+            self.retire(name)
 
     def tell(self, url: str, verb: str, name: str):
         """Let a server load or unload an adapter, unless it has done so already."""
