@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -118,20 +119,26 @@ def _run_child(stdin, printed, seconds: float) -> tuple[bytes, str]:
     """Return what the child reported and how it ended: "timeout", or other words."""
     with subprocess.Popen(COMMAND, stdin=stdin, stdout=subprocess.PIPE, stderr=printed, cwd="/",
                           env=ENVIRONMENT, start_new_session=True) as child:
-        timer = threading.Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
+        timer = threading.Timer(seconds, _kill_group, (child.pid,))
         timer.start()
         try:
             # At its end the process closes its side of the pipe.
             report = child.stdout.read(OUTPUT + 1)
         finally:
             timer.cancel()
-            os.killpg(child.pid, signal.SIGKILL)
+            _kill_group(child.pid)
     if len(report) > OUTPUT:
         return report, f"values of more than {OUTPUT} bytes"
     if child.returncode == -signal.SIGKILL:
         # Killed above, or by the kernel at the limit of CPU seconds.
         return report, "timeout"
     return report, f"status {child.returncode}" if child.returncode else "no report"
+
+
+def _kill_group(pid: int):
+    """Kill a child and what it has started. Of a child that has ended macOS says EPERM."""
+    with suppress(PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _records(report: bytes) -> list[dict]:

@@ -564,6 +564,19 @@ def test_refused_where_it_cannot_be_confined(monkeypatch, tmp_path, change, says
     assert run(f"open({str(tmp_path / 'ran')!r}, 'w')\nprint('ran')", unsafe=True).output == "ran\n" and (tmp_path / "ran").exists()
 
 
+def test_where_a_group_that_has_ended_cannot_be_killed(monkeypatch):
+    """macOS answers EPERM where Linux kills a zombie: that once was "the sandbox did not start", with --unsafe_code too."""
+    def killpg(pid, signum):
+        time.sleep(0.2)
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            raise PermissionError(1, "Operation not permitted")
+        kill(pid, signum)
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", killpg)
+    assert run("print(1)", unsafe=True).output == "1\n"
+    assert run("while True: pass", seconds=0.5, unsafe=True).status == "timeout"
+
+
 def test_a_python_that_does_not_start(monkeypatch):
     monkeypatch.setattr(sandbox, "COMMAND", [sys.executable, "-c", "raise SystemExit('some\\nlines')"])
     with pytest.raises(UserError, match=r"cannot confine .*\(lines\)"):
