@@ -286,17 +286,17 @@ def _cached(split: str) -> Path:
     path = Path(cache, "agentic-rl", "gsm8k", f"{split}.jsonl")
     if path.exists():
         return path
+    # Several processes may begin with a download. Each has a file of its own to rename.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         data = urllib.request.urlopen(f"{URL}/{split}.jsonl", timeout=10).read()
         if hashlib.sha256(data).hexdigest() != SHA256[split]:
             raise ValueError("sha256 differs from the official file's")
-    # An OSError, or a reply that is not HTTP.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    # An OSError (no network, a home that cannot be written), or a reply that is not HTTP.
     except Exception as error:
         raise UserError(f"gsm8k: {URL}/{split}.jsonl: {getattr(error, 'reason', error)}; "
                         f"give --tasks path/to/{split}.jsonl") from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may begin with a download. Each has a file of its own to rename.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
     return path

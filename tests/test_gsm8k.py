@@ -304,6 +304,13 @@ def test_download_once(remote):
     assert load_tasks("gsm8k", "train", 1, 3) == [{"env": "gsm8k", **rows[0]}]
 
 
+def test_a_home_that_cannot_be_written(remote, monkeypatch):
+    """A container's user without a home: the download cannot be kept, and one line says where and what else works."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/1")
+    with pytest.raises(UserError, match=r"/proc/1/agentic-rl.*; give --tasks path/to/train.jsonl"):
+        GSM8K._tasks("train", 1, 0)
+
+
 @pytest.mark.parametrize("fault, why", [
     (urllib.error.URLError(OSError(-2, "Name or service not known")), "[Errno -2] Name or service not known"),
     (TimeoutError("timed out"), "timed out"), (ConnectionResetError("reset"), "reset"),
