@@ -91,7 +91,7 @@ class Run:
         self.folder = self.files.path
         self.alarms = Alarms(flags, self.has_expert)
         self.step = self.bad = 0
-        self.opened = time.time()
+        self.opened = time.monotonic()
         self.seconds = self.rollout_seconds = 0.0
         self.has_begun = self.updated = False
         self.made_of, self.endings = {}, []
@@ -196,12 +196,12 @@ class Run:
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
         for step in bar:
-            self.line, self.rollout_seconds, began = {}, 0.0, time.time()
+            self.line, self.rollout_seconds, began = {}, 0.0, time.monotonic()
             for group in state.optimizer.param_groups:
                 group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
             self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
             yield step
-            timing = self._timing(time.time() - began)
+            timing = self._timing(time.monotonic() - began)
             # From here on the weights are those after the step, whose line is not written yet.
             self.step, self.updated = step + 1, False
             self.seconds += timing["seconds"]
@@ -413,7 +413,7 @@ class Run:
                   "success_after": self.after.get("success"),
                   "before": self.before, "after": self.after,
                   "held_out_tasks": self.after.get("episodes"), "steps": self.total,
-                  "seed": self.config.seed, "seconds": time.time() - self.opened,
+                  "seed": self.config.seed, "seconds": time.monotonic() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
         result = self.ranks.first(lambda: self._write_result(finite(result)))
         for end in self.endings:

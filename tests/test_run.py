@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import yaml
 from config_helpers import Config
-from saving import save, weights
+from saving import save, training, weights
 
 import grpo
 import sft
@@ -287,6 +288,20 @@ def test_tokens_per_second_are_those_of_all_episodes_of_the_step(tmp_path):
     assert (timing["update_seconds"], timing["update_tokens_per_second"], timing["rollout_tokens_per_second"]) == (6, 100, 60)
     book.line["staleness"] = 1  # they were played during another step
     assert "rollout_tokens_per_second" not in book._timing(10.0)
+
+
+def test_a_laptop_that_sleeps_in_a_step_does_not_make_it_longer(tmp_path, monkeypatch):
+    """The wall clock runs on meanwhile, and a time server sets it back: rollout and step need one clock, which does neither."""
+    book = Run(sft.settle(sft.Config(output_dir=str(tmp_path))), "sft")
+    state = training()
+    now = time.time()
+    for step in book.steps(3, state, dict):
+        book.log(episodes=1, tokens=10, sampled_tokens=5)
+        book.rollout_seconds = 1e-9
+        monkeypatch.setattr(time, "time", lambda: now + (3600, -60, 0)[step])
+    timing = strict(tmp_path / "timing.jsonl")
+    assert all(0 < row["update_seconds"] < 60 and row["update_tokens_per_second"] > 0 for row in timing)
+    assert 0 < book.finish()["seconds"] < 60
 
 
 def test_resume_drops_later_steps_and_cut_lines(tmp_path):
