@@ -24,14 +24,7 @@ def main(config_class, train, doc):
         6       the environment is broken
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
-    # A shell may have closed them: `>&-`.
-    sys.stdin = sys.stdin or open(os.devnull)
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    # What the terminal cannot show is escaped, and every line is written at once, into a file too.
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    if hasattr(sys.stdin, "reconfigure"):  # a test or a closed one has not
-        sys.stdin.reconfigure(errors="replace")
+    prepare_streams()
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
@@ -54,6 +47,18 @@ def main(config_class, train, doc):
         os._exit(code)
     if code:
         sys.exit(code)
+
+
+def prepare_streams():
+    """Let printing never fail."""
+    # A shell may have closed them: `>&-`.
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    # What the terminal cannot show is escaped, and every line is written at once, into a file too.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    if hasattr(sys.stdin, "reconfigure"):  # a test or a closed one has not
+        sys.stdin.reconfigure(errors="replace")
 
 
 def _explain(error, signals, trains):

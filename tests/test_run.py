@@ -497,6 +497,15 @@ def test_streams_that_the_shell_has_closed_are_no_fault(closed, says):
     assert done.returncode == 2 and done.stderr.startswith(says) and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", ["-m window.report ü.jsonl", "lora.py merge tiny ü"])
+def test_programs_with_a_main_of_their_own_print_to_an_ascii_terminal(words, tmp_path):
+    """`lora.py merge` ended with a UnicodeEncodeError before it had merged, where a path had an umlaut."""
+    (tmp_path / "ü.jsonl").write_text("")
+    command = [sys.executable, *words.replace("lora.py", str(ROOT / "lora.py")).split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "\\xfc" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("tasks, per_step, epochs, steps", [(10, 8, 1, 2), (15, 8, 8, 15), (16, 8, 3, 6), (11, 10, 10, 11), (4, 8, 10, 5), (1, 8, 1, 1)])
 def test_num_epochs_is_passes_over_all_tasks(tasks, per_step, epochs, steps):
     """15 tasks, 8 a step: 8 epochs once were 8 steps, little more than 4 passes."""

@@ -11,6 +11,7 @@ from experiment.data import read_yaml
 from experiment.errors import UserError
 from experiment.notes import path_of
 from experiment.output_folder import CONFIG, algorithm_of
+from experiment.program import prepare_streams
 from llm.loading import DTYPES, merge
 
 PARSER = argparse.ArgumentParser(
@@ -51,4 +52,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main(sys.argv[1:]))

@@ -16,6 +16,7 @@ from experiment.errors import UserError
 from experiment.files import replace_file
 from experiment.notes import headline, wilson
 from experiment.output_folder import CONFIG, EPISODES, algorithm_of
+from experiment.program import prepare_streams
 from window.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
@@ -201,6 +202,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    prepare_streams()
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:
