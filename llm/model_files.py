@@ -5,6 +5,7 @@ built, a model whose parameters are on the meta device. `fill` gives it its weig
 time, so that never more than one is held as it was stored.
 """
 import os
+import re
 from collections import defaultdict
 from contextlib import suppress
 from importlib import import_module
@@ -51,7 +52,7 @@ def _tiny_model(seed, dtype, device, chosen):
 def _read_from_hub(source, dtype, device, chosen):
     """Read a model of the hub, from the files on this machine if all that is needed is there."""
     from huggingface_hub import snapshot_download
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
+    if not re.fullmatch(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", source, re.ASCII):
         raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
                         "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
     files = TEXTS if device.type == "meta" else [*TEXTS, "model*.safetensors"]

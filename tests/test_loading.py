@@ -349,6 +349,12 @@ def test_a_shape_that_the_config_does_not_have_is_named(tiny, tmp_path, memory):
         load(misshapen(tiny, tmp_path), lora_r=4, memory=memory)
 
 
+@pytest.mark.parametrize("path", ["läufe/eins", "my models/x", "~/model", "a/b/c", "gpt2"])
+def test_what_cannot_be_a_hub_id_is_a_folder_that_does_not_exist(path):
+    with pytest.raises(UserError, match=f"^{path}: no such folder; give tiny"):
+        load(path)
+
+
 def test_a_hub_id_without_a_network_answers_in_seconds(monkeypatch, capsys):
     import huggingface_hub
     calls = []
