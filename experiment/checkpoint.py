@@ -122,8 +122,8 @@ def prune(output_dir):
     best = max(evaluated, key=scores.get, default=None)
     for path in list(scores)[:1 - KEPT]:
         if path != best:
-            # A run killed here leaves no half checkpoint: the next one written removes the rest.
-            shutil.rmtree(path.rename(path.with_name(TEMPORARY)))
+            # A run killed here, or a file in use, leaves no half one: the next save removes the rest.
+            shutil.rmtree(path.rename(path.with_name(TEMPORARY)), ignore_errors=True)
 
 
 def check_room(output_dir, optimizer):

@@ -1,4 +1,5 @@
 """The output folder and its checkpoints when somebody else has had their hands in them."""
+import errno
 import json
 import os
 import re
@@ -131,7 +132,7 @@ def test_killed_while_an_old_checkpoint_is_removed_no_half_one_has_its_name(stop
     for step in (3, 4, 5):
         shutil.copytree(first, first.with_name(f"step_00000{step}"))
 
-    def killed(path):
+    def killed(path, ignore_errors):
         (path / "optimizer.safetensors").unlink()
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -139,6 +140,21 @@ def test_killed_while_an_old_checkpoint_is_removed_no_half_one_has_its_name(stop
         prune(tmp_path / "run")
     whole = checkpoints(tmp_path / "run")
     assert len(whole) == 4 and all(map(read_state, whole))
+
+
+def test_a_folder_into_which_others_write_does_not_end_the_run_that_removes_it(stopped, tmp_path, monkeypatch):  # noqa: F811
+    """Finder's .DS_Store, a cloud's client or NFS: "Directory not empty" once ended the run, after its checkpoint had been written."""
+    stopped(tmp_path / "run")
+    first, _ = checkpoints(tmp_path / "run")
+    shutil.copytree(first, first.with_name("step_000003"))
+    shutil.copytree(first, first.with_name("step_000004"))
+
+    def rmdir(*_, **__):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", rmdir)
+        prune(tmp_path / "run")
+    assert first not in checkpoints(tmp_path / "run")
 
 
 def test_the_state_of_another_program_in_a_model_folder_is_named(place, tmp_path):  # noqa: F811
