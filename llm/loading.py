@@ -48,7 +48,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         lora_alpha: None means twice the rank.
         lora_dropout, lora_target_modules: see `lora.add_lora`.
         dtype: of the frozen weights and of the arithmetic. What trains is float32.
-        device: None takes the GPU if there is one; "meta" gives shapes without numbers.
+        device: None takes a GPU of CUDA, else the CPU; "meta" gives shapes without numbers.
         seed: of the adapter and of the tiny model.
         merge: True merges an adapter into a plain model, whatever base it was trained on.
         memory: a setting of the memory dial, or techniques one by one (llm/memory.py).
