@@ -130,11 +130,11 @@ def train(config: Config) -> dict:
     per_step = config.batch_size * config.gradient_accumulation_steps
     batches = lru_cache(1)(partial(batches_of_like_length, learned, per_step, config.seed))
     steps_per_epoch = len(batches(0))
-    evaluate = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
+    test = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
     with run:
         state = TrainingState(model, tokenizer, optimizer)
         total = run.total_steps(steps_per_epoch)
-        for step in run.steps(total, state, evaluate, evaluate_before=config.model_path != "tiny"):
+        for step in run.steps(total, state, test, evaluate_before=config.model_path != "tiny"):
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
             batch = batches(epoch)[place]

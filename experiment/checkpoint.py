@@ -122,7 +122,7 @@ def prune(output_dir):
     best = max(evaluated, key=scores.get, default=None)
     for path in list(scores)[:1 - KEPT]:
         if path != best:
-            # A run killed here, or a file in use, leaves no half one: the next save removes the rest.
+            # Killed here, or with a file in use, it leaves no half one: the next save removes it.
             shutil.rmtree(path.rename(path.with_name(TEMPORARY)), ignore_errors=True)
 
 

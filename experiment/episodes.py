@@ -112,7 +112,7 @@ def summarise(trajectories: list) -> dict:
         "structure": total("parsed_turns") / max(turns, 1),
         "completion": mean(t.stop_reason == "done" for t in trajectories),
         "tool_errors": total("tool_errors") / max(tried, 1),
-        "tool_timeouts": total("timeouts"),
+        "tool_timeouts": total("timeouts") / len(trajectories),
         "tokens": mean(len(t.token_ids) for t in trajectories),
         "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
         "truncated": mean(t.truncated for t in trajectories),

@@ -57,9 +57,8 @@ class RankLost(Printable, RuntimeError):
 class EnvironmentFault(Printable, RuntimeError):
     """The code of an environment raised, did not return, or broke the contract.
 
-    No model and no setting is to blame.
-
-    Inside a rollout it ends one episode. It ends the run if it happens too often.
+    No model and no setting is to blame. Inside a rollout it ends one episode, and the run if it
+    happens too often.
     """
 
     code = 6

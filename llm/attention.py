@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from experiment.process import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
-MOST_SCORES = 2**28  # of a pass over prompts, at once
+MOST_SCORES = 2**28  # attention scores at once of a pass over prompts
 LONG_PROMPT = 512  # tokens; below, two products are as fast on a CPU
 SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
-MAX_SCORES = 2**25  # of one row; with more it is left to the stock kernel, which keeps none
+MAX_SCORES = 2**25  # bytes of one row's; with more the stock kernel does it, which keeps none
 
 
 def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None):
