@@ -81,15 +81,15 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
     """
     job = {"code": code, "calls": list(calls), "count": count, "unsafe": unsafe,
            "limits": LIMITS, "parent": os.getpid()}
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
-        stdin.write(marshal.dumps(job))
-        stdin.seek(0)
-        try:
+    try:
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
+            stdin.write(marshal.dumps(job))
+            stdin.seek(0)
             report, end = _run_child(stdin, printed, seconds)
-        except OSError as error:
-            raise UserError(f"the sandbox did not start: {error}") from None
-        printed.seek(0)
-        output = without_addresses(printed.read(OUTPUT).decode(errors="replace"))
+            printed.seek(0)
+            output = without_addresses(printed.read(OUTPUT).decode(errors="replace"))
+    except OSError as error:
+        raise UserError(f"the sandbox did not start: {error}") from None
     records = _records(report[:OUTPUT])
     if not records and end != "timeout":
         why = output.strip().rpartition("\n")[2] or end

@@ -564,6 +564,13 @@ def test_refused_where_it_cannot_be_confined(monkeypatch, tmp_path, change, says
     assert run(f"open({str(tmp_path / 'ran')!r}, 'w')\nprint('ran')", unsafe=True).output == "ran\n" and (tmp_path / "ran").exists()
 
 
+def test_where_no_temporary_file_can_be_made(monkeypatch, tmp_path):
+    """A read-only container: a line, where once was a traceback."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="^the sandbox did not start: .*No such file"):
+        run("pass")
+
+
 def test_where_a_group_that_has_ended_cannot_be_killed(monkeypatch):
     """macOS answers EPERM where Linux kills a zombie: that once was "the sandbox did not start", with --unsafe_code too."""
     def killpg(pid, signum):
