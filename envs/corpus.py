@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from functools import lru_cache
 from pathlib import Path
+from unicodedata import normalize
 
 from experiment.data import read_rows, read_text
 from experiment.errors import UserError
@@ -49,8 +50,9 @@ def read_corpus(path: str) -> Corpus:
     if not path:
         raise UserError("questions need documents: give --env_options corpus=PATH")
     if Path(path).is_dir():
-        files = sorted(f for f in Path(path).rglob("*") if f.suffix.lower() in (".txt", ".md"))
-        texts = {str(f.relative_to(path)): read_text(f) for f in files}
+        # A Mac writes ._notes.txt beside notes.txt on foreign disks, and stores an ü as u and ¨.
+        files = sorted(f for f in Path(path).rglob("[!.]*") if f.suffix.lower() in (".txt", ".md"))
+        texts = {normalize("NFC", str(f.relative_to(path))): read_text(f) for f in files}
     else:
         texts = {}
         for line, row in read_rows(path):

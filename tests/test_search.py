@@ -85,6 +85,14 @@ def test_documents_without_a_title_are_documents_of_their_own(tmp_path):
     assert read_corpus(str(tmp_path)).documents == {"A.TXT": "five"}
 
 
+def test_a_folder_that_a_mac_has_written(tmp_path):
+    """Its ._ files are no documents (they are not text: the run was refused), and a name is found however its umlaut is stored."""
+    (tmp_path / "scho\u0308n.txt").write_text("one")
+    (tmp_path / "._scho\u0308n.txt").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X\xff")
+    corpus = read_corpus(str(tmp_path))
+    assert corpus.documents == {"sch\u00f6n.txt": "one"} and corpus.best("Sch\u00f6n", 1) == ["sch\u00f6n.txt"]
+
+
 def test_a_document_is_found_by_its_name_first():
     for level in LEVELS:
         for archive in ("abcd", "olmx", "quiz"):
