@@ -42,6 +42,8 @@ TRL does with all. All else is optional and invisible to TRL:
                                 {"name", "arguments"}, or text; [] at the end. May raise UserError
     _check()                    true success, apart from the shaped reward
     _reward_parts               name -> float
+    _files()                    of the class: the files that episodes read, such as documents that
+                                an option names; a run is not resumed on others
     _from_text(text)            static: the task row in what a person typed into a chat, or
                                 ValueError; None in it is an answer that nobody knows
 
@@ -212,6 +214,14 @@ def sources(config) -> list[str]:
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
             paths += found.values()
     return paths
+
+
+def data_of(config) -> list[str]:
+    """Return the files that the environments read, with these options."""
+    files = []
+    for name in names_of(config.env):
+        files += getattr(with_options(load(name), options_of(config)), "_files", list)()
+    return list(map(str, files))
 
 
 FOLDERS = []  # of the files that were imported, whose neighbours they may import

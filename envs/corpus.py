@@ -44,15 +44,24 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
+def files_of(path: str) -> list[Path]:
+    """Return the .txt and .md files of a folder, or else the path itself."""
+    if not Path(path).is_dir():
+        return [Path(path)]
+    # A Mac writes ._notes.txt beside notes.txt on foreign disks.
+    files = Path(path).rglob("[!.]*")
+    return sorted(file for file in files if file.suffix.lower() in (".txt", ".md"))
+
+
 @lru_cache(4)
 def read_corpus(path: str) -> Corpus:
     """Return the documents of a folder of .txt and .md files, or of a .jsonl file."""
     if not path:
         raise UserError("questions need documents: give --env_options corpus=PATH")
     if Path(path).is_dir():
-        # A Mac writes ._notes.txt beside notes.txt on foreign disks, and stores an ü as u and ¨.
-        files = sorted(f for f in Path(path).rglob("[!.]*") if f.suffix.lower() in (".txt", ".md"))
-        texts = {normalize("NFC", str(f.relative_to(path))): read_text(f) for f in files}
+        # A Mac stores the ü of a name as u and ¨.
+        texts = {normalize("NFC", str(file.relative_to(path))): read_text(file)
+                 for file in files_of(path)}
     else:
         texts = {}
         for line, row in read_rows(path):

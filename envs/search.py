@@ -23,7 +23,7 @@ from collections import Counter, defaultdict
 from itertools import chain
 from typing import Literal
 
-from envs.corpus import Corpus, read_corpus
+from envs.corpus import Corpus, files_of, read_corpus
 from envs.rewards import alternatives, normalized
 from experiment.errors import UserError
 from experiment.seeds import split_of
@@ -188,6 +188,10 @@ class Search:
     @classmethod
     def _documents(cls, archive: str, level: int) -> Corpus:
         return read_archive(archive, level) if archive else read_corpus(cls.options["corpus"])
+
+    @classmethod
+    def _files(cls) -> list:
+        return files_of(cls.options["corpus"]) if cls.options["corpus"] else []
 
     def _check(self) -> bool:
         return self._reward_parts["exact"] > 0

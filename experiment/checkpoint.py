@@ -141,7 +141,7 @@ def check_room(output_dir, optimizer):
 
 
 # -------------------------------------------------------------------------- what a run is made of
-def ingredients(config, sources, program, base):
+def ingredients(config, sources, data, program, base):
     """Return {label: path} of the files that a run depends on.
 
     The labels of models and source files say what a file is, and not where: folders may be moved.
@@ -149,10 +149,11 @@ def ingredients(config, sources, program, base):
     Args:
         config: its model_path and DATA_FLAGS are read.
         sources: the paths of the files that define its environment.
+        data: the paths of the files that the environment reads.
         program: the path of the algorithm's file; what was imported from its folder counts, too.
         base: the folder of the tiny model that was made for the run, which may not exist.
     """
-    paths = _files_in(base, "base")
+    paths = _files_in(base, "base") | {path: path for path in data}
     if config.model_path != "tiny":
         paths |= _model_files(config.model_path)
     for name in DATA_FLAGS:

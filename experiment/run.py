@@ -72,6 +72,7 @@ class Run:
         """
         self.config, self.algorithm = config, algorithm
         self.sources = envs.sources(config) if envs else []
+        self.data = envs.data_of(config) if envs else []
         self.has_expert = bool(envs) and envs.has_expert(config.env)
         self.has_tools = bool(envs) and any(
             envs.tools(envs.load(name)) for name in envs.names_of(config.env))
@@ -126,7 +127,8 @@ class Run:
         self.files.begin()
 
     def _ingredients(self):
-        return ingredients(self.config, self.sources, self.program, self.folder / "base")
+        return ingredients(self.config, self.sources, self.data, self.program,
+                           self.folder / "base")
 
     # ------------------------------------------------------------------------------------ the loop
     def __enter__(self):

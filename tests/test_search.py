@@ -5,10 +5,14 @@ import re
 import pytest
 
 import envs
+import grpo
 from envs.corpus import MAX_DOCUMENT, Corpus, read_corpus
 from envs.search import FORMS, Search, draw_facts, f1, normalized, read_archive
 from episodes.tasks import load_tasks
+from experiment.checkpoint import fingerprints
 from experiment.errors import UserError
+from experiment.resuming import check_ingredients
+from experiment.run import Run
 from tests.agents import at_random, expert, play, repeating, silent
 
 LEVELS = {level: envs.with_options(Search, {"level": level}) for level in (1, 2, 3)}
@@ -91,6 +95,26 @@ def test_a_folder_that_a_mac_has_written(tmp_path):
     (tmp_path / "._scho\u0308n.txt").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X\xff")
     corpus = read_corpus(str(tmp_path))
     assert corpus.documents == {"sch\u00f6n.txt": "one"} and corpus.best("Sch\u00f6n", 1) == ["sch\u00f6n.txt"]
+
+
+def test_a_run_is_not_resumed_on_other_documents(tmp_path):
+    """It went on in silence, where a changed task file is refused: a synced folder changes under a run."""
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    paths = [tmp_path / "docs" / name for name in ("a.md", "deep/a.md")]
+    for path in paths:
+        path.write_text("one")
+
+    def ingredients():
+        config = grpo.settle(grpo.Config(env="equations,search", env_options=f"corpus={tmp_path / 'docs'}", output_dir=str(tmp_path / "run")))
+        return Run(config, "grpo", envs)._ingredients()
+    began = fingerprints(ingredients())
+    (tmp_path / "docs" / ".DS_Store").write_text("Finder")
+    check_ingredients(began, ingredients())
+    for path in paths:
+        path.write_text("two")
+        with pytest.raises(UserError, match=f"^{path}: is not the file this run began with"):
+            check_ingredients(began, ingredients())
+        path.write_text("one")
 
 
 def test_a_document_is_found_by_its_name_first():
