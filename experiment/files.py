@@ -53,8 +53,14 @@ def replace_file(path, text):
 def sync(path):
     """Flush a file or folder to the disk, so that it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+    except OSError:
+        # Network drives and the shared folders of virtual machines cannot flush a folder.
+        if not os.path.isdir(path):
+            raise
+    finally:
+        os.close(handle)
 
 
 def fingerprint(path):

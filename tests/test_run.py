@@ -1,8 +1,10 @@
 """run.py: what the flags accept and refuse, that config.yaml repeats a run, that a checkpoint is whole or absent."""
+import errno
 import json
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import textwrap
@@ -359,6 +361,23 @@ def test_save(tmp_path):
         save(book, step)
     (tmp_path / "checkpoints/step_2000000").mkdir()                         # without a state.json it is none
     assert newest_checkpoint(tmp_path).name == "step_1000000"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF])
+def test_a_file_system_that_cannot_flush_a_folder_gets_checkpoints(tmp_path, monkeypatch, number):
+    """CIFS and VirtualBox answer EINVAL, Docker's folders of a Mac EBADF: the first checkpoint ended the run. A file that is not flushed still does."""
+    def fsync(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode) or broken:
+            raise OSError(number, os.strerror(number))
+    broken = False
+    monkeypatch.setattr(os, "fsync", fsync)
+    book = started(tmp_path)
+    read_state(save(book, 1))
+    broken = True
+    handles = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        save(book, 2)
+    assert newest_checkpoint(tmp_path).name == "step_000001" and len(os.listdir("/proc/self/fd")) == handles
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, OSError])
