@@ -71,8 +71,9 @@ def _seal(folder, state):
     files, mode = {}, folder.stat().st_mode & 0o666
     for file in sorted(folder.rglob("*")):
         if file.is_file():
-            # safetensors creates files that only their owner may read.
-            file.chmod(mode)
+            # safetensors creates files that only their owner may read. Not every disk has modes.
+            with suppress(PermissionError):
+                file.chmod(mode)
             files[file.relative_to(folder).as_posix()] = fingerprint(file)
     state = {**state, "files": files}
     replace_file(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))

@@ -380,6 +380,14 @@ def test_a_file_system_that_cannot_flush_a_folder_gets_checkpoints(tmp_path, mon
     assert newest_checkpoint(tmp_path).name == "step_000001" and len(os.listdir("/proc/self/fd")) == handles
 
 
+def test_a_file_system_without_modes_gets_checkpoints(tmp_path, monkeypatch):
+    """WSL's /mnt/c and shared folders may answer EPERM to chmod: the first checkpoint ended the run."""
+    def chmod(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(Path, "chmod", chmod)
+    read_state(save(started(tmp_path), 1))
+
+
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, OSError])
 def test_a_save_that_fails_leaves_nothing(tmp_path, fault):
     book = started(tmp_path)
