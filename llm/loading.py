@@ -110,7 +110,7 @@ def merge(source: str, folder: str, dtype: str = "auto"):
         tokenizer.save_pretrained(whole)
         # A model with a vision tower is loaded with these, too.
         for path in Path(model.facts.source).glob("*processor_config.json"):
-            shutil.copy(path, whole)
+            shutil.copyfile(path, os.path.join(whole, path.name))
         os.replace(whole, folder)
 
 
