@@ -342,7 +342,7 @@ def _parse_text(text, kind):
 
 def nearest(name, known, prefix="", otherwise="--help lists them"):
     """Return a phrase that proposes the known name which is spelled most like this one."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {prefix}{close[0]}?" if close else otherwise
 
 
