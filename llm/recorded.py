@@ -116,6 +116,11 @@ def _loss(message):
 
 def _read_message(message, tools):
     """Return the text and the calls of a message, calls written in the text included."""
+    # OpenAI's old form, and what other trainers call a loss of 0.
+    for name in ("function_call", "train", "training"):
+        if message.get(name) is not None:
+            raise ValueError(f'"{name}" is not read; calls stand in "tool_calls", and "loss": 0 '
+                             "keeps a message from being learned")
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
     content = message.get("content")
@@ -123,11 +128,6 @@ def _read_message(message, tools):
     thought = str(message.get("reasoning_content") or message.get("thinking") or "").strip()
     if thought:
         text = f"<think>\n{thought}\n</think>\n\n{text}"
-    # OpenAI's old form, and what other trainers call a loss of 0.
-    for name in ("function_call", "train", "training"):
-        if message.get(name) is not None:
-            raise ValueError(f'"{name}" is not read; calls stand in "tool_calls", and "loss": 0 '
-                             "keeps a message from being learned")
     if not isinstance(calls, list) or (calls and not is_assistant):
         raise ValueError("tool_calls must be a list, in an assistant message")
     if calls or not is_assistant:

@@ -457,7 +457,7 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, '"completion" has its messages as text; give them in .jsonl or .parquet'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
-    ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f", "arguments": "{}"}}]},
+    ({"messages": [ASK, {**ANSWER, "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
      'message 1: "function_call" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
     ({"messages": [ASK, {**ANSWER, "train": False}]}, 'message 1: "train" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
 ])
