@@ -694,6 +694,19 @@ def test_sharegpts_function_calls_are_calls_and_observations_results(name, tmp_p
     assert theirs.token_ids == ours.token_ids and theirs.loss_mask == ours.loss_mask and 1 in ours.loss_mask
 
 
+@pytest.mark.parametrize("name", ["tiny", "real:qwen2_5", "real:smollm2"])
+def test_the_tags_that_hermes_data_writes_around_results_are_the_templates(name, tmp_path):
+    tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
+    call = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+    tagged = "<tool_response>\n24\n</tool_response>\n"
+    theirs = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": f"{call}\n{call}"}, {"from": "tool", "value": tagged * 2},
+              {"from": "gpt", "value": "And?\n" + call}, {"from": "tool", "value": tagged}, {"from": "gpt", "value": "42"}]
+    ours = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}, TOOL, TOOL,
+            {"role": "assistant", "content": "And?", "tool_calls": [CALL]}, TOOL, ANSWER]
+    theirs, ours = (read(write(tmp_path, [row]), tokenizer)[0] for row in ({"conversations": theirs}, {"messages": ours}))
+    assert theirs.token_ids == ours.token_ids and theirs.loss_mask == ours.loss_mask and 1 in ours.loss_mask
+
+
 @pytest.mark.parametrize("name", ["tiny", "real:smollm2", "real:llama3_2"])
 def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path, capsys):
     tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
