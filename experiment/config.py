@@ -275,7 +275,7 @@ class RunFlags:
                                  for k, v in value.items())
             elif name in CODE:
                 value = _named(value)
-            elif name in LISTS and (isinstance(value, list) or hasattr(value, "to_list")):
+            elif name in LISTS and not isinstance(value, str | None):
                 value = json.dumps(value if isinstance(value, list) else value.to_list())
             elif hasattr(value, "item"):
                 value = value.item()
