@@ -259,6 +259,18 @@ def test_a_veto_takes_what_is_positive(functions, text, total, reward):
         assert both.reward == reward
 
 
+def test_who_pays_by_several_functions_is_told_what_success_is(functions, capsys):
+    """With TRL's usual functions, one for the answer and four for its form, all episodes were a success: pass@k 1."""
+    both = f"{functions}:half,{functions}:yes"
+    paid(both, said("a"))
+    paid(f"{functions}:half,format", said("a"), pays=False)
+    assert "note" not in capsys.readouterr().err
+    for _ in range(2):
+        assert paid(both, said("a"), pays=False).info["success"]
+    note = "note: --rewards: success is half + yes above 0; where that is not what solved means, give the environment a _check()"
+    assert capsys.readouterr().err.count(note) == 1
+
+
 def test_success_is_a_reward_where_nothing_else_says_it(functions):
     assert paid(f"{functions}:half", said("a"), pays=False).info["success"] is True
     assert not paid(f"{functions}:half", said("a")).info["success"]
