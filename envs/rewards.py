@@ -190,7 +190,8 @@ def _function(target: str):
         raise UserError(f"--rewards {target}: {nearest(target, BUILT_IN, otherwise=known)}")
     function = getattr(envs.module_at(place, f"--rewards {target}"), name, None)
     if not callable(function):
-        raise UserError(f"--rewards {target}: {place} has no function {name}")
+        raise UserError(f"--rewards {target}: {place} has no function {name}; a lambda or an "
+                        "object is found by the name that a file gives it: path/to/file.py:name")
     return function
 
 
