@@ -422,7 +422,7 @@ def test_who_asks_for_more_tasks_than_a_split_has_is_told(tmp_path, capsys):
     asked = dict(env="equations", num_tasks=30, max_new_tokens=4)
     talk.command(talk.Config(dataset=str(file), **asked))
     said = capsys.readouterr().out
-    assert re.search(r"note: --num_tasks 30, but --split train has 2\d tasks; --split test --eval_dataset FILE plays a whole file\n", said)
-    talk.command(talk.Config(eval_dataset=str(file), split="test", **asked))
+    assert re.search(r"note: --num_tasks 30, but --split train has 2\d tasks\n      --split test --eval_dataset FILE plays a whole file\n", said)
+    talk.command(talk.Config(dataset=str(file), eval_dataset=str(file), split="test", **asked | {"num_tasks": 31}))
     said = capsys.readouterr().out
-    assert "note: --num_tasks" not in said and "playing 30 episodes" in said
+    assert "note: --num_tasks 31, but --split test has 30 tasks\n" in said and "plays a whole" not in said and "playing 30 episodes" in said

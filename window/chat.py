@@ -71,9 +71,10 @@ def command(config: Config):
     tasks = tasks_for(config, config.split, config.num_tasks or 100)
     if config.num_tasks:
         if len(tasks) < config.num_tasks:
-            hint = "; --split test --eval_dataset FILE plays a whole file" if config.dataset else ""
             print(f"note: --num_tasks {config.num_tasks}, but --split {config.split} has "
-                  f"{len(tasks)} tasks{hint}")
+                  f"{len(tasks)} tasks")
+            if config.dataset and not (config.split == "test" and config.eval_dataset):
+                print("      --split test --eval_dataset FILE plays a whole file")
         model, tokenizer = load(config)
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, model, tokenizer, tasks, traces)
