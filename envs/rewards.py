@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from itertools import groupby
 
 import envs
-from envs.calls import awaited, message_of
+from envs.calls import awaited, message_of, needed
 from envs.trl import as_trl, is_of_trl, turns_of
 from experiment.config import nearest
 from experiment.data import reading
@@ -192,6 +192,11 @@ def _function(target: str):
     if not callable(function):
         raise UserError(f"--rewards {target}: {place} has no function {name}; a lambda or an "
                         "object is found by the name that a file gives it: path/to/file.py:name")
+    with reading(f"--rewards {target}"):
+        arguments = needed(function)
+        if len(arguments) > 1 and not is_of_trl(function):
+            raise ValueError(f"needs {', '.join(arguments)}; a function takes the episode, or as "
+                             "in TRL completions, columns of the task and **kwargs")
     return function
 
 

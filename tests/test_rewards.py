@@ -195,7 +195,8 @@ def functions(tmp_path):
     ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: environment, exact, format, tool_used, length, repetition, math_verify, or give path/to/file.py:function"),
     ("exact=much", "--rewards exact=much: could not convert string to float: 'much'"), ("exact=nan", "--rewards exact=nan: a weight is a finite number"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
     ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name"),
-    ("FILE:environment", "another function has this name")])
+    ("FILE:environment", "another function has this name"), ("builtins:max", "--rewards builtins:max: no signature found"),
+    ("bisect:insort", "--rewards bisect:insort: needs a, x; a function takes the episode, or as in TRL completions, columns of the task and [*][*]kwargs")])
 def test_a_wrong_name_or_weight_is_told_in_a_line(said_, told, functions):
     with pytest.raises(UserError, match=told):
         loaded(said_.replace("FILE", functions))
