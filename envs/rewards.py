@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from itertools import groupby
 
 import envs
-from envs.calls import awaited, message_of
+from envs.calls import awaited, message_of, needed
 from envs.trl import as_trl, is_of_trl, turns_of
 from experiment.config import nearest
 from experiment.data import reading
@@ -190,7 +190,13 @@ def _function(target: str):
         raise UserError(f"--rewards {target}: {nearest(target, BUILT_IN, otherwise=known)}")
     function = getattr(envs.module_at(place, f"--rewards {target}"), name, None)
     if not callable(function):
-        raise UserError(f"--rewards {target}: {place} has no function {name}")
+        raise UserError(f"--rewards {target}: {place} has no function {name}; a lambda or an "
+                        "object is found by the name that a file gives it: path/to/file.py:name")
+    with reading(f"--rewards {target}"):
+        arguments = needed(function)
+        if len(arguments) > 1 and not is_of_trl(function):
+            raise ValueError(f"needs {', '.join(arguments)}; a function takes the episode, or as "
+                             "in TRL completions, columns of the task and **kwargs")
     return function
 
 
@@ -243,7 +249,7 @@ class Rewards:
         session = episode.session
         t.rewards = [0.0] * len(t.rewards)
         vetoed = False
-        earned = []
+        earned = {}
         values = {name: value for name, value in values.items()
                   if value is not None and (name != "environment" or session.pays)}
         if not values:
@@ -259,12 +265,15 @@ class Rewards:
             else:
                 t.rewards = [a + weight * b for a, b in zip(t.rewards, turns)]
                 if name not in MANNERS:
-                    earned.append(weight * math.fsum(turns))
+                    earned[name] = weight * math.fsum(turns)
         if vetoed:
             t.rewards = [min(reward, 0.0) for reward in t.rewards]
         t.reward = math.fsum(t.rewards)
         if not session.pays and not hasattr(session.env, "_check"):
-            t.info["success"] = (math.fsum(earned) if earned else t.reward) > 0 and not vetoed
+            total = math.fsum(earned.values()) if earned else t.reward
+            t.info["success"] = total > 0 and not vetoed
+            if len(earned) > 1:
+                note_success(" + ".join(earned))
 
 
 @cache
@@ -272,6 +281,13 @@ def note_unscored(columns: str):
     """Say once that all functions returned None for an episode, which then is paid nothing."""
     print(f"note: --rewards: no function scores a task with the columns {columns}; its reward is 0 "
           "(exact and math_verify need answer or solution: --fields)", file=sys.stderr)
+
+
+@cache
+def note_success(names: str):
+    """Say once that success is the sum of several functions, some of which may pay for manners."""
+    print(f"note: --rewards: success is {names} above 0; where that is not what solved means, give "
+          "the environment a _check() (envs/template.py)", file=sys.stderr)
 
 
 def per_turn(name: str, value, count: int) -> list[float]:

@@ -135,7 +135,8 @@ def note_missing(function: str, column: str, columns: str):
 
 def trl_message(message: dict) -> dict:
     """Return a message of an episode as TRL holds it, whose calls are those of functions."""
-    if "tool_calls" not in message:
+    if not message.get("tool_calls"):
         return message
-    calls = [{"type": "function", "function": call} for call in message["tool_calls"]]
+    calls = [call if "function" in call else {"type": "function", "function": call}
+             for call in message["tool_calls"]]
     return {**message, "tool_calls": calls}

@@ -10,6 +10,7 @@ from itertools import combinations, takewhile
 import numpy as np
 from tqdm import tqdm
 
+from envs.trl import trl_message
 from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
                                      without_loss)
 from episodes.tasks import need, read_as
@@ -145,11 +146,12 @@ def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
     rows = []
     for i, (chosen, rejected) in enumerate(learned + held_out):
-        prompt = list(takewhile(is_of_prompt, chosen.messages))
+        better, worse = (list(map(trl_message, t.messages)) for t in (chosen, rejected))
+        prompt = list(takewhile(is_of_prompt, better))
         rows.append({
             "prompt": prompt,
-            "chosen": chosen.messages[len(prompt):],
-            "rejected": rejected.messages[len(prompt):],
+            "chosen": better[len(prompt):],
+            "rejected": worse[len(prompt):],
             "chosen_reward": chosen.reward,
             "rejected_reward": rejected.reward,
             "gap": chosen.reward - rejected.reward,

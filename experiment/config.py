@@ -262,10 +262,9 @@ class RunFlags:
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)
 
     def __post_init__(self):
-        """Let a YAML file name the home folder ~, and Python code give objects for their names.
+        """Let YAML name the home folder ~, and Python give objects. config.yaml holds text.
 
-        These are paths, classes, functions and lists of them, rows (a list or a datasets.Dataset),
-        dicts of options, and NumPy's numbers. config.yaml holds text.
+        They are paths, classes, functions, lists of them, rows, datasets.Dataset, dicts, numbers.
         """
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):
@@ -275,7 +274,7 @@ class RunFlags:
                                  for k, v in value.items())
             elif name in CODE:
                 value = _named(value)
-            elif name in LISTS and (isinstance(value, list) or hasattr(value, "to_list")):
+            elif name in LISTS and not isinstance(value, str | None):
                 value = json.dumps(value if isinstance(value, list) else value.to_list())
             elif hasattr(value, "item"):
                 value = value.item()
@@ -287,7 +286,8 @@ def _named(value):
     """Return the name by which a class or function is found again, with commas those of a list."""
     if isinstance(value, list):
         return ",".join(map(_named, value))
-    return f"{value.__module__}:{value.__qualname__}" if callable(value) else value and str(value)
+    name = getattr(value, "__qualname__", value)  # an instance that is called has none
+    return f"{value.__module__}:{name}" if callable(value) else value and str(value)
 
 
 # ----------------------------------------------------------------------------------- reading values
@@ -342,7 +342,7 @@ def _parse_text(text, kind):
 
 def nearest(name, known, prefix="", otherwise="--help lists them"):
     """Return a phrase that proposes the known name which is spelled most like this one."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {prefix}{close[0]}?" if close else otherwise
 
 

@@ -122,7 +122,7 @@ def first_notes(metrics, config, model, has_expert, has_tools):
     if has_tools and min(metrics.get("actions", 1), metrics.get("structure", 1)) < 0.1:
         # Not the other flags: some are not sft.py's, and some mean another thing there.
         words = ["python", path_of("sft.py")]
-        for name in ("model_path", "env", "tasks", "env_options", "lora_r"):
+        for name in ("model_path", "env", "tasks", "fields", "env_options", "lora_r"):
             if getattr(config, name, None):
                 words += [f"--{name}", str(getattr(config, name))]
         advice = f"SFT first: {shlex.join(words)}" if has_expert else (

@@ -157,5 +157,7 @@ def reader_of(source):
     for kind, read in READERS.items():
         if source.startswith(kind) or source.endswith(kind):
             return read
-    raise UserError(f"{source}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
+    # The text of an object that Python code gave may have several lines.
+    named = source.partition("\n")[0]
+    raise UserError(f"{named}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
                     "header), .parquet or hub:owner/name")

@@ -2,11 +2,12 @@
 
 The ids are put together turn by turn, exactly as in an episode that is played.
 """
-
+import re
 from contextlib import suppress
 
 from llm.tool_calls import check_call, parse_tool_calls
 
+TAGGED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 # The role of a message -> the roles that may come next, and how an error names the place.
 NEXT = {
     None: (["system", "user"], "at the start"),
@@ -26,13 +27,14 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         chat: a `Chat` of the model's tokenizer and the conversation's tools.
         messages: a list of objects with a role. The content is text or a list of text parts. Calls
             stand in `tool_calls`, in OpenAI's form or ours, or in the text. A tool message follows
-            for each.
+            for each, or one with the results of all between Hermes's tags.
 
     Raises:
         ValueError: in one line, for what no rollout could have made.
     """
     while messages and messages[-1].get("role") != "assistant":
         messages = messages[:-1]
+    messages = without_result_tags(messages)
     ids, mask = [], []
     calls, call_ids = [], []  # of the last assistant message
     since = []  # the messages since then
@@ -65,6 +67,24 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         without = ' without "loss": 0' if messages else ""
         raise ValueError(f"nothing to train: no assistant message{without}")
     return ids, mask
+
+
+def without_result_tags(messages):
+    """Return the messages, with a message for each result that a tool's text has between tags.
+
+    Hermes's data sets write <tool_response> themselves, and so does the chat template.
+    """
+    bare = []
+    for message in messages:
+        text = message.get("content")
+        results = []
+        if message.get("role") == "tool" and isinstance(text, str):
+            results = TAGGED_RESULT.findall(text)
+        if results and not TAGGED_RESULT.sub("", text):
+            bare += [{**message, "content": result} for result in results]
+        else:
+            bare.append(message)
+    return bare
 
 
 def _past(messages):
@@ -116,6 +136,11 @@ def _loss(message):
 
 def _read_message(message, tools):
     """Return the text and the calls of a message, calls written in the text included."""
+    # OpenAI's old form, and what other trainers call a loss of 0.
+    for name in ("function_call", "train", "training"):
+        if message.get(name) is not None:
+            raise ValueError(f'"{name}" is not read; calls stand in "tool_calls", and "loss": 0 '
+                             "keeps a message from being learned")
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
     content = message.get("content")
@@ -123,11 +148,6 @@ def _read_message(message, tools):
     thought = str(message.get("reasoning_content") or message.get("thinking") or "").strip()
     if thought:
         text = f"<think>\n{thought}\n</think>\n\n{text}"
-    # OpenAI's old form, and what other trainers call a loss of 0.
-    for name in ("function_call", "train", "training"):
-        if message.get(name) is not None:
-            raise ValueError(f'"{name}" is not read; calls stand in "tool_calls", and "loss": 0 '
-                             "keeps a message from being learned")
     if not isinstance(calls, list) or (calls and not is_assistant):
         raise ValueError("tool_calls must be a list, in an assistant message")
     if calls or not is_assistant:

@@ -250,11 +250,20 @@ def test_help_lists_flags_by_parent_with_the_defaults_that_are_in_force(capsys):
     ("--kl_beta 1", "--kl_coef"), ("--kl 1", "--kl_coef"), ("--beta 1", "--kl_coef"), ("--model_name_or_path x", "--model_path"),
     ("--max_completion_length 9", "--max_new_tokens"), ("--max_prompt_length 9", "--max_tokens"), ("--epsilon 1", "--clip_eps_low"),
     ("--num_train_epochs 2", "--num_epochs"), ("--bf16", "--dtype bfloat16"), ("--num-iterations 2", "--updates_per_step"),
-    ("--torch_dtype x", "--dtype"), ("--target_modules x", "--lora_target_modules"), ("--save_steps 1", "--save_every")])
+    ("--torch_dtype x", "--dtype"), ("--target_modules x", "--lora_target_modules"), ("--save_steps 1", "--save_every"),
+    ("--rollout_batch_size 8", "--tasks_per_step"), ("--adv_estimator rloo", "--credit"),
+    ("--dynamic_sampling", "--success_rate_lb 0.01 --success_rate_ub 0.99")])
 def test_names_of_other_libraries_are_known(line, hint):
     with pytest.raises(UserError, match=f"unknown option .*; did you mean {re.escape(hint)}[?]"):
         parse(grpo.Config, line.split())
     assert parse(Toy, ["--num_generations", "4"]).group_size == 4
+
+
+@pytest.mark.parametrize("name", ["logging_steps", "warmup_ratio", "lr_scheduler_type", "report_to", "padding_free",
+                                  "delta", "steps_per_generation", "mask_truncated_completions"])
+def test_what_is_not_here_is_not_called_by_another_name(name):
+    with pytest.raises(UserError, match=f"unknown option --{name}; --help lists them"):
+        parse(grpo.Config, [f"--{name}", "1"])
 
 
 def test_every_synonym_stands_once_and_means_a_flag():

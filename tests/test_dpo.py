@@ -377,6 +377,8 @@ def test_a_pair_file_of_recorded_messages_gives_the_episodes_own_tokens(tiny, re
     assert len(made) == 24 and sum(row["held_out"] for row in made) == 6
     assert all(row["gap"] == row["chosen_reward"] - row["rejected_reward"] >= 0.5 for row in made)
     assert all(row["prompt"][-1]["role"] == "user" and row["chosen"][0]["role"] == "assistant" for row in made)
+    calls = [call for row in made for message in row["chosen"] for call in message.get("tool_calls", [])]
+    assert calls and all(call["function"].keys() == {"name", "arguments"} for call in calls)  # as TRL and Llama's template read them
     pairs = read_pairs(tmp_path / "pairs.jsonl", made, tiny[1], "equations")
     ids = {tuple((tuple(t.token_ids), tuple(t.loss_mask)) for t in pair) for pair in recorded[1]}
     assert {tuple((tuple(t.token_ids), tuple(t.loss_mask)) for t in pair) for pair in pairs} == ids

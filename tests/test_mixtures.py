@@ -126,7 +126,7 @@ def test_a_mixture_has_the_shares_and_no_row_twice(here, capsys):
 
 @pytest.mark.parametrize("data, says", [
     ("a.jsonl=0.7,b.jsonl", "a.jsonl=0.7,b.jsonl: give every one of them a weight above 0, or none"), ("a.jsonl=0,b.jsonl=1", "a.jsonl=0,b.jsonl=1: give every one of them"),
-    ("a.jsonl=-1,b.jsonl=-1", "a.jsonl=-1: unknown type; use .jsonl"), ("a.jsonl,no.csv", "no.csv: No such file or directory"), ("a.jsonl,", ": unknown type"),
+    ("a.jsonl=-1,b.jsonl=-1", "a.jsonl=-1: unknown type; use .jsonl"), ("train=Dataset({\n features: 3})", "train=Dataset("), ("a.jsonl,no.csv", "no.csv: No such file or directory"), ("a.jsonl,", ": unknown type"),
     ("[1, 2", "the list of rows:1: not JSON: "), ("[]", "[]: no rows"), ('[{"a": 1, "a": 2}]', 'the list of rows: key "a" twice')])
 def test_what_is_no_data(here, data, says):
     write("a.jsonl", [{"a": 1}] * 3)

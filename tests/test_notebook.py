@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,13 @@ def test_lists_and_functions_stand_for_their_names_and_rows_for_a_data_set():
             grpo.settle(grpo.Config(env=wrong))
     table = pytest.importorskip("datasets").Dataset.from_list([{"prompt": "2 + 2?"}])
     assert grpo.Config(dataset=table).dataset == config.dataset
+
+
+@pytest.mark.parametrize("function", [lambda completions, **columns: 0, partial(print), type("Judge", (), {"__call__": print})()])
+def test_a_function_without_a_name_is_told_in_a_line(function):
+    """TRL's get_soft_overlong_punishment(...) is an object: it ended with no attribute '__qualname__'."""
+    with pytest.raises(UserError, match="has no function .*; a lambda or an object is found by the name that a file gives it: path/to/file.py:name"):
+        envs.rewards_of(grpo.Config(rewards=function))
 
 
 def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says(tmp_path):

@@ -195,7 +195,8 @@ def functions(tmp_path):
     ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: environment, exact, format, tool_used, length, repetition, math_verify, or give path/to/file.py:function"),
     ("exact=much", "--rewards exact=much: could not convert string to float: 'much'"), ("exact=nan", "--rewards exact=nan: a weight is a finite number"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
     ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name"),
-    ("FILE:environment", "another function has this name")])
+    ("FILE:environment", "another function has this name"), ("builtins:max", "--rewards builtins:max: no signature found"),
+    ("bisect:insort", "--rewards bisect:insort: needs a, x; a function takes the episode, or as in TRL completions, columns of the task and [*][*]kwargs")])
 def test_a_wrong_name_or_weight_is_told_in_a_line(said_, told, functions):
     with pytest.raises(UserError, match=told):
         loaded(said_.replace("FILE", functions))
@@ -257,6 +258,18 @@ def test_a_veto_takes_what_is_positive(functions, text, total, reward):
     for others in (f"{functions}:yes=veto", f"{functions}:by_turn=veto"):  # neither lifts it nor adds one, turn 0 is paid 0 by the second
         both = paid(f"{functions}:allowed=veto,{others},{functions}:half", said("a", text), total=total)
         assert both.reward == reward
+
+
+def test_who_pays_by_several_functions_is_told_what_success_is(functions, capsys):
+    """With TRL's usual functions, one for the answer and four for its form, all episodes were a success: pass@k 1."""
+    both = f"{functions}:half,{functions}:yes"
+    paid(both, said("a"))
+    paid(f"{functions}:half,format", said("a"), pays=False)
+    assert "note" not in capsys.readouterr().err
+    for _ in range(2):
+        assert paid(both, said("a"), pays=False).info["success"]
+    note = "note: --rewards: success is half + yes above 0; where that is not what solved means, give the environment a _check()"
+    assert capsys.readouterr().err.count(note) == 1
 
 
 def test_success_is_a_reward_where_nothing_else_says_it(functions):

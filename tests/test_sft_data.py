@@ -457,7 +457,7 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, '"completion" has its messages as text; give them in .jsonl or .parquet'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
-    ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f", "arguments": "{}"}}]},
+    ({"messages": [ASK, {**ANSWER, "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
      'message 1: "function_call" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
     ({"messages": [ASK, {**ANSWER, "train": False}]}, 'message 1: "train" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
 ])
@@ -691,6 +691,19 @@ def test_sharegpts_function_calls_are_calls_and_observations_results(name, tmp_p
     ours = {"tools": [{"type": "function", "function": function}],
             "messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOL, ANSWER]}
     theirs, ours = (read(write(tmp_path, [row]), tokenizer)[0] for row in (theirs, ours))
+    assert theirs.token_ids == ours.token_ids and theirs.loss_mask == ours.loss_mask and 1 in ours.loss_mask
+
+
+@pytest.mark.parametrize("name", ["tiny", "real:qwen2_5", "real:smollm2"])
+def test_the_tags_that_hermes_data_writes_around_results_are_the_templates(name, tmp_path):
+    tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
+    call = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+    tagged = "<tool_response>\n24\n</tool_response>\n"
+    theirs = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": f"{call}\n{call}"}, {"from": "tool", "value": tagged * 2},
+              {"from": "gpt", "value": "And?\n" + call}, {"from": "tool", "value": tagged}, {"from": "gpt", "value": "42"}]
+    ours = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}, TOOL, TOOL,
+            {"role": "assistant", "content": "And?", "tool_calls": [CALL]}, TOOL, ANSWER]
+    theirs, ours = (read(write(tmp_path, [row]), tokenizer)[0] for row in ({"conversations": theirs}, {"messages": ours}))
     assert theirs.token_ids == ours.token_ids and theirs.loss_mask == ours.loss_mask and 1 in ours.loss_mask
 
 

@@ -413,3 +413,16 @@ def test_what_is_played_is_said_and_summed_up_within_80_columns(tmp_path):
     assert "0.9 million weights, float32, on cpu" in lines and max(map(len, lines)) <= 80
     summary = dict(line.split() for line in lines[-lines[::-1].index(""):])
     assert summary["episodes"] == "4" and summary["turns"] == "1" and float(summary["sampled_tokens"]) <= 4
+
+
+def test_who_asks_for_more_tasks_than_a_split_has_is_told(tmp_path, capsys):
+    """A benchmark's file was played but for a tenth of its rows, and pass@k was of those."""
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps({"equation": f"x + {i} = {i}"}) + "\n" for i in range(1, 31)))
+    asked = dict(env="equations", num_tasks=30, max_new_tokens=4)
+    talk.command(talk.Config(dataset=str(file), **asked))
+    said = capsys.readouterr().out
+    assert re.search(r"note: --num_tasks 30, but --split train has 2\d tasks\n      --split test --eval_dataset FILE plays a whole file\n", said)
+    talk.command(talk.Config(dataset=str(file), eval_dataset=str(file), split="test", **asked | {"num_tasks": 31}))
+    said = capsys.readouterr().out
+    assert "note: --num_tasks 31, but --split test has 30 tasks\n" in said and "plays a whole" not in said and "playing 30 episodes" in said

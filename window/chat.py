@@ -70,6 +70,11 @@ def command(config: Config):
     check(config, names)
     tasks = tasks_for(config, config.split, config.num_tasks or 100)
     if config.num_tasks:
+        if len(tasks) < config.num_tasks:
+            print(f"note: --num_tasks {config.num_tasks}, but --split {config.split} has "
+                  f"{len(tasks)} tasks")
+            if config.dataset and not (config.split == "test" and config.eval_dataset):
+                print("      --split test --eval_dataset FILE plays a whole file")
         model, tokenizer = load(config)
         with Traces(config.output, len(tasks) * config.group_size) as traces:
             play_tasks(config, model, tokenizer, tasks, traces)
