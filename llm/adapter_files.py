@@ -53,7 +53,8 @@ def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
 class TrainingState:
     """The weights, the tokenizer and the optimizer's moments, on which the next step depends.
 
-    A fork with state of its own overrides both methods: checkpoints then hold it.
+    A fork with state of its own overrides both methods: checkpoints then hold it. It changes it at
+    the end of a step, because a step that is stopped before its first update is done again.
     """
 
     model: object
