@@ -409,10 +409,10 @@ def whole_weight(linear):
 
 # ----------------------------------------------------------------------------- the reference policy
 def freeze_reference(model) -> dict | None:
-    """Return a copy of what trains, or None for a fresh adapter, which `reference` switches off."""
-    if settings(model) and settings(model).fresh:
-        return None
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    """Return a copy of what trains, or None if a fresh adapter does: `reference` turns it off."""
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    fresh = settings(model) and settings(model).fresh and all(".lora." in name for name in frozen)
+    return None if fresh else frozen
 
 
 @contextmanager

@@ -125,13 +125,13 @@ def _save_adapter(model, folder):
 
 
 def load_weights(model, folder: str):
-    """Load what trains in `model` from what `save_model` wrote, bit for bit."""
-    added = added_weights(model)
-    if added:
-        path = Path(folder, ADDED)
+    """Load what `save_model` wrote, bit for bit, but for what a fork added and `model` lacks."""
+    path = Path(folder, ADDED)
+    if path.exists() or added_weights(model):
         with reading(path):
             tensors = load_file(path)
-            for name, p in added.items():
+        for name, p in model.named_parameters():
+            if name in tensors:
                 p.data.copy_(tensors[name])
     if settings(model):
         _load_adapter(model, folder)
