@@ -4,7 +4,7 @@
 
 The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`,
 and computes its output with it. Other files use it through the functions here (llm/beside.py joins
-plain ones, llm/probe.py removes some): another adapter (DoRA, tests/test_dora.py) is one subclass.
+plain ones, llm/probe.py removes some): another adapter (DoRA, tests/test_dora.py) is a subclass.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
@@ -172,8 +172,7 @@ class Cast(torch.autograd.Function):
 
 # -------------------------------------------------------------------------------- adding and asking
 def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear",
-             use_rslora: bool = False, seed: int = 0, mergeable: bool = True, device=None,
-             kind=Adapter):
+             use_rslora: bool = False, seed: int = 0, mergeable: bool = True, device=None):
     """Give every targeted Linear an adapter of rank r, and freeze everything else.
 
     Args:
@@ -184,7 +183,6 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         seed: of the draws for A.
         mergeable: see `Adapter`.
         device: where A and B live, if not beside their weights.
-        kind: the class of the adapters.
     """
     all_linear = target_names(targets) == ["all-linear"]
     linears, targets = _targeted(model, targets)
@@ -193,15 +191,16 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     scale = alpha / (math.sqrt(r) if use_rslora else r)
     weights = [id(linear.weight) for linear in linears_of(model).values()]
     for linear in linears.values():
-        linear.lora = kind(linear, r, scale, dropout, generator, device or linear.weight.device)
+        linear.lora = KIND(linear, r, scale, dropout, generator, device or linear.weight.device)
         # A weight that layers share, as Zamba's do, cannot hold the update of one.
         linear.lora.mergeable = mergeable and weights.count(id(linear.weight)) == 1
         linear.forward = partial(adapted_forward, linear)
     model.lora_settings = Settings({
         "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
-        "use_rslora": use_rslora, **kind.peft_entries}, all_linear)
+        "use_rslora": use_rslora, **KIND.peft_entries}, all_linear)
 
 
+KIND = Adapter  # the class of a model's adapters, and of those that are read from files
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by their last name
 
 
@@ -410,10 +409,10 @@ def whole_weight(linear):
 
 # ----------------------------------------------------------------------------- the reference policy
 def freeze_reference(model) -> dict | None:
-    """Return a copy of what trains, or None for a fresh adapter, which `reference` switches off."""
-    if settings(model) and settings(model).fresh:
-        return None
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    """Return a copy of what trains, or None if a fresh adapter does: `reference` turns it off."""
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    fresh = settings(model) and settings(model).fresh and all(".lora." in name for name in frozen)
+    return None if fresh else frozen
 
 
 @contextmanager

@@ -302,8 +302,7 @@ class Run:
 
         Those that are `unusable` go into bad_step_N.json instead, from which no program learns.
         """
-        reason = unusable(episodes)
-        if reason:
+        if reason := unusable(episodes):
             self._keep_bad(episodes, reason)
             return
         self.log(**summarise(episodes))

@@ -19,17 +19,17 @@ from experiment.errors import UserError
 from llm.memory import PLAIN, facts, techniques_of
 from llm.model_files import read_model
 from llm.tiny import make_tiny
-from lora import adapter_tensors, settings
+from lora import KIND, adapter_tensors, settings
 
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 ADDED = "added.safetensors"
-# Keys of PEFT's adapter_config.json that plain LoRA knows, or that change nothing; no others pass.
+# Keys of PEFT's adapter_config.json that lora.KIND knows, or that change nothing; no others pass.
 UNDERSTOOD = {
     "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
     "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
     "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
-    "qalora_group_size", "runtime_config", "ensure_weight_tying"}
+    "qalora_group_size", "runtime_config", "ensure_weight_tying", *KIND.peft_entries}
 # The keys that choose among the Linears of the names in target_modules.
 PLACES = {"layers_to_transform", "exclude_modules"}
 # The words by which the metadata of the tensors say in which form the base was stored.
@@ -53,7 +53,8 @@ def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
 class TrainingState:
     """The weights, the tokenizer and the optimizer's moments, on which the next step depends.
 
-    A fork with state of its own overrides both methods: checkpoints then hold it.
+    A fork with state of its own overrides both methods: checkpoints then hold it. It changes it at
+    the end of a step, because a step that is stopped before its first update is done again.
     """
 
     model: object
@@ -124,13 +125,13 @@ def _save_adapter(model, folder):
 
 
 def load_weights(model, folder: str):
-    """Load what trains in `model` from what `save_model` wrote, bit for bit."""
-    added = added_weights(model)
-    if added:
-        path = Path(folder, ADDED)
+    """Load what `save_model` wrote, bit for bit, but for what a fork added and `model` lacks."""
+    path = Path(folder, ADDED)
+    if path.exists() or added_weights(model):
         with reading(path):
             tensors = load_file(path)
-            for name, p in added.items():
+        for name, p in model.named_parameters():
+            if name in tensors:
                 p.data.copy_(tensors[name])
     if settings(model):
         _load_adapter(model, folder)
@@ -180,13 +181,14 @@ def read_settings(folder: str) -> dict:
 
 
 def _check_plain_lora(config):
-    """Raise ValueError if this is anything but plain LoRA on Linears that are named."""
+    """Raise ValueError if this is anything but LoRA (lora.KIND) on Linears that are named."""
     odd = [key for key, value in config.items() if value and key not in UNDERSTOOD | PLACES]
     init = config.get("init_lora_weights", True)
     # PiSSA, OLoRA, LoftQ and CorDA change the base too.
     if init not in (True, False, "gaussian", "eva", "orthogonal"):
         odd.append(f"init_lora_weights {init}")
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or odd:
+    peft_type = KIND.peft_entries.get("peft_type", "LORA")
+    if config.get("peft_type") != peft_type or config.get("bias", "none") != "none" or odd:
         raise ValueError("only plain LoRA is read here; merge others with PEFT (merge_and_unload); "
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
     names = config["target_modules"]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lora
-from llm import load_model, save_model
+from llm import adapter_files, load_model, save_model
 from llm.logprobs import token_logprobs
 from lora import adapters, add_lora, merged
 
@@ -38,12 +38,20 @@ class DoRA(lora.Adapter):
         return super().give_gradients(linear, x, output / gain.detach()) * gain
 
 
+@pytest.fixture(autouse=True)
+def kind(monkeypatch):
+    """What a fork changes in lora.py."""
+    monkeypatch.setattr(lora, "KIND", DoRA)
+    monkeypatch.setattr(adapter_files, "KIND", DoRA)
+    monkeypatch.setattr(adapter_files, "UNDERSTOOD", adapter_files.UNDERSTOOD | DoRA.peft_entries.keys())
+
+
 @pytest.fixture
 def model(tmp_path):
     base, tokenizer = load_model("tiny", train=False, device="cpu")
     base.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
     model, _ = load_model(str(tmp_path / "base"), train=False, device="cpu")
-    add_lora(model, 4, 8, kind=DoRA)
+    add_lora(model, 4, 8)
     return model
 
 
@@ -97,3 +105,18 @@ def test_dora_learns_and_peft_loads_it_to_the_same_logits(model, tmp_path):
             assert (model(input_ids=IDS).logits - expected).abs().max() < 1e-4
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         assert (plain(input_ids=IDS).logits - expected).abs().max() > 0.1
+
+
+def test_what_a_fork_has_trained_is_loaded_merged_and_trained_further(model, tmp_path):
+    for linear in adapters(model).values():
+        linear.lora.B.data.normal_(std=0.1)
+        linear.lora.magnitude.data *= 1.1
+    save_model(model, str(tmp_path / "dora"))
+    with torch.no_grad():
+        expected = loss_of(model).item()
+        for merge in (False, True):
+            loaded, _ = load_model(str(tmp_path / "dora"), train=False, device="cpu", merge=merge)
+            assert loss_of(loaded).item() == pytest.approx(expected, abs=1e-5)
+    trained, _ = load_model(str(tmp_path / "dora"), lora_r=4, device="cpu")
+    loss_of(trained).backward()
+    assert all(linear.lora.magnitude.grad is not None for linear in adapters(trained).values())

@@ -62,6 +62,9 @@ def test_a_fork_applies_runs_and_is_resumed(patch, base, tmp_path):
     checkpoint = tmp_path / "out" / "checkpoints" / "step_000002"
     if patch.stem == "value_head":
         head = load_file(checkpoint / "added.safetensors")
+        # The policy's gradient is clipped apart from the critic's, and its advantages have the standard deviation 1.
+        assert all(0 < line["grad_norm"] < 0.5 * line["value_loss"] and line["advantage_abs"] <= 1 for line in lines)
+        assert lines[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
         assert lines[-1]["value_loss"] > 0 and head["value_head.weight"].any() and head["value_head.weight"].shape[0] == 1
     if patch.stem == "teaching":
         run(ROOT, base, tmp_path / "whole", 2, *words, "--kl_coef", "0")

@@ -365,3 +365,30 @@ def test_merged_twice_is_merged_once(tiny):
             assert torch.equal(logits_of(model), outer)
         assert torch.equal(logits_of(model), outer)
     assert all(linear.lora.mode == "beside" and linear.lora.kept is None for linear in adapters(model).values())
+
+
+def test_weights_of_the_base_that_a_fork_trains_beside_the_adapter_are_played_merged_and_in_the_reference(tiny, tmp_path):
+    """They were in checkpoints, but only --resume read them: agent.py played another policy, and the KL was to the trained norm."""
+    ids = torch.arange(3, 63).view(2, 30) * 7 % 700
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+
+    def total(model):
+        with torch.no_grad():
+            return token_logprobs(model, ids, mask)[0].sum().item()
+
+    model, tokenizer = load_model(tiny, lora_r=4, device="cpu")
+    model.model.norm.weight.requires_grad_(True)
+    start, frozen = total(model), freeze_reference(model)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.3)
+    trained = total(model)
+    assert abs(trained - start) > 5
+    with reference(model, frozen):
+        assert total(model) == pytest.approx(start, abs=1e-3)
+    assert total(model) == trained
+    save_model(model, str(tmp_path / "run"))
+    tokenizer.save_pretrained(tmp_path / "run")
+    for options in ({"train": False}, {"train": False, "merge": True}, {"lora_r": 4}):
+        loaded, _ = load_model(str(tmp_path / "run"), device="cpu", **options)
+        assert total(loaded) == pytest.approx(trained, abs=1e-3)
