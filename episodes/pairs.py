@@ -5,12 +5,12 @@
     split_pairs  which pairs are learned from, and which are held out
 """
 import math
+from importlib import import_module
 from itertools import combinations, takewhile
 
 import numpy as np
 from tqdm import tqdm
 
-from envs.trl import trl_message
 from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
                                      without_loss)
 from episodes.tasks import need, read_as
@@ -144,7 +144,7 @@ def is_of_prompt(message: dict) -> bool:
 
 def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
-    rows = []
+    rows, trl_message = [], import_module("envs.trl").trl_message
     for i, (chosen, rejected) in enumerate(learned + held_out):
         better, worse = (list(map(trl_message, t.messages)) for t in (chosen, rejected))
         prompt = list(takewhile(is_of_prompt, better))

@@ -87,11 +87,11 @@ def test_an_environment_that_draws_its_own_tasks_needs_no_data(tmp_path, capsys)
     assert result["steps"] == 1 and "4 of 4 held-out rows are also in the training data: dropped" in capsys.readouterr().out
 
 
-def test_prompts_without_tools_need_a_class_of_one_line(tmp_path):
+def test_prompts_without_tools_need_no_class_of_ones_own(tmp_path):
     """README has it. Prompts and functions that pay are what most of TRL's examples have."""
     MODEL.save_pretrained(tmp_path / "tiny"), TOKENIZER.save_pretrained(tmp_path / "tiny")
-    (tmp_path / "bare.py").write_text("class Bare:\n    def reset(self, **_): pass\n\ndef long(completions, **_):\n    return [len(c) for c in completions]\n")
-    grpo.train(grpo.Config(model_path=str(tmp_path / "tiny"), env=f"{tmp_path}/bare.py:Bare", rewards=f"{tmp_path}/bare.py:long", dataset=[{"prompt": "Say it."}, {"prompt": "Say more."}],
+    (tmp_path / "bare.py").write_text("def long(completions, **_):\n    return [len(c) for c in completions]\n")
+    grpo.train(grpo.Config(model_path=str(tmp_path / "tiny"), env="envs.prompts:Prompts", rewards=f"{tmp_path}/bare.py:long", dataset=[{"prompt": "Say it."}, {"prompt": "Say more."}],
                            max_steps=1, tasks_per_step=2, group_size=2, max_new_tokens=8, eval_tasks=0, output_dir=str(tmp_path / "out"), dtype="float32"))
     rows = [json.loads(line) for line in (tmp_path / "out/trajectories.jsonl").read_text().splitlines()]
     assert {row["messages"][0]["content"] for row in rows} == {"Say it.", "Say more."} and all(row["reward"] == len(row["messages"][1]["content"]) for row in rows)
