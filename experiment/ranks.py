@@ -52,7 +52,7 @@ class Ranks:
                                 f"--nproc_per_node={gpus}")
             torch.cuda.set_device(local)
         try:
-            # A rank that starts late is waited for here, so that to connect takes none of them long.
+            # A rank that starts late is waited for here: then connecting takes none of them long.
             store, *_ = next(dist.rendezvous("env://", timeout=START))
             store.set(f"started_{rank}", "")
             store.wait([f"started_{other}" for other in range(world)])
