@@ -305,7 +305,8 @@ class Run:
         if reason := unusable(episodes):
             self._keep_bad(episodes, reason)
             return
-        self.log(**summarise(episodes))
+        # Of all that was played, more is known already: `played_shares`.
+        self.line = {**summarise(episodes), **self.line}
         self.write_episodes(episodes, LOGGED_EPISODES)
 
     def write_episodes(self, episodes, limit=None):

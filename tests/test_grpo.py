@@ -159,6 +159,22 @@ def test_groups_outside_the_band_are_dropped_replaced_and_counted(base, tmp_path
     assert all(line["groups_mixed"] == 1 for line in lines) and sum(line["groups_dropped"] for line in lines) > 0
 
 
+def test_what_a_step_does_not_learn_from_is_in_its_shares_of_what_it_played(base, tmp_path, monkeypatch):
+    """Faults and dropped groups are no episodes of the step: `errors` was 0 whatever failed, and with a band no number was the policy's success."""
+    everything = []
+
+    def faulty(*args, **options):
+        episodes = rollout(*args, **options)
+        for t in episodes[::4]:
+            t.stop_reason, t.info["success"] = "error", False
+        everything.extend(episodes)
+        return episodes
+    monkeypatch.setattr(grpo, "rollout", faulty)
+    _, (line,) = run(base, tmp_path, success_rate_lb=0.1)
+    assert line["errors"] == 0.25 and line["groups_dropped"] > 0 and line["episodes"] < len(everything)
+    assert line["success_played"] == sum(t.info["success"] for t in everything) / len(everything) < line["success"]
+
+
 def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
     result, lines = run(base, tmp_path, success_rate_lb=0.99, success_rate_ub=0.995)
     assert result["steps"] == 1 and lines[0]["groups_dropped"] == 16
