@@ -113,6 +113,15 @@ def test_rounding_alone_leaves_no_clip_range(base, tmp_path, monkeypatch, loss):
     assert metrics["clip_low"] == metrics["clip_high"] == 0 and metrics["sampler_gap"] == pytest.approx(0.03, rel=1e-3)
 
 
+def test_the_correction_of_a_loss_can_be_switched_off(base, tmp_path):
+    """0 was refused and "none" is no number: gspo as its paper has it, or --sampler without a correction, could not be run."""
+    assert grpo.settle(grpo.Config(loss="gspo", importance_correction=0)).importance_correction == 0
+    assert grpo.settle(grpo.Config(sampler="http://x", importance_correction=0.0)).importance_correction == 0
+    _, (with_it,) = run(base, tmp_path / "a", loss="gspo")
+    _, (without,) = run(base, tmp_path / "b", loss="gspo", importance_correction=0.0)
+    assert "importance_weight" in with_it and "importance_weight" not in without
+
+
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
     run(base, tmp_path, learning_rate=0.0, max_steps=2)
     adapter = state(tmp_path, 2, "adapter_model")
