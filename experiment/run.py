@@ -53,7 +53,8 @@ class Run:
         step, seconds: how many steps are done, and how long they took.
         line: the metrics of the present step.
         before, after: what `evaluate` returned before the first step and after the last.
-        rollout_seconds: of the present step; `agent.rollout` adds to it.
+        rollout_seconds, rollout_tokens: of the present step, with faults and dropped groups;
+            `agent.rollout` adds to them.
         watch: the count of environments' faults of the last rollout, or None.
         endings: functions that a run which finishes calls, without arguments.
     """
@@ -93,7 +94,7 @@ class Run:
         self.alarms = Alarms(flags, self.has_expert)
         self.step = self.bad = 0
         self.opened = time.monotonic()
-        self.seconds = self.rollout_seconds = 0.0
+        self.seconds = self.rollout_seconds = self.rollout_tokens = 0.0
         self.has_begun = self.updated = False
         self.made_of, self.endings = {}, []
         self.watch = self.saved = self.score = self.unlogged = self.marks = self.schedule = None
@@ -198,7 +199,8 @@ class Run:
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
         for step in bar:
-            self.line, self.rollout_seconds, began = {}, 0.0, time.monotonic()
+            self.line, began = {}, time.monotonic()
+            self.rollout_seconds = self.rollout_tokens = 0.0
             for group in state.optimizer.param_groups:
                 group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
             self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
@@ -276,8 +278,7 @@ class Run:
             timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update_seconds
             # The seconds of a step that was played ahead are only those of waiting for it.
             if not self.line.get("staleness"):
-                sampled = self.line["sampled_tokens"] * episodes
-                timing["rollout_tokens_per_second"] = sampled / self.rollout_seconds
+                timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
         return timing
 
     def micro_batches(self, sequences, *seed):
