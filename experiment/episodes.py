@@ -158,10 +158,7 @@ def print_dropped(items: list, kept: list, words: str):
 
 
 def played_shares(trajectories: list) -> dict:
-    """Return how much of all that a step played was solved, and ended by an environment's fault.
-
-    No step learns from faults, nor from groups that are dropped: its other numbers are without.
-    """
+    """Return shares of all that a step played, of faults and groups that are dropped, too."""
     n = max(len(trajectories), 1)
     return {"success_played": sum(t.info["success"] for t in trajectories) / n,
             "errors": sum(t.stop_reason == "error" for t in trajectories) / n}

@@ -27,8 +27,8 @@ from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
 from experiment.files import finite, replace_file, to_json
-from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
-                              step_line, step_numbers)
+from experiment.notes import (Alarms, first_notes, headline, idle_notes, next_command, plan,
+                              print_table, step_line, step_numbers)
 from experiment.output_folder import EPISODES, OutputFolder
 from experiment.process import Signals, peak_memory_mb
 from experiment.seeds import mix
@@ -53,8 +53,7 @@ class Run:
         step, seconds: how many steps are done, and how long they took.
         line: the metrics of the present step.
         before, after: what `evaluate` returned before the first step and after the last.
-        rollout_seconds, rollout_tokens: of the present step, with faults and dropped groups;
-            `agent.rollout` adds to them.
+        rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
         watch: the count of environments' faults of the last rollout, or None.
         endings: functions that a run which finishes calls, without arguments.
     """
@@ -238,10 +237,12 @@ class Run:
             self.schedule, self.before = total, evaluate()
             if headline(self.before):
                 say(f"before: {headline(self.before)}")
+        notes = idle_notes(self.config)
         if self.algorithm != "sft":
-            for note in first_notes(self.before, self.config, state.model, self.has_expert,
-                                    self.has_tools):
-                say(note)
+            notes += first_notes(self.before, self.config, state.model, self.has_expert,
+                                 self.has_tools)
+        for note in notes:
+            say(note)
         if total > self.step:
             say(plan(self.config, total - self.step))
 
