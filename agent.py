@@ -281,8 +281,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     episodes, groups = {}, {}
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
     watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    policy = getattr(engine, "load_policy", decoded_here)
-    with policy(model), watch:
+    with getattr(engine, "load_policy", decoded_here)(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:
@@ -309,6 +308,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     if run:
         trajectories = [t for played in run.ranks.gather(trajectories) for t in played]
         run.rollout_seconds += time.monotonic() - began
+        run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.watch = watch
     return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
 

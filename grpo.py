@@ -301,7 +301,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     importance_correction: float | None = auto(
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
-        "advantages are weighted by min(trainer / sampler, C); 2: gspo, luspo, --sampler", above=0)
+        "advantages times min(trainer / sampler, C); 2: gspo, luspo, --sampler; 0: off", low=0)
     rollout_ahead: int = flag(0, "1: the next step's episodes are played, one version old, while "
                               "this step's update runs; needs --sampler", low=0, high=1)
     updates_per_step: int | None = auto(1, "passes over a step's episodes, an update each", low=1)

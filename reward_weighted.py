@@ -28,7 +28,7 @@ from statistics import fmean
 # Imported before torch: it sets how torch's threads wait.
 from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
                         UserError, auto, fill, flag, imitation_learning_rate, main, members,
-                        print_dropped, shift_and_scale, unusable, without_faults)
+                        played_shares, print_dropped, shift_and_scale, unusable, without_faults)
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -288,7 +288,9 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     """
     n = config.tasks_per_step
     round_tasks = draw_tasks(tasks, config.seed, step, n, first=0, n=n)
-    episodes = without_faults(play(round_tasks, config.group_size, step=step))
+    played = play(round_tasks, config.group_size, step=step)
+    run.log(**played_shares(played))
+    episodes = without_faults(played)
     shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
     run.log_episodes(episodes)
     return [] if unusable(episodes) else episodes

@@ -4,7 +4,7 @@ from functools import partial
 from importlib import import_module
 
 from episodes.tasks import draw_tasks
-from experiment.episodes import members, shift_and_scale, without_faults
+from experiment.episodes import members, played_shares, shift_and_scale, without_faults
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 AHEAD = "episodes.ahead"  # which only --rollout_ahead imports
@@ -26,7 +26,7 @@ def collect_groups(play, tasks, config, step, run):
     long, environments fail, or MAX_RESAMPLE rounds do not suffice. A fork that chooses a step's
     tasks itself gives exactly `tasks_per_step` of them: each is then played once.
     """
-    kept = []  # episodes
+    played, kept = [], []  # episodes
     drawn = dropped = 0  # groups
     for _ in range(1 + MAX_RESAMPLE):
         missing = config.tasks_per_step + dropped - drawn
@@ -34,8 +34,10 @@ def collect_groups(play, tasks, config, step, run):
             break
         fresh = draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
         # first_task gives every candidate a group id and random numbers of its own.
-        episodes = without_faults(play(fresh, config.group_size, step=step, first_task=drawn))
+        episodes = play(fresh, config.group_size, step=step, first_task=drawn)
+        played += episodes
         drawn += missing
+        episodes = without_faults(episodes)
         for indices in members([t.group_id for t in episodes]):
             group = [episodes[i] for i in indices]
             rate = sum(t.info["success"] for t in group) / len(group)
@@ -45,7 +47,7 @@ def collect_groups(play, tasks, config, step, run):
                 kept += group
             else:
                 dropped += 1
-    run.log(groups_dropped=dropped)
+    run.log(groups_dropped=dropped, **played_shares(played))
     shift_and_scale(kept, config.reward_scaling, config.reward_bias)
     return kept
 

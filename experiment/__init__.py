@@ -42,8 +42,8 @@ from experiment.bars import NO_BAR, EpisodeBar
 from experiment.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RolloutFlags, RunFlags,
                                TrainingFlags, auto, check_accumulation, fill, flag,
                                imitation_learning_rate, nearest, preference_learning_rate)
-from experiment.episodes import (is_finite, members, pass_at_k, print_dropped, problem,
-                                 shift_and_scale, summarise, unusable, without_faults,
+from experiment.episodes import (is_finite, members, pass_at_k, played_shares, print_dropped,
+                                 problem, shift_and_scale, summarise, unusable, without_faults,
                                  without_too_long)
 from experiment.errors import EnvironmentFault, UserError
 from experiment.process import give_back_memory

@@ -157,6 +157,13 @@ def print_dropped(items: list, kept: list, words: str):
         print(f"{len(items) - len(kept)} of {len(items)} {words}")
 
 
+def played_shares(trajectories: list) -> dict:
+    """Return shares of all that a step played, of faults and groups that are dropped, too."""
+    n = max(len(trajectories), 1)
+    return {"success_played": sum(t.info["success"] for t in trajectories) / n,
+            "errors": sum(t.stop_reason == "error" for t in trajectories) / n}
+
+
 def without_faults(trajectories: list) -> list:
     """Return the episodes that have a valid reward: those whose environment did not fail."""
     return [t for t in trajectories if t.stop_reason != "error"]

@@ -15,6 +15,13 @@ COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count"
 SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
 # Of a run, for the next one.
 KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "rewards", "dtype")
+# A flag, its value ("": any), and the flags on which no update then depends.
+IDLE = (
+    ("lora_r", "0", ("lora_alpha", "lora_dropout", "lora_target_modules")),
+    ("weighting", "linear", ("beta",)),
+    ("weighting", "filter", ("beta", "max_weight", "scale_rewards")),
+    ("trajectories", "", ("rewards", "group_size", "tasks_per_step", "num_tasks")),
+    ("dataset", "", ("pairs", "min_gap", "num_tasks")))
 STEP_NUMBERS = ("success", "reward", "entropy", "kl")
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
@@ -102,6 +109,18 @@ def next_command(program, config, *words):
         if not is_list and value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]
     return shlex.join(words)
+
+
+def idle_notes(config):
+    """Return notes on flags that were given and on which, beside the others, no update depends."""
+    notes, values = [], vars(config)
+    for name, value, others in IDLE:
+        actual = values.get(name)
+        given = [f"--{flag}" for flag in others
+                 if values.get(flag) != getattr(type(config), flag, None)]
+        if given and actual is not None and value in ("", str(actual)):
+            notes.append(f"note: with --{name} {actual} no update depends on {', '.join(given)}")
+    return notes
 
 
 def first_notes(metrics, config, model, has_expert, has_tools):

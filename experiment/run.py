@@ -27,8 +27,8 @@ from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
 from experiment.files import finite, replace_file, to_json
-from experiment.notes import (Alarms, first_notes, headline, next_command, plan, print_table,
-                              step_line, step_numbers)
+from experiment.notes import (Alarms, first_notes, headline, idle_notes, next_command, plan,
+                              print_table, step_line, step_numbers)
 from experiment.output_folder import EPISODES, OutputFolder
 from experiment.process import Signals, peak_memory_mb
 from experiment.seeds import mix
@@ -53,7 +53,7 @@ class Run:
         step, seconds: how many steps are done, and how long they took.
         line: the metrics of the present step.
         before, after: what `evaluate` returned before the first step and after the last.
-        rollout_seconds: of the present step; `agent.rollout` adds to it.
+        rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
         watch: the count of environments' faults of the last rollout, or None.
         endings: functions that a run which finishes calls, without arguments.
     """
@@ -93,7 +93,7 @@ class Run:
         self.alarms = Alarms(flags, self.has_expert)
         self.step = self.bad = 0
         self.opened = time.monotonic()
-        self.seconds = self.rollout_seconds = 0.0
+        self.seconds = self.rollout_seconds = self.rollout_tokens = 0.0
         self.has_begun = self.updated = False
         self.made_of, self.endings = {}, []
         self.watch = self.saved = self.score = self.unlogged = self.marks = self.schedule = None
@@ -198,7 +198,8 @@ class Run:
         bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
         for step in bar:
-            self.line, self.rollout_seconds, began = {}, 0.0, time.monotonic()
+            self.line, began = {}, time.monotonic()
+            self.rollout_seconds = self.rollout_tokens = 0.0
             for group in state.optimizer.param_groups:
                 group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
             self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
@@ -236,10 +237,12 @@ class Run:
             self.schedule, self.before = total, evaluate()
             if headline(self.before):
                 say(f"before: {headline(self.before)}")
+        notes = idle_notes(self.config)
         if self.algorithm != "sft":
-            for note in first_notes(self.before, self.config, state.model, self.has_expert,
-                                    self.has_tools):
-                say(note)
+            notes += first_notes(self.before, self.config, state.model, self.has_expert,
+                                 self.has_tools)
+        for note in notes:
+            say(note)
         if total > self.step:
             say(plan(self.config, total - self.step))
 
@@ -276,8 +279,7 @@ class Run:
             timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update_seconds
             # The seconds of a step that was played ahead are only those of waiting for it.
             if not self.line.get("staleness"):
-                sampled = self.line["sampled_tokens"] * episodes
-                timing["rollout_tokens_per_second"] = sampled / self.rollout_seconds
+                timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
         return timing
 
     def micro_batches(self, sequences, *seed):
@@ -305,7 +307,8 @@ class Run:
         if reason := unusable(episodes):
             self._keep_bad(episodes, reason)
             return
-        self.log(**summarise(episodes))
+        # Of all that was played, more is known already: `played_shares`.
+        self.line = {**summarise(episodes), **self.line}
         self.write_episodes(episodes, LOGGED_EPISODES)
 
     def write_episodes(self, episodes, limit=None):

@@ -113,6 +113,15 @@ def test_rounding_alone_leaves_no_clip_range(base, tmp_path, monkeypatch, loss):
     assert metrics["clip_low"] == metrics["clip_high"] == 0 and metrics["sampler_gap"] == pytest.approx(0.03, rel=1e-3)
 
 
+def test_the_correction_of_a_loss_can_be_switched_off(base, tmp_path):
+    """0 was refused and "none" is no number: gspo as its paper has it, or --sampler without a correction, could not be run."""
+    assert grpo.settle(grpo.Config(loss="gspo", importance_correction=0)).importance_correction == 0
+    assert grpo.settle(grpo.Config(sampler="http://x", importance_correction=0.0)).importance_correction == 0
+    _, (with_it,) = run(base, tmp_path / "a", loss="gspo")
+    _, (without,) = run(base, tmp_path / "b", loss="gspo", importance_correction=0.0)
+    assert "importance_weight" in with_it and "importance_weight" not in without
+
+
 def test_learning_rate_zero_leaves_every_weight_as_it_was(base, tmp_path):
     run(base, tmp_path, learning_rate=0.0, max_steps=2)
     adapter = state(tmp_path, 2, "adapter_model")
@@ -157,6 +166,24 @@ def test_going_on_from_an_adapter_keeps_its_start_as_reference(base, tmp_path):
 def test_groups_outside_the_band_are_dropped_replaced_and_counted(base, tmp_path):
     _, lines = run(base, tmp_path, success_rate_lb=0.1, success_rate_ub=0.9, max_steps=2)
     assert all(line["groups_mixed"] == 1 for line in lines) and sum(line["groups_dropped"] for line in lines) > 0
+
+
+def test_what_a_step_does_not_learn_from_is_in_its_shares_of_what_it_played(base, tmp_path, monkeypatch):
+    """Faults and dropped groups are no episodes of the step: `errors` was 0 whatever failed, and with a band no number was the policy's success."""
+    everything = []
+
+    def faulty(*args, **options):
+        episodes = rollout(*args, **options)
+        for t in episodes[::4]:
+            t.stop_reason, t.info["success"] = "error", False
+        everything.extend(episodes)
+        return episodes
+    monkeypatch.setattr(grpo, "rollout", faulty)
+    _, (line,) = run(base, tmp_path, success_rate_lb=0.1)
+    assert line["errors"] == 0.25 and line["groups_dropped"] > 0 and line["episodes"] < len(everything)
+    timing = json.loads((tmp_path / "timing.jsonl").read_text())
+    assert timing["rollout_tokens_per_second"] * timing["rollout_seconds"] == pytest.approx(sum(sum(t.loss_mask) for t in everything))
+    assert line["success_played"] == sum(t.info["success"] for t in everything) / len(everything) < line["success"]
 
 
 def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):

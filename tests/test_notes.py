@@ -232,6 +232,18 @@ def test_advice_names_flags_that_the_program_has_and_experts_that_exist(module):
         assert any("sft.py" in line for line in sentences) == has_expert
 
 
+@pytest.mark.parametrize("config, words", [
+    (grpo.Config(), ""), (dpo.Config(), ""), (sft.Config(), ""), (reward_weighted.Config(), ""), (grpo.Config(dataset="t.jsonl", group_size=4), ""),
+    (sft.Config(lora_dropout=0.1, lora_alpha=8.0), "--lora_r 0 no update depends on --lora_alpha, --lora_dropout"), (sft.Config(lora_dropout=0.1, lora_r=8), ""),
+    (reward_weighted.Config(weighting="linear", beta=0.3), "--weighting linear no update depends on --beta"), (reward_weighted.Config(beta=0.3), ""),
+    (reward_weighted.Config(trajectories="t.jsonl", env="equations", rewards="length"), "--trajectories t.jsonl no update depends on --rewards"),
+    (dpo.Config(dataset="p.jsonl", min_gap=2.0), "--dataset p.jsonl no update depends on --min_gap"), (dpo.Config(min_gap=2.0), "")], ids=str)
+def test_a_flag_without_effect_beside_the_others_is_said_to_be_one(config, words):
+    """An ablation over it found two equal runs, and nothing said why."""
+    settled = sys.modules[type(config).__module__].settle(config)
+    assert notes.idle_notes(settled) == ([f"note: with {words}"] if words else [])
+
+
 def test_sft_is_advised_where_an_expert_can_be_imitated():
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="g.py:Guess", tasks=None)
     model = SimpleNamespace(config=SimpleNamespace())
