@@ -160,7 +160,7 @@ def print_dropped(items: list, kept: list, words: str):
 def played_shares(trajectories: list) -> dict:
     """Return shares of all that a step played, of faults and groups that are dropped, too."""
     n = max(len(trajectories), 1)
-    return {"success_played": sum(t.info["success"] for t in trajectories) / n,
+    return {"played_success": sum(t.info["success"] for t in trajectories) / n,
             "errors": sum(t.stop_reason == "error" for t in trajectories) / n}
 
 

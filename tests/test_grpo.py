@@ -183,7 +183,7 @@ def test_what_a_step_does_not_learn_from_is_in_its_shares_of_what_it_played(base
     assert line["errors"] == 0.25 and line["groups_dropped"] > 0 and line["episodes"] < len(everything)
     timing = json.loads((tmp_path / "timing.jsonl").read_text())
     assert timing["rollout_tokens_per_second"] * timing["rollout_seconds"] == pytest.approx(sum(sum(t.loss_mask) for t in everything))
-    assert line["success_played"] == sum(t.info["success"] for t in everything) / len(everything) < line["success"]
+    assert line["played_success"] == sum(t.info["success"] for t in everything) / len(everything) < line["success"]
 
 
 def test_a_step_without_any_group_in_the_band_goes_on(base, tmp_path, capfd):
