@@ -166,8 +166,8 @@ class Servers:
         Returns the servers that live. It is an error if there are none, or one refuses.
         """
         if not self.names:
-            # What a run left here that was killed.
-            shutil.rmtree(self.folder, ignore_errors=True)
+            # What the run left that was stopped before: the servers may still have it.
+            self.names = sorted(path.name for path in self.folder.glob("*"))
         save_model(model, self.folder / name)
         self.names.append(name)
         futures = self.everywhere(self.urls, self.tell, "load", name)
@@ -188,7 +188,8 @@ class Servers:
     def retire(self, name: str):
         """Let the servers that live unload an adapter, and remove its folder."""
         self.everywhere(self.living, self.tell, "unload", name)
-        shutil.rmtree(self.folder / name)
+        # On a network drive a file that is in use cannot be removed.
+        shutil.rmtree(self.folder / name, ignore_errors=True)
         self.names.remove(name)
 
     def leave(self):

@@ -27,12 +27,14 @@ from families import CALLS, TOOLS, real, small  # noqa: E402
 from programs import ROOT, Program  # noqa: E402
 
 import grpo  # noqa: E402
+import sft  # noqa: E402
 from envs import Limits, load  # noqa: E402
 from experiment.errors import UserError  # noqa: E402
 from experiment.seeds import mix  # noqa: E402
 from llm import load_model, save_model  # noqa: E402
 from llm.chat import Chat  # noqa: E402
 from llm.engine import Engine, Row  # noqa: E402
+from llm.tiny import make_tiny  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import player, server as served_by  # noqa: E402
 from window.player import Choice, SharedEngine  # noqa: E402
@@ -931,6 +933,22 @@ def test_onto_an_adapter_that_was_started_no_other_is_loaded(tmp_path):
     with pytest.raises(openai.BadRequestError, match=f"start the server with its base, {tmp_path}/a/base, and load both"):
         served.post("/load_lora_adapter", {"lora_name": "b", "lora_path": str(tmp_path / "b")})
     assert [model.id for model in served.client.models.list()] == ["base"]
+    served.http.should_exit = True
+
+
+def test_an_adapter_is_named_by_its_run_and_refused_beside_another_base(tmp_path):
+    """Two bases may have one shape, and the adapter of the other one's run was played beside this one."""
+    for seed in (0, 1):
+        base, run = tmp_path / f"base{seed}", str(tmp_path / f"run{seed}")
+        for part in make_tiny(seed):
+            part.save_pretrained(base)
+        sft.train(sft.Config(model_path=str(base), output_dir=run, lora_r=2, max_steps=1, max_samples=8, eval_tasks=0,
+                             dtype="float32"))
+    served = Served(*load_model(str(tmp_path / "base0"), train=False))
+    served.post("/load_lora_adapter", {"lora_name": "own", "lora_path": str(tmp_path / "run0")})
+    with pytest.raises(openai.BadRequestError, match="base0/model.safetensors: is not the base model that the adapter .*run1"):
+        served.post("/load_lora_adapter", {"lora_name": "other", "lora_path": str(tmp_path / "run1")})
+    assert [model.id for model in served.client.models.list()] == ["base", "own"]
     served.http.should_exit = True
 
 

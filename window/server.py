@@ -30,6 +30,7 @@ import envs
 from agent import Episode
 from envs.session import Session, Watch, load_environments
 from experiment.background import in_thread, promised
+from experiment.checkpoint import check_base
 from experiment.errors import UserError, printable
 from experiment.seeds import mix
 from llm.adapter_files import ADAPTER
@@ -300,10 +301,13 @@ class Server:
         if Path(newest(started), ADAPTER).exists() and not settings(model):
             raise Refusal(400, f"lora_path: {started} is an adapter itself; start the server with "
                                f"its base, {facts(model).source}, and load both")
-        future, load = promised(self.player.load, body.lora_name, body.lora_path)
-        # The engine's thread calls it.
-        self.player.inbox.put(load)
         with refused("lora_path"):
+            folder = newest(body.lora_path)
+            # To read the base's files takes seconds, in which others are answered.
+            await asyncio.to_thread(check_base, folder, facts(model).source)
+            future, load = promised(self.player.load, body.lora_name, folder)
+            # The engine's thread calls it.
+            self.player.inbox.put(load)
             await asyncio.wrap_future(future)
         return {"status": "ok"}
 
