@@ -207,6 +207,10 @@ def thoughtful_ids(chat, text, calls):
     # In this case the template shows thoughts that are given as a field.
     if turn_with("any thought") != hidden:
         return turn_with(thought.strip("\n"))
+    closing = chat.encode("</think>\n\n")
+    # The prompt opens a thought that the template leaves out of its own turns (DeepSeek-R1).
+    if hidden[: len(closing)] == closing:
+        return chat.turn(thought.strip("\n") + "\n", [])[len(closing) : -1] + hidden
     for turn in (hidden, chat.turn(text, calls)):
         if chat.text(turn).lstrip().startswith(text.strip()):
             return turn

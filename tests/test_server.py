@@ -426,11 +426,13 @@ def test_a_turn_that_comes_back_with_its_thought_has_the_ids_that_were_sampled(n
 
 
 def test_a_thought_that_the_template_hides_is_left_out():
-    chat = Chat(real("deepseek_r1_distill"), [])
-    answer = {"role": "assistant", "content": "Half.\n</think>\n\nYes."}
-    messages = ChatCompletion(messages=[*HELLO, answer, *HELLO]).messages
-    assert conversation_ids(chat, messages) == conversation_ids(
-        chat, [messages[0], messages[1].model_copy(update={"content": "Yes."}), messages[2]])
+    chat = Chat(real("llama3_1"), TOOLS)
+    shown = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": '{"query": "x"}'}}]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "r"}
+
+    def ids(content):
+        return conversation_ids(chat, ChatCompletion(messages=[*HELLO, {**shown, "content": content}, result]).messages)
+    assert ids("<think>\nHalf.\n</think>\n\n") == ids("")
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "mamba2"])

@@ -272,7 +272,8 @@ def test_a_conversation_that_no_rollout_makes_is_refused(chat, messages, problem
 
 @pytest.mark.parametrize("case, shown", [
     ("hermes", "<think>\nHalf.\n</think>\n\nSo:"), ("real:qwen3", "<think>\nHalf.\n</think>\n\nSo:"),
-    ("real:nemotron_3_super", "Half.\n</think>\nSo:"), ("real:qwen3_5_think", "Half.\n</think>\n\nSo:")])
+    ("real:nemotron_3_super", "Half.\n</think>\nSo:"), ("real:qwen3_5_think", "Half.\n</think>\n\nSo:"),
+    ("real:deepseek_r1_distill", "Half.\n</think>\n\nSo:"), ("real:deepseekv3", "Half.\n</think>\n\nSo:")])
 def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
     chat = Chat(real(case[5:]) if case.startswith("real:") else small(case), [])
     for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
@@ -289,7 +290,7 @@ def test_a_thought_before_a_call_is_trained_as_well():
 
 def test_a_thought_that_the_template_drops_is_refused():
     with pytest.raises(ValueError, match="message 1: the chat template does not show a thought where"):
-        recorded_ids(Chat(real("deepseekv3"), []), [ASK, {**ANSWER, "content": "<think>\nHalf.\n</think>\n\nSo:"}])
+        recorded_ids(Chat(real("llama3_1"), []), [ASK, {**CALLING, "reasoning_content": "Half."}, TOOL, ANSWER])
 
 
 # --------------------------------------------------------------------------------------------------- the readers
