@@ -234,8 +234,11 @@ def _adopt_tokenizer(model, tokenizer, path):
                         "they belong to different models")
     # Base models lack the end of a turn here, and what is saved would not stop in `generate`.
     with suppress(ValueError):
-        stops = Chat(tokenizer, [], model.generation_config).stop_ids
-        model.generation_config.eos_token_id = sorted(stops)
+        config = model.generation_config
+        config.eos_token_id = sorted(Chat(tokenizer, [], config).stop_ids)
+        # Transformers saves one that was changed only if it is consistent, and published ones have
+        # a temperature without do_sample. It counts as read from the file.
+        config._original_object_hash = hash(config)
 
 
 def _switch_dropout_off(model):

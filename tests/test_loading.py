@@ -84,13 +84,14 @@ def test_merge_writes_a_plain_folder(tiny, tmp_path):
 def test_what_a_base_model_becomes_stops_where_its_template_ends_a_turn(tiny, tmp_path, lora_r):
     """Base models of Qwen end texts alone. `generate` and vLLM, which read this file, used to go on with the user's next turn."""
     shutil.copytree(tiny, tmp_path / "base")
-    edit_json(tmp_path / "base" / "generation_config.json", eos_token_id=7)
+    # A temperature without do_sample, as many have it: transformers refused to save it, as we had changed the stops.
+    edit_json(tmp_path / "base" / "generation_config.json", eos_token_id=7, temperature=0.6, top_p=0.9)
     model, _ = load_model(str(tmp_path / "base"), lora_r=lora_r, device="cpu")
     save_model(model, tmp_path / "saved")
     if lora_r:
         merge(str(tmp_path / "saved"), str(tmp_path / "plain"))
-    stops = json.loads((tmp_path / ("plain" if lora_r else "saved") / "generation_config.json").read_text())["eos_token_id"]
-    assert stops == [2, 7]
+    saved = json.loads((tmp_path / ("plain" if lora_r else "saved") / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [2, 7] and saved["temperature"] == 0.6
 
 
 def test_full_model_round_trip(tiny, tmp_path):
