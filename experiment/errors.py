@@ -1,5 +1,9 @@
-"""Errors that end a program with one line in place of a traceback."""
+"""Errors that end a program with one line in place of a traceback, and notes."""
 import re
+from functools import cache
+
+# A data set may be read once for each split, and a prompt is rendered for each episode.
+say_once = cache(print)
 
 # Control characters but newline and tab, marks that reverse writing, and lone surrogates.
 UNPRINTABLE = re.compile(

@@ -9,15 +9,10 @@
 A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
 the others as many as the weights ask for, drawn by the seed.
 """
-from functools import cache
-
 from experiment.data import LISTS, data_sources, read_rows
-from experiment.errors import UserError
+from experiment.errors import UserError, say_once
 from experiment.seeds import mix, shuffled
 from experiment.tables import pinned
-
-# A data set may be read once for each split.
-say_once = cache(print)
 
 
 def read_data(data: str, fields: str | None = None, seed: int = 0):

@@ -9,6 +9,7 @@ import os
 import re
 from typing import NamedTuple
 
+from experiment.errors import say_once
 from llm.template import Template
 from llm.tool_calls import parse_tool_calls
 
@@ -93,7 +94,16 @@ class Chat:
             introduction = [shown.pop(0)["content"], *introduction]
         first = next(message for message in shown if message["role"] == "user")
         first["content"] = "\n\n".join([*introduction, first["content"]])
-        return self._template.ids(self._template.clean(shown))
+        ids = self._template.ids(self._template.clean(shown))
+        # SmolLM3's and Nemotron's templates obey /no_think in a message: the prompts of later turns
+        # are cut out of a conversation that does not say it.
+        opening = self._opening
+        if not self._template.decode(ids[-len(opening) - 9 :]).endswith(opening):
+            say_once(f"note: the chat template of {self._template.name} opens the first turn in "
+                     f"another way than those after it, {opening.strip()!r}; what its messages "
+                     "switch, such as /no_think, set at the top of chat_template.jinja: "
+                     "{% set enable_thinking = false %}")
+        return ids
 
     def turn(self, content: str, calls: list[dict], **fields: str) -> list[int]:
         """Return an assistant turn as the model would sample it, its stop token included.
@@ -234,6 +244,7 @@ class Chat:
         if not template.shows([USER, ANSWER, REPLY], answered):
             raise ValueError(f"the chat template of {template.name} does not show user and "
                              "assistant messages given as text")
+        self._opening = template.render(answered[:1]).rpartition(USER)[2]
         self._answer_end = self._call_end = self._end_of_turn(answered)
         if self.native_tools:
             self._call_end = self._end_of_turn(self._called(*two_calls))

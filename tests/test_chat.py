@@ -255,6 +255,29 @@ def test_a_turn_that_ends_with_two_stop_tokens_is_sampled_up_to_the_first_and_go
     assert ids == c.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) and c.turn("Yes?", []).count(c.answer_stop_id) == 1
 
 
+def test_a_message_that_switches_the_first_prompt_alone_is_noted(capsys):
+    """SmolLM3 with /no_think in its system message: the first turn's thought was closed, those of later turns were not."""
+    tok = small.__wrapped__("hermes")
+    end = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    assert end in tok.chat_template
+    tok.chat_template = tok.chat_template.replace(end, end + "{% if '/no_think' in messages[0].content %}<think>\n\n</think>\n{% endif %}")
+    c = Chat(tok, TOOLS)
+    c.prompt([{"role": "system", "content": "Be brief."}, *user("Hi" * 50)])
+    assert not capsys.readouterr().out
+    for _ in range(2):
+        c.prompt([{"role": "system", "content": "Be brief. /no_think"}, *user("Hi")])
+    [note] = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: the chat template") and note.endswith("set at the top of chat_template.jinja: {% set enable_thinking = false %}")
+
+
+@ALL
+def test_other_prompts_open_as_all_turns_do(name, capsys):
+    c = chat(name)
+    for messages in (user("Hello there."), [{"role": "system", "content": "Be brief."}, *user("x\n")]):
+        c.prompt(messages)
+    assert not capsys.readouterr().out
+
+
 def test_turn_joins_the_generation_prompt():
     assert chat("opens").text(chat("opens").turn("Hi", [])) == "\n</think>\n\nHi"
     assert chat("thinking").text(chat("thinking").turn("Hi", [])) == "<think>\n\n</think>\n\nHi"
