@@ -145,7 +145,8 @@ def _read_message(message, tools):
     calls = message.get("tool_calls") or []
     content = message.get("content")
     text = "" if content is None and calls else _text_of(content)
-    thought = str(message.get("reasoning_content") or message.get("thinking") or "").strip()
+    thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
+    thought = str(next(filter(None, thoughts), "")).strip()
     if thought:
         text = f"<think>\n{thought}\n</think>\n\n{text}"
     if not isinstance(calls, list) or (calls and not is_assistant):

@@ -276,7 +276,8 @@ def test_a_conversation_that_no_rollout_makes_is_refused(chat, messages, problem
     ("real:deepseek_r1_distill", "Half.\n</think>\n\nSo:"), ("real:deepseekv3", "Half.\n</think>\n\nSo:")])
 def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
     chat = Chat(real(case[5:]) if case.startswith("real:") else small(case), [])
-    for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
+    named = [{"content": "So:", name: "Half."} for name in ("reasoning_content", "thinking", "reasoning")]
+    for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, *named):
         ids, mask = recorded_ids(chat, [ASK, {"role": "assistant", **message}])
         assert chat.text([i for i, m in zip(ids, mask) if m]) == shown
 
