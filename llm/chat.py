@@ -255,6 +255,8 @@ class Chat:
         """True if the parser reads the call of dummy[1] as the template writes it."""
         whole = self._template.render(dummy[:2], generate=False)
         prompt = os.path.commonprefix([self._template.render(dummy[:1]), whole])
+        # QwQ's prompt opens a thought, and "<think>" begins as "<tool_call>" does.
+        prompt = re.sub("<[^<>]*$", "", prompt)
         return len(parse_tool_calls(whole[len(prompt) :])[1]) == 1
 
     def _end_of_turn(self, dummy) -> TurnEnd:

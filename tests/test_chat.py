@@ -230,6 +230,17 @@ def test_a_template_whose_calls_we_cannot_read_is_told_its_tools_in_text(before,
     assert ("tool_response" in c.tokenizer.decode(c.prompt(user("Hi")))) != native
 
 
+def test_a_prompt_that_opens_a_thought_leaves_the_tools_native():
+    """QwQ-32B: "<think>" of the prompt and "<tool_call>" of the turn begin alike, which cut the call's tag in two."""
+    tok = small.__wrapped__("hermes")
+    tok.chat_template = tok.chat_template.replace("\n<tool_call>", "<tool_call>").replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    c = Chat(tok, TOOLS)
+    assert c.native_tools and c._many_calls
+    assert c.text(c.turn("", CALLS)).startswith("</think>\n\n<tool_call>")
+    assert c.tokenizer.decode(c.results(CALLS, ["r"], c.call_stop_id)).endswith("<|im_start|>assistant\n<think>\n")
+
+
 def test_assembled_conversation_equals_one_rendering():
     """I15: prompt + turn + results is what the template renders, where the template does not rewrite history."""
     c = chat("hermes")
