@@ -194,8 +194,9 @@ class Chat:
         if missing.strip() == "<think>":
             return self._template.encode("</think>\n\n") + turn_ids
         if missing.strip():
-            raise ValueError("the chat template's assistant turns do not begin with its "
-                             f"generation prompt: {missing!r}")
+            raise ValueError("the chat template's assistant turns do not begin with its generation "
+                             f"prompt: {missing!r}; where that closes a thought, put "
+                             "{% set enable_thinking = true %} at its top")
         return turn_ids
 
     # -------------------------------------------------------------- what the template does to text

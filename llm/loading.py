@@ -236,8 +236,7 @@ def _adopt_tokenizer(model, tokenizer, path):
     with suppress(ValueError):
         config = model.generation_config
         config.eos_token_id = sorted(Chat(tokenizer, [], config).stop_ids)
-        # Transformers saves one that was changed only if it is consistent, and published ones have
-        # a temperature without do_sample. It counts as read from the file.
+        # Transformers would not save a changed one that has a temperature and no do_sample.
         config._original_object_hash = hash(config)
 
 

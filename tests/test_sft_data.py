@@ -294,6 +294,21 @@ def test_a_thought_that_the_template_drops_is_refused():
         recorded_ids(Chat(real("llama3_1"), []), [ASK, {**CALLING, "reasoning_content": "Half."}, TOOL, ANSWER])
 
 
+def test_a_thought_that_the_prompt_closes_is_refused_with_what_opens_it():
+    """Qwen3.5 without thinking, its small models' default."""
+    tokenizer = real("qwen3_5_nothink")
+    talk = [ASK, {**ANSWER, "reasoning_content": "Half."}]
+    with pytest.raises(ValueError, match="put {% set enable_thinking = true %} at its top"):
+        recorded_ids(Chat(tokenizer, []), talk)
+    template = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = "{% set enable_thinking = true %}" + template
+        ids, _ = recorded_ids(Chat(tokenizer, []), talk)
+        assert "<think>\nHalf.\n</think>" in tokenizer.decode(ids)
+    finally:
+        tokenizer.chat_template = template
+
+
 # --------------------------------------------------------------------------------------------------- the readers
 def test_each_kind_of_row_is_told_apart_by_its_fields(tokenizer, tmp_path, capsys):
     episode = demonstrate(tokenizer, "equations", [{"equation": "x + 3 = 5"}])[0]
