@@ -98,11 +98,11 @@ class Chat:
         # SmolLM3's and Nemotron's templates obey /no_think in a message: the prompts of later turns
         # are cut out of a conversation that does not say it.
         opening = self._opening
-        if not self._template.decode(ids[-len(opening) - 9 :]).endswith(opening):
+        if not self._template.decode(ids).endswith(opening):
             say_once(f"note: the chat template of {self._template.name} opens the first turn in "
                      f"another way than those after it, {opening.strip()!r}; what its messages "
-                     "switch, such as /no_think, set at the top of chat_template.jinja: "
-                     "{% set enable_thinking = false %}")
+                     "switch, such as /no_think, set for all turns at the top of "
+                     "chat_template.jinja: {% set enable_thinking = false %}")
         return ids
 
     def turn(self, content: str, calls: list[dict], **fields: str) -> list[int]:
