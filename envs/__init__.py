@@ -235,8 +235,10 @@ def _import_file(path: str):
     # Dataclasses look their module up there, and `from . import name` its package.
     sys.modules[path] = module
     folder = os.path.dirname(path)
-    sys.modules[spec.parent] = ModuleType(spec.parent)
-    sys.modules[spec.parent].__path__ = [folder]
+    package = ModuleType(spec.parent)
+    package.__path__ = [folder]
+    # For `from . import name` Python also imports what stands before the first dot.
+    sys.modules[spec.parent] = sys.modules[path.partition(".")[0]] = package
     FOLDERS.append(os.path.join(folder, ""))
     sys.path.insert(0, folder)
     try:

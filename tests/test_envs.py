@@ -237,6 +237,8 @@ def test_a_script_beside_its_environment_trains_in_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line, name", [("from .near import ANSWER", "ANSWER"), ("from . import near", "near.ANSWER")])
 def test_a_file_of_a_package_may_import_relatively_and_a_run_notes_what(tmp_path, line, name):
+    tmp_path = tmp_path / "version.2"
+    tmp_path.mkdir()
     (tmp_path / "near.py").write_text("ANSWER = 42\n")
     (tmp_path / "my.py").write_text(f"{line}\nclass Environment:\n    answer = {name}\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
     config = SimpleNamespace(env=f"{tmp_path / 'my.py'}:Environment", rewards=None)
