@@ -55,7 +55,7 @@ def fit(value, hint):
     """Return `value` as the type `hint`, or raise TypeError or ValueError.
 
     Only conversions that lose nothing are made: those of LOSSLESS, 7.0 to 7, and the value of an
-    Enum's member to the member. Those of list[...] are made in each item.
+    Enum's member to the member. Those of list[...] and dict[...] are made in each item.
     """
     choices = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
@@ -74,6 +74,8 @@ def fit(value, hint):
         return kind(value)
     elif kind is list and type(value) is list and choices:
         return [fit(item, *choices) for item in value]
+    elif kind is dict and type(value) is dict and choices:
+        return {key: fit(item, choices[1]) for key, item in value.items()}
     elif (type(value), kind) in LOSSLESS:
         return kind(value)
     elif kind is int and type(value) is float and value.is_integer():

@@ -559,6 +559,22 @@ def test_lists_become_tuples_and_values_become_members_of_an_enum():
     assert envs.call(Environment(), "paint", {"color": "blue"}) == ('error: paint: color must be Color, not "blue"', True)
 
 
+def test_the_values_of_a_dict_are_made_what_the_hint_says():
+    Color = enum.Enum("Color", {"RED": "red"})
+
+    class Environment:
+        def mix(self, parts: dict[str, Color], shares: dict[str, float]) -> str:
+            """Mix.
+
+            Args:
+                parts: which
+                shares: of each
+            """
+            return f"{[color.name for color in parts.values()]} {shares}"
+    assert envs.call(Environment(), "mix", {"parts": {"a": "red"}, "shares": {"a": 1}}) == ("['RED'] {'a': 1.0}", False)
+    assert envs.call(Environment(), "mix", {"parts": {}, "shares": {"a": "most"}}) == ('error: mix: shares must be dict[str, float], not {"a": "most"}', True)
+
+
 def test_limits_that_no_episode_has_are_refused(monkeypatch):
     monkeypatch.setattr(envs, "load", lambda name: type("Odd", (), {"limits": {"max_token": 5}}))
     with pytest.raises(UserError, match="environment 'odd': limits names max_token; it may state max_new_tokens, max_tokens"):
