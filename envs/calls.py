@@ -13,6 +13,8 @@ from experiment.data import whole
 from experiment.errors import UserError, first_line
 
 SHORTEST = 40  # characters of a result that are shown in any case
+# Parameters that no call in JSON can fill.
+STARRED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 # What a tool raises about the arguments that it was given.
 BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, AssertionError
 
@@ -33,6 +35,10 @@ def schemas(env) -> list[dict]:
     out = []
     for name, method in tools(env).items():
         try:
+            for parameter in inspect.signature(method).parameters.values():
+                if parameter.kind in STARRED:
+                    raise TypeError(f"no call can fill {parameter}; take a list or a dict; in a "
+                                    "decorator use functools.wraps")
             out.append(get_json_schema(method))
             # A decorated method, or one that has two names, has another __name__.
             out[-1]["function"]["name"] = name
@@ -40,9 +46,9 @@ def schemas(env) -> list[dict]:
         except Exception as error:
             code = inspect.unwrap(method).__code__
             raise UserError(
-                f"{code.co_filename}:{code.co_firstlineno}: tool {name}: {first_line(error)}; its "
-                "docstring describes each argument under `Args:`, in Google style; a method whose "
-                "name begins with _ is no tool") from None
+                f"{code.co_filename}:{code.co_firstlineno}: tool {name}: {first_line(error)}; each "
+                "argument has a type of JSON as its hint and a line under `Args:` of a docstring "
+                "in Google style; a method whose name begins with _ is no tool") from None
     return out
 
 

@@ -575,6 +575,28 @@ def test_the_values_of_a_dict_are_made_what_the_hint_says():
     assert envs.call(Environment(), "mix", {"parts": {}, "shares": {"a": "most"}}) == ('error: mix: shares must be dict[str, float], not {"a": "most"}', True)
 
 
+def test_a_tool_with_starred_parameters_is_refused():
+    """transformers describes `words` to the model as one text: with *words no call works, with **words each gives {"words": ...}."""
+    class List:
+        def say(self, *words: str):
+            """Say.
+
+            Args:
+                words: which
+            """
+
+    class Dict:
+        def say(self, **words: str):
+            """Say.
+
+            Args:
+                words: which
+            """
+    for cls in (List, Dict):
+        with pytest.raises(UserError, match=r"tool say: no call can fill \*\*?words: str; take a list or a dict"):
+            envs.schemas(cls)
+
+
 def test_limits_that_no_episode_has_are_refused(monkeypatch):
     monkeypatch.setattr(envs, "load", lambda name: type("Odd", (), {"limits": {"max_token": 5}}))
     with pytest.raises(UserError, match="environment 'odd': limits names max_token; it may state max_new_tokens, max_tokens"):
