@@ -85,6 +85,11 @@ def test_faults_and_bad_schemas_are_told_in_a_line():
     assert told["valid tool schemas"] == "FAIL"
 
 
+def test_no_turns_is_no_endless_game():
+    told, reasons = verdicts("sums:NoTurns")
+    assert told[RANDOM] == "FAIL" and reasons[RANDOM].endswith("raised ValueError: max_turns is -1, and must be at least 1")
+
+
 def test_why_an_expert_fails_is_told():
     assert verdicts("sums:BadCalls")[1][EXPERT] == "solves 0%; error: answer: unknown argument 'words'; takes: text"
 
