@@ -141,9 +141,12 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
     answers to the model. Return the text for it, and the exception that the text reports, or None.
     """
     try:
-        method = tools(env).get(name)
-        if method is None:
-            raise WrongCall(f"no tool {name!r}; tools: {', '.join(tools(env))}")
+        methods = tools(env)
+        if name not in methods:
+            raise WrongCall(f"no tool {name!r}; tools: {', '.join(methods)}")
+        method = methods[name]
+        if not callable(method):
+            raise AttributeError(f"an attribute {name!r} hides the tool")
         # The calls of a turn run one after another; none counts after the one that ended it.
         if is_done(env):
             raise WrongCall("the episode is over")

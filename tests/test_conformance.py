@@ -85,6 +85,11 @@ def test_faults_and_bad_schemas_are_told_in_a_line():
     assert told["valid tool schemas"] == "FAIL"
 
 
+def test_an_attribute_that_hides_a_tool_is_told():
+    told, reasons = verdicts("sums:Hides")
+    assert RANDOM in those(told, "FAIL") and "raises as ValueError; the last: " in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: an attribute 'look' hides the tool")
+
+
 def test_no_turns_is_no_endless_game():
     told, reasons = verdicts("sums:NoTurns")
     assert told[RANDOM] == "FAIL" and reasons[RANDOM].endswith("raised ValueError: max_turns is -1, and must be at least 1")
