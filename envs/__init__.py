@@ -19,8 +19,10 @@ public method with type hints and a Google-style docstring is a tool; `get_rewar
 the total of the episode, and may be missing where --rewards names functions. A task's "prompt",
 text or messages, comes before what `reset` returns, or is left to a `reset` that takes an argument
 "prompt" and returns text. All calls of an episode, the constructor's too, come from one thread.
-They may be async: those run in one loop that all episodes share. Episodes overlap: what one changes
-of the process, such as sys.stdout, the others meet. Each episode has its own instance;
+Async ones run in a loop, and thread, that all episodes share. Episodes overlap: what one changes
+of the process, such as sys.stdout, the others meet. What a tool raises is its answer to the model;
+after ten in a row that are no ValueError or the like (calls.BY_ARGUMENTS) the run ends, so return
+what a wrong path or query leads to as text. Each episode has its own instance;
 one that holds something with a close(), such as a client, is kept and reset for a later episode, as
 TRL does with all. All else is optional and invisible to TRL:
 
@@ -235,8 +237,10 @@ def _import_file(path: str):
     # Dataclasses look their module up there, and `from . import name` its package.
     sys.modules[path] = module
     folder = os.path.dirname(path)
-    sys.modules[spec.parent] = ModuleType(spec.parent)
-    sys.modules[spec.parent].__path__ = [folder]
+    package = ModuleType(spec.parent)
+    package.__path__ = [folder]
+    # For `from . import name` Python also imports what stands before the first dot.
+    sys.modules[spec.parent] = sys.modules[path.partition(".")[0]] = package
     FOLDERS.append(os.path.join(folder, ""))
     sys.path.insert(0, folder)
     try:

@@ -13,6 +13,8 @@ from experiment.data import whole
 from experiment.errors import UserError, first_line
 
 SHORTEST = 40  # characters of a result that are shown in any case
+# Parameters that no call in JSON can fill.
+STARRED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 # What a tool raises about the arguments that it was given.
 BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, AssertionError
 
@@ -33,6 +35,10 @@ def schemas(env) -> list[dict]:
     out = []
     for name, method in tools(env).items():
         try:
+            for parameter in inspect.signature(method).parameters.values():
+                if parameter.kind in STARRED:
+                    raise TypeError(f"no call can fill {parameter}; take a list or a dict; in a "
+                                    "decorator use functools.wraps")
             out.append(get_json_schema(method))
             # A decorated method, or one that has two names, has another __name__.
             out[-1]["function"]["name"] = name
@@ -40,9 +46,9 @@ def schemas(env) -> list[dict]:
         except Exception as error:
             code = inspect.unwrap(method).__code__
             raise UserError(
-                f"{code.co_filename}:{code.co_firstlineno}: tool {name}: {first_line(error)}; its "
-                "docstring describes each argument under `Args:`, in Google style; a method whose "
-                "name begins with _ is no tool") from None
+                f"{code.co_filename}:{code.co_firstlineno}: tool {name}: {first_line(error)}; each "
+                "argument has a type of JSON as its hint and a line under `Args:` of a docstring "
+                "in Google style; a method whose name begins with _ is no tool") from None
     return out
 
 
@@ -55,7 +61,7 @@ def fit(value, hint):
     """Return `value` as the type `hint`, or raise TypeError or ValueError.
 
     Only conversions that lose nothing are made: those of LOSSLESS, 7.0 to 7, and the value of an
-    Enum's member to the member. Those of list[...] are made in each item.
+    Enum's member to the member. Those of list[...] and dict[...] are made in each item.
     """
     choices = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
@@ -74,6 +80,8 @@ def fit(value, hint):
         return kind(value)
     elif kind is list and type(value) is list and choices:
         return [fit(item, *choices) for item in value]
+    elif kind is dict and type(value) is dict and choices:
+        return {key: fit(item, choices[1]) for key, item in value.items()}
     elif (type(value), kind) in LOSSLESS:
         return kind(value)
     elif kind is int and type(value) is float and value.is_integer():
@@ -133,9 +141,12 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
     answers to the model. Return the text for it, and the exception that the text reports, or None.
     """
     try:
-        method = tools(env).get(name)
-        if method is None:
-            raise WrongCall(f"no tool {name!r}; tools: {', '.join(tools(env))}")
+        methods = tools(env)
+        if name not in methods:
+            raise WrongCall(f"no tool {name!r}; tools: {', '.join(methods)}")
+        method = methods[name]
+        if not callable(method):
+            raise AttributeError(f"an attribute {name!r} hides the tool")
         # The calls of a turn run one after another; none counts after the one that ended it.
         if is_done(env):
             raise WrongCall("the episode is over")

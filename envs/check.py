@@ -19,6 +19,7 @@ import envs
 from envs.play import Config, Game, Setup, run
 from episodes.tasks import drop_seen
 from experiment.errors import EnvironmentFault, UserError, first_line, printable
+from experiment.files import to_json
 
 EPISODES = 100  # that each agent plays
 REPLAYED = 10  # tasks that are played a second time
@@ -28,7 +29,8 @@ FAST_ENOUGH = 10_000  # tasks a second
 TASKS_AGAIN = """
 import json, sys
 from episodes.tasks import load_tasks
-print(json.dumps(load_tasks(*json.loads(sys.argv[1]))))
+from experiment.files import to_json
+print(to_json(load_tasks(*json.loads(sys.argv[1]))), end="")
 """
 
 
@@ -53,8 +55,7 @@ class Conformance:
         while not game.over:
             game.take_turn(*agent(game))
         # A tool that never works is no fault of the agents.
-        if fault := self.setup.watch.broken:
-            raise EnvironmentFault(fault)
+        self.setup.watch.check()
         return game
 
     @cache
@@ -118,7 +119,10 @@ class Conformance:
             first = self.play(agent, task).record
             for a, b in zip_longest(first, replay(agent, task).record):
                 if a != b:
-                    return False, f"task {task!r:.80}: once {a!r:.80}, then {b!r:.80}"
+                    texts = repr(a), repr(b)
+                    start = max(len(os.path.commonprefix(texts)) - 40, 0)
+                    once, then = (text[start:start + 80] for text in texts)
+                    return False, f"task {task!r:.80}: once {once}, then {then}"
         return True, f"{len(self.held_out[:REPLAYED])} tasks"
 
     def among_others(self, agent, task):
@@ -134,7 +138,12 @@ class Conformance:
 
     def check_success(self, agent, low, high):
         _, solved = self.mean_score(agent)
-        return low <= solved <= high, f"solves {solved:.0%}"
+        errors = []
+        if solved < low:
+            # What the tools told it in the first task may be why.
+            seen = self.play(agent, self.held_out[0]).seen
+            errors = [first_line(text) for text in seen if text.startswith("error: ")]
+        return low <= solved <= high, "; ".join([f"solves {solved:.0%}", *errors[:1]])
 
     def check_seed(self):
         """Check that the tasks do not depend on time, on chance or on Python's hash of text."""
@@ -150,7 +159,7 @@ class Conformance:
             return False, f"in another process: {(other.stderr.splitlines() or [''])[-1]}"
         # Before this line the environment may print others.
         tasks = json.loads(other.stdout.splitlines()[-1])
-        return tasks == json.loads(json.dumps(self.held_out)), "asked in two processes"
+        return tasks == json.loads(to_json(self.held_out)), "asked in two processes"
 
     def check_split(self):
         training = self.setup.tasks("train", TRAINING)
@@ -214,7 +223,7 @@ class Conformance:
             try:
                 is_passed, reason = check(*arguments)
             except (UserError, EnvironmentFault) as error:
-                is_passed, reason = False, first_line(error)
+                is_passed, reason = False, " ".join(str(error).split())
             yield name, "pass" if is_passed else "FAIL", reason
 
 

@@ -249,6 +249,8 @@ class Session:
         if not any(message["content"] for message in messages):
             raise ValueError("reset() returned no question and there is no system_prompt or prompt")
         max_turns = int(self._get("max_turns", 8))
+        if max_turns < 1:
+            raise ValueError(f"max_turns is {max_turns}, and must be at least 1")
         return messages, max_turns
 
     def _play(self):

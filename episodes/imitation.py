@@ -64,6 +64,8 @@ def demonstrations(config, conversations, tokenizer, vocabulary: int):
     else:
         learned = play_expert(config, tokenizer, "train", config.max_samples)
         held_out = play_expert(config, tokenizer, "test", HELD_OUT, tasks_of(learned))
+        solved = sum(t.info["success"] for t in learned)
+        print(f"of {len(learned)} tasks the expert solves {solved}")
     learned = drop_long(learned, config.max_tokens)
     held_out = drop_long(held_out, config.max_tokens)
     source = config.trajectories or config.dataset or config.tasks or config.env

@@ -55,7 +55,9 @@ def step_line(step, total, line, seconds, left):
 
 def headline(metrics):
     """Return the numbers of an evaluation that tell most, as text."""
-    shown = [name for name in ("success", "reward", "loss", "pairs/loss") if name in metrics]
+    # What was not finite is null in a file.
+    shown = [name for name in ("success", "reward", "loss", "pairs/loss")
+             if metrics.get(name) is not None]
     return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)
 
 

@@ -1,6 +1,8 @@
 """An environment that conforms to what envs/check.py asks, and ways not to."""
 import time
 
+import numpy as np
+
 from experiment.errors import UserError
 
 
@@ -73,6 +75,29 @@ class NoDocstring(Sums):
     def look(self, twice) -> str:
         self.looked = True
         return str(self.b)
+
+
+class Hides(Sums):
+    """An attribute has the name of a tool."""
+
+    def reset(self, **task):
+        self.look = None
+        return super().reset(**task)
+
+
+class NoTurns(Sums):
+    max_turns = -1
+
+
+class BadCalls(Sums):
+    def _expert(self):
+        return [{"name": "answer", "arguments": {"words": str(self.a + self.b)}}]
+
+
+class NumpyTasks(Sums):
+    @staticmethod
+    def _tasks(split, n, seed):
+        return [{name: np.int64(value) for name, value in row.items()} for row in Sums._tasks(split, n, seed)]
 
 
 class Raises(Sums):

@@ -1,5 +1,6 @@
 """envs/check.py: every registered environment conforms, and every way not to is told."""
 import json
+import re
 import sys
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_good_one_conforms():
 
 @pytest.mark.parametrize("cls, failed", [
     (sums.Luck, {SAME, SHARED}), (sums.Remembers, {SHARED}), (sums.Shares, {SHARED}), (sums.Leaks, {SPLIT}), (sums.NewTasks, {SEED}), (sums.Hashed, {SEED}), (sums.BadExpert, {EXPERT}),
-    (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.Slow, set())])
+    (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.NumpyTasks, set()), (sums.Slow, set())])
 def test_what_is_broken_fails(cls, failed):
     told, reasons = verdicts(f"sums:{cls.__name__}")
     assert those(told, "FAIL") == failed, reasons
@@ -82,6 +83,29 @@ def test_faults_and_bad_schemas_are_told_in_a_line():
         told, reasons = verdicts(f"sums:{name}")
         assert told[SAME] == "FAIL" and says in reasons[SAME] and "\n" not in reasons[SAME]
     assert told["valid tool schemas"] == "FAIL"
+
+
+def test_an_attribute_that_hides_a_tool_is_told():
+    told, reasons = verdicts("sums:Hides")
+    assert RANDOM in those(told, "FAIL") and "raises as ValueError; the last: " in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: an attribute 'look' hides the tool")
+
+
+def test_no_turns_is_no_endless_game():
+    told, reasons = verdicts("sums:NoTurns")
+    assert told[RANDOM] == "FAIL" and reasons[RANDOM].endswith("raised ValueError: max_turns is -1, and must be at least 1")
+
+
+def test_why_an_expert_fails_is_told():
+    assert verdicts("sums:BadCalls")[1][EXPERT] == "solves 0%; error: answer: unknown argument 'words'; takes: text"
+
+
+def test_the_place_where_two_episodes_differ_is_shown():
+    once, then = verdicts("sums:Remembers")[1][SHARED].split(": once ")[1].split(", then ")
+    assert re.search(r"look \d+", once)[0] != re.search(r"look \d+", then)[0]
+
+
+def test_advice_on_a_tool_is_told_whole():
+    assert verdicts("sums:NoDocstring")[1]["valid tool schemas"].endswith("a method whose name begins with _ is no tool")
 
 
 def test_a_tool_that_never_works_is_told():

@@ -237,6 +237,8 @@ def test_a_script_beside_its_environment_trains_in_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line, name", [("from .near import ANSWER", "ANSWER"), ("from . import near", "near.ANSWER")])
 def test_a_file_of_a_package_may_import_relatively_and_a_run_notes_what(tmp_path, line, name):
+    tmp_path = tmp_path / "version.2"
+    tmp_path.mkdir()
     (tmp_path / "near.py").write_text("ANSWER = 42\n")
     (tmp_path / "my.py").write_text(f"{line}\nclass Environment:\n    answer = {name}\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
     config = SimpleNamespace(env=f"{tmp_path / 'my.py'}:Environment", rewards=None)
@@ -555,6 +557,44 @@ def test_lists_become_tuples_and_values_become_members_of_an_enum():
     assert envs.call(Environment(), "use", {"colors": ["blue"]})[0].startswith("error: use: colors must be list[")
     assert envs.call(Environment(), "allow", {"rights": 2}) == ("WRITE", False)
     assert envs.call(Environment(), "paint", {"color": "blue"}) == ('error: paint: color must be Color, not "blue"', True)
+
+
+def test_the_values_of_a_dict_are_made_what_the_hint_says():
+    Color = enum.Enum("Color", {"RED": "red"})
+
+    class Environment:
+        def mix(self, parts: dict[str, Color], shares: dict[str, float]) -> str:
+            """Mix.
+
+            Args:
+                parts: which
+                shares: of each
+            """
+            return f"{[color.name for color in parts.values()]} {shares}"
+    assert envs.call(Environment(), "mix", {"parts": {"a": "red"}, "shares": {"a": 1}}) == ("['RED'] {'a': 1.0}", False)
+    assert envs.call(Environment(), "mix", {"parts": {}, "shares": {"a": "most"}}) == ('error: mix: shares must be dict[str, float], not {"a": "most"}', True)
+
+
+def test_a_tool_with_starred_parameters_is_refused():
+    """transformers describes `words` to the model as one text: with *words no call works, with **words each gives {"words": ...}."""
+    class List:
+        def say(self, *words: str):
+            """Say.
+
+            Args:
+                words: which
+            """
+
+    class Dict:
+        def say(self, **words: str):
+            """Say.
+
+            Args:
+                words: which
+            """
+    for cls in (List, Dict):
+        with pytest.raises(UserError, match=r"tool say: no call can fill \*\*?words: str; take a list or a dict"):
+            envs.schemas(cls)
 
 
 def test_limits_that_no_episode_has_are_refused(monkeypatch):

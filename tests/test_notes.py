@@ -37,6 +37,10 @@ def base(tmp_path_factory):
 
 
 # ----------------------------------------------------------------------------------------------------- what is printed
+def test_a_reward_that_was_not_finite_hinders_no_report():
+    assert notes.headline({"success": 0.5, "reward": None}) == "success 0.500"
+
+
 def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
     words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--kl_coef", 0.1, "--eval_every", 2, "--output_dir", tmp_path / "r"]
     done = subprocess.run([sys.executable, *map(str, words)], cwd=programs.ROOT, capture_output=True, text=True)

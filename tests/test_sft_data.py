@@ -385,6 +385,12 @@ def test_tools_are_the_rows_own_or_the_given_environments(tokenizer, tmp_path):
     assert "Solve for x with the tools." in tokenizer.decode(read(path, tokenizer, env="equations")[0].token_ids)
 
 
+@pytest.mark.parametrize("name, solved", [("Sums", 6), ("BadCalls", 0)])
+def test_it_is_told_how_many_tasks_the_expert_solves(tokenizer, capsys, name, solved):
+    demonstrations(sft.settle(sft.Config(env=f"sums:{name}", max_samples=6)), tokenizer)
+    assert f"of 6 tasks the expert solves {solved}\n" in capsys.readouterr().out
+
+
 def test_a_file_is_imitated_as_a_dataset_and_played_as_tasks(tokenizer, tmp_path, capsys):
     path = write(tmp_path, [{**NATALIA, "question": f"And now? {i}"} for i in range(40)])
     assert read(None, tokenizer, env="gsm8k", tasks=path)[0].rewards[-1] == 1.0  # played: it has rewards
