@@ -252,7 +252,8 @@ class Run:
         if self.config.eval_every and self.step % self.config.eval_every == 0:
             self.after = evaluate()
             self.line.update({f"eval/{name}": value for name, value in self.after.items()})
-            say(f"after step {self.step}: {headline(self.after)}")
+            if self.after:
+                say(f"after step {self.step}: {headline(self.after)}")
         self.write_line(self.step - 1, self.line, timing)
         self.score = self.line.get("eval/success")
         every = self.config.save_every

@@ -278,7 +278,7 @@ def test_a_message_that_switches_the_first_prompt_alone_is_noted(capsys):
     for _ in range(2):
         c.prompt([{"role": "system", "content": "Be brief. /no_think"}, *user("Hi")])
     [note] = capsys.readouterr().out.splitlines()
-    assert note.startswith("note: the chat template") and note.endswith("set at the top of chat_template.jinja: {% set enable_thinking = false %}")
+    assert note.startswith("note: the chat template") and note.endswith("set for all turns at the top of chat_template.jinja: {% set enable_thinking = false %}")
 
 
 @ALL
