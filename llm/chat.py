@@ -95,15 +95,20 @@ class Chat:
         first = next(message for message in shown if message["role"] == "user")
         first["content"] = "\n\n".join([*introduction, first["content"]])
         ids = self._template.ids(self._template.clean(shown))
-        # SmolLM3's and Nemotron's templates obey /no_think in a message: the prompts of later turns
-        # are cut out of a conversation that does not say it.
-        opening = self._opening
-        if not self._template.decode(ids).endswith(opening):
-            say_once(f"note: the chat template of {self._template.name} opens the first turn in "
-                     f"another way than those after it, {opening.strip()!r}; what its messages "
-                     "switch, such as /no_think, set for all turns at the top of "
-                     "chat_template.jinja: {% set enable_thinking = false %}")
+        self._note_opening(ids)
         return ids
+
+    def _note_opening(self, ids):
+        """Say once that a first prompt (its ids) opens the turn in another way than later prompts.
+
+        SmolLM3's and Nemotron's templates obey /no_think in a message. The prompts of later turns
+        are cut out of a conversation that does not say it.
+        """
+        if not self._template.decode(ids).endswith(self._opening):
+            say_once(f"note: the chat template of {self._template.name} opens the first turn in "
+                     f"another way than those after it, {self._opening.strip()!r}; what its "
+                     "messages switch, such as /no_think, set for all turns at the top of "
+                     "chat_template.jinja: {% set enable_thinking = false %}")
 
     def turn(self, content: str, calls: list[dict], **fields: str) -> list[int]:
         """Return an assistant turn as the model would sample it, its stop token included.
