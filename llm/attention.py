@@ -50,7 +50,7 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     R, H, C, D = query.shape
     plain = softcap is None and s_aux is None
     # Of many first tokens, which see only each other, the causal kernel keeps no scores.
-    causal = plain and row_cache.begins and LONG_PROMPT < C <= (sliding_window or C)
+    causal = plain and LONG_PROMPT < C <= (sliding_window or C) and row_cache.begins
     if causal:
         key, value, bias = key[:, :, :C], value[:, :, :C], None
     else:
