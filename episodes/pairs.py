@@ -14,10 +14,10 @@ from tqdm import tqdm
 from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
                                      without_loss)
 from episodes.tasks import need, read_as
+from experiment.bars import NO_BAR
 from experiment.episodes import members, print_dropped, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
-from experiment.bars import NO_BAR
 from llm.batches import prompt_of
 
 

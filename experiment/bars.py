@@ -1,11 +1,14 @@
 """Progress bars, which only a terminal gets, and the lines that are printed above them."""
 import os
+from functools import cache
 
 from tqdm import tqdm
 
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
 say = tqdm.write  # above the bars that are shown
+# A data set may be read once for each split, and a prompt is rendered for each episode.
+say_once = cache(say)
 
 
 def duration(seconds):

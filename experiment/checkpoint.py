@@ -123,7 +123,7 @@ def prune(output_dir):
     best = max(evaluated, key=scores.get, default=None)
     for path in list(scores)[:1 - KEPT]:
         if path != best:
-            # Killed here, or with a file in use, it leaves no half one: the next save removes it.
+            # Where this is killed or a file is in use, the next save removes what is left.
             shutil.rmtree(path.rename(path.with_name(TEMPORARY)), ignore_errors=True)
 
 

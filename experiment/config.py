@@ -264,7 +264,7 @@ class RunFlags:
     def __post_init__(self):
         """Let YAML name the home folder ~, and Python give objects. config.yaml holds text.
 
-        They are paths, classes, functions, lists of them, rows, datasets.Dataset, dicts, numbers.
+        Objects are paths, classes, functions, lists, a datasets.Dataset, dicts, NumPy's numbers.
         """
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):

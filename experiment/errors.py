@@ -1,9 +1,5 @@
-"""Errors that end a program with one line in place of a traceback, and notes."""
+"""Errors that end a program with one line in place of a traceback."""
 import re
-from functools import cache
-
-# A data set may be read once for each split, and a prompt is rendered for each episode.
-say_once = cache(print)
 
 # Control characters but newline and tab, marks that reverse writing, and lone surrogates.
 UNPRINTABLE = re.compile(

@@ -9,8 +9,9 @@
 A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
 the others as many as the weights ask for, drawn by the seed.
 """
+from experiment.bars import say_once
 from experiment.data import LISTS, data_sources, read_rows
-from experiment.errors import UserError, say_once
+from experiment.errors import UserError
 from experiment.seeds import mix, shuffled
 from experiment.tables import pinned
 

@@ -308,7 +308,7 @@ class Run:
         if reason := unusable(episodes):
             self._keep_bad(episodes, reason)
             return
-        # Of all that was played, more is known already: `played_shares`.
+        # `errors` of these is 0: `played_shares` has logged that of all that was played.
         self.line = {**summarise(episodes), **self.line}
         self.write_episodes(episodes, LOGGED_EPISODES)
 

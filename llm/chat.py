@@ -9,7 +9,7 @@ import os
 import re
 from typing import NamedTuple
 
-from experiment.errors import say_once
+from experiment.bars import say_once
 from llm.template import Template
 from llm.tool_calls import parse_tool_calls
 
