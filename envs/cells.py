@@ -26,13 +26,17 @@ def read_cells(method, row: dict) -> dict:
 def read_cell(name: str, text: str, hint):
     """Return the value of a cell in the column `name`, or raise ValueError.
 
-    A cell that its hint takes as text stays text. Others are read as JSON; an empty cell is None.
+    A cell that its hint takes as text stays text, unless it is empty or holds a JSON list or object
+    that the hint takes, too: several accepted answers, for instance. Others are read as JSON.
     """
-    with suppress(TypeError, ValueError):
-        return fit(text, hint)
     # Spreadsheets and pandas write True, not true.
     is_bool = text.lower() in ("true", "false")
-    try:
-        return fit(json.loads(text.lower() if is_bool else text or "null"), hint)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}: {text[:40]!r} cannot be read as {hint_name(hint)}") from None
+    values = [text]
+    with suppress(ValueError):
+        values.append(json.loads(text.lower() if is_bool else text or "null"))
+    if text[:1] in ("", "[", "{"):
+        values.reverse()
+    for value in values:
+        with suppress(TypeError, ValueError):
+            return fit(value, hint)
+    raise ValueError(f"{name}: {text[:40]!r} cannot be read as {hint_name(hint)}")

@@ -4,7 +4,7 @@ answers in one turn. What an answer is worth is for --rewards to say: of all col
 
 
 class Prompts:
-    def reset(self, prompt: str | list, **_):
+    def reset(self, prompt: str | list[dict], **_):
         """Add nothing to the row's prompt."""
 
     @staticmethod

@@ -68,6 +68,13 @@ def test_one_of_several_right_answers_is_right():
     assert answered("Roma", ["Rome", "Roma"]) == {"exact": 0.5, "f1": 0.5} and answered("Oslo", ["Rome", "Roma"]) == {"exact": 0.0, "f1": 0.0}
 
 
+def test_a_list_of_answers_in_a_csv_file(tmp_path):
+    """It stayed one text, which no answer equals: every episode was paid nothing."""
+    path = tmp_path / "questions.csv"
+    path.write_text('question,answer,archive\nWhere?,"[""Rome"", ""Roma""]",abcd\nWho?,[sic],abcd\n')
+    assert sorted(str(task["answer"]) for task in load_tasks("search", "train", None, 0, str(path), holds_out=False)) == ["['Rome', 'Roma']", "[sic]"]
+
+
 # ---------------------------------------------------------------------------------------------------------- the corpus
 def test_bm25_by_hand():
     corpus = Corpus({"a": "red red fish", "b": "red bird", "c": "blue bird sings"})
