@@ -66,13 +66,17 @@ def marked(text: str) -> str:
 def references_of(t) -> list[str]:
     """Return what the task's column "answer" or "solution" accepts: it, and each item of a list."""
     task = t.info["task"]
-    reference = task.get("answer", task.get("solution"))
-    return [] if reference is None else [marked(str(text)) for text in alternatives(reference)]
+    return [marked(text) for text in alternatives(task.get("answer", task.get("solution")))]
 
 
-def alternatives(reference) -> list:
-    """Return a reference, and if it is a list of answers that are all right, each of them."""
-    return [reference, *(reference if isinstance(reference, list) else ())]
+def alternatives(reference) -> list[str]:
+    """Return a reference as text, and if it is a list of answers that are all right, each of them.
+
+    pandas makes 72.0 of 72 where the column has a gap, and parquet fills lists with nulls.
+    """
+    answers = [reference, *(reference if isinstance(reference, list) else ())]
+    return [f"{answer:.15g}" if type(answer) is float else str(answer)
+            for answer in answers if answer is not None]
 
 
 def normalized(text: str) -> list[str]:

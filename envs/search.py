@@ -133,7 +133,7 @@ class Search:
         self.max_turns = 4 if is_short else 12
         self._results = 1 if is_short else 4  # of a search
         self._question = question
-        self._right = [normalized(str(text)) for text in alternatives(answer) if text is not None]
+        self._right = list(filter(None, map(normalized, alternatives(answer))))
         self._reward_parts = {"exact": 0.0, "f1": 0.0}
         self.done = False
         self._read = {}  # title -> what the tools have shown of the document

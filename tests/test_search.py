@@ -75,6 +75,13 @@ def test_a_list_of_answers_in_a_csv_file(tmp_path):
     assert sorted(str(task["answer"]) for task in load_tasks("search", "train", None, 0, str(path), holds_out=False)) == ["['Rome', 'Roma']", "[sic]"]
 
 
+def test_an_answer_as_pandas_and_parquet_write_it():
+    """1952.0 was not 1952, a null among the answers was the word None, and an empty one paid for silence."""
+    assert answered("1952", 1952.0)["exact"] == answered("1952", [None, 1952.0])["exact"] == 0.5
+    assert answered("None", ["Rome", None])["exact"] == answered("", "")["exact"] == answered("", ["Rome", ""])["exact"] == 0.0
+
+
+
 # ---------------------------------------------------------------------------------------------------------- the corpus
 def test_bm25_by_hand():
     corpus = Corpus({"a": "red red fish", "b": "red bird", "c": "blue bird sings"})
