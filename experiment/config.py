@@ -197,8 +197,8 @@ class PlayFlags(EnvironmentFlags):
 
     env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
     dataset: str | None = flag(
-        None, "tasks (.jsonl, .csv, .parquet, hub:owner/name[:config][:split]), or several: a,b or "
-        "in shares a=0.7,b=0.3; default: the environment's own", aliases=("tasks",))
+        None, "tasks (.jsonl, .json, .csv, .parquet, hub:owner/name[:config][:split]), or several: "
+        "a,b or in shares a=0.7,b=0.3; default: the environment's own", aliases=("tasks",))
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
     group_size: int = flag(8, "episodes of each task", low=1,
                            aliases=("samples_per_prompt", "num_samples", "num_generations"))

@@ -153,7 +153,7 @@ def json_rows(path):
             continue
         with reading(path, number):
             if text.startswith("["):
-                raise ValueError("a JSON list; write one object per line")
+                raise ValueError("a JSON list; name the file .json")
             row = parse_object(text)
         yield number, row
 

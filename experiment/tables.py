@@ -1,4 +1,4 @@
-"""Rows that are no .jsonl file: .csv, .parquet, data sets of the Hugging Face hub, lists in YAML.
+"""Rows of other files than .jsonl, of data sets of the Hugging Face hub, and of lists in YAML.
 
 `read_rows` loads this module when it meets one of them.
 """
@@ -7,35 +7,49 @@ import json
 import re
 from contextlib import suppress
 
-from experiment.data import lines_of, parse_object, reading
+from experiment.data import json_rows, lines_of, parse_object, read_text, reading
 from experiment.errors import UserError
 
 
 def csv_rows(path):
-    """Yield (line number, row) of a .csv file with a header. All cells are text."""
+    """Yield (line number, row) of a .csv file with a header. All cells are text.
+
+    Columns without a name, such as the index that pandas writes, are left out.
+    """
+    header = None
+    for number, cells in _lines_of_cells(path):
+        with reading(path, number):
+            if header is None:
+                header = [name.strip() for name in cells]
+                names = list(filter(None, header))
+                if len(set(names)) < len(names):
+                    raise ValueError("the header names a column twice")
+                continue
+            if len(cells) != len(header):
+                raise ValueError(f"{len(cells)} fields, the header has {len(header)}; "
+                                 "quote a field that holds a separator")
+        yield number, {name: cell for name, cell in zip(header, cells) if name}
+
+
+def _lines_of_cells(path):
+    """Yield (line number, cells) of a .csv file, without the empty rows that Excel writes below.
+
+    Where a comma is the decimal point, Excel separates the columns by semicolons.
+    """
     # A conversation in one cell may be longer than Python's limit of 131,072 characters.
     csv.field_size_limit(2**24)
-    reader = csv.reader((text for _, text in lines_of(path)), strict=True)
-    header = None
+    _, first = next(lines_of(path), (1, ""))
+    separator = max(",;\t", key=first.count)
+    reader = csv.reader((text for _, text in lines_of(path)), delimiter=separator, strict=True)
     while True:
         # A cell in quotes may hold line breaks, so one row may take several lines.
         number = reader.line_num + 1
         with reading(path, number):
             cells = next(reader, None)
-            if cells and header and len(cells) != len(header):
-                raise ValueError(f"{len(cells)} fields, the header has {len(header)}; "
-                                 "quote a field that holds a comma")
         if cells is None:
             return
-        if cells and header:
-            yield number, dict(zip(header, cells))
-        elif cells:
-            header = [name.strip() for name in cells]
-            if len(header) == 1 and re.search("[;\t]", header[0]):
-                raise UserError(f"{path}:{number}: one column, {header[0][:60]!r}; separate the "
-                                "columns by commas")
-            if len(set(header)) < len(header):
-                raise UserError(f"{path}:{number}: the header names a column twice")
+        if any(cells):
+            yield number, cells
 
 
 def parquet_rows(path):
@@ -56,11 +70,16 @@ def parquet_rows(path):
 
 
 def _as_json(path, rows):
-    """Yield (row number, row) by the rules of .jsonl: no dates, no bytes, no NaN."""
+    """Yield (row number, row) by the rules of .jsonl: no NaN, and dates and decimals are text."""
     for number, row in enumerate(rows, 1):
         with reading(path, number):
-            row = parse_object(json.dumps(row), _without_nulls)
+            row = parse_object(json.dumps(row, default=_as_text), _without_nulls)
         yield number, row
+
+
+def _as_text(value):
+    # Some programs write text without saying so.
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _without_nulls(pairs):
@@ -114,9 +133,15 @@ def _hub_data(source):
 
 
 # ---------------------------------------------------------------------------- lists of rows
-def list_rows(text):
+def json_file_rows(path):
+    """Yield (number, row) of a .json file: of a list of rows, or of one object a line."""
+    text = read_text(path).strip()
+    return list_rows(text, path) if text.startswith("[") else json_rows(path)
+
+
+def list_rows(text, place="the list of rows"):
     """Yield (number, row) of a JSON list. A row is an object, or what is the prompt of one."""
-    with reading("the list of rows"):
+    with reading(place):
         rows = parse_object(f'{{"rows": {text}}}')["rows"]
     for number, row in enumerate(rows, 1):
         yield number, row if isinstance(row, dict) else {"prompt": row}
@@ -149,15 +174,17 @@ def as_json(node):
     return json.dumps(node.value)
 
 
-READERS = {".csv": csv_rows, ".parquet": parquet_rows, "hub:": hub_rows, "[": list_rows}
+READERS = {".csv": csv_rows, ".parquet": parquet_rows, ".json": json_file_rows, "hub:": hub_rows,
+           "[": list_rows}
 
 
 def reader_of(source):
     """Return the function that yields the rows of a source, which begins or ends with its kind."""
     for kind, read in READERS.items():
-        if source.startswith(kind) or source.endswith(kind):
+        # Windows programs write X.CSV.
+        if source.startswith(kind) or source.lower().endswith(kind):
             return read
     # The text of an object that Python code gave may have several lines.
     named = source.partition("\n")[0]
-    raise UserError(f"{named}: unknown type; use .jsonl (one JSON object a line), .csv (with a "
-                    "header), .parquet or hub:owner/name")
+    raise UserError(f"{named}: unknown type; use .jsonl (one JSON object a line), .json (a list), "
+                    ".csv (with a header), .parquet or hub:owner/name")

@@ -1,5 +1,7 @@
 """data.py: what Python's readers accept is refused with file, line and fix, and whatever goes wrong is one line."""
 import re
+from datetime import datetime
+from decimal import Decimal
 
 import pytest
 
@@ -25,8 +27,8 @@ BROKEN = [
     ("{'prompt': 1}\n", ":1: not JSON: .* at column 2"), (GOOD + '{"a": 1} {"b": 2}\n', ":2: not JSON: Extra data at column 10"),
     (GOOD + '{"a": 1\n', ":2: not JSON: .* at column \\d+"), (GOOD + "hello\n", ":2: not JSON: Expecting value at column 1"), ('{"a": "x\ty"}\n', ":1: not JSON: Invalid control character"),
     ('{"a": "\0"}\n', ":1: not JSON: Invalid control character"), (GOOD + "\ufeff" + GOOD, ":2: not JSON: "), (GOOD + '{"a": 01}', ":2: not JSON: "),
-    ('[{"prompt": "a"}, {"prompt": "b"}]', ":1: a JSON list; write one object per line$"),
-    ('[\n  {"prompt": "a"}\n]\n', ":1: a JSON list; write one object per line$"), (GOOD + "3\n", ":2: not a JSON object$"), (GOOD + "null\n", ":2: not a JSON object$"),
+    ('[{"prompt": "a"}, {"prompt": "b"}]', ":1: a JSON list; name the file .json$"),
+    ('[\n  {"prompt": "a"}\n]\n', ":1: a JSON list; name the file .json$"), (GOOD + "3\n", ":2: not a JSON object$"), (GOOD + "null\n", ":2: not a JSON object$"),
     (b'{"a": 1}\n{"a": "caf\xe9"}\n', ":2: byte 0xe9 is not UTF-8; save the file as UTF-8$"), ('{"a": 1}\n'.encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8$"),
     ('{"reward": NaN}\n', ":1: NaN is not a finite number$"), ('{"reward": -Infinity}\n', ":1: -Infinity is not a finite number$"),
     (GOOD + '{"reward": 1e999}\n', ":2: 1e999 is not a finite number$"), ('{"a": [{"b": [1, NaN]}]}\n', ":1: NaN is not a finite number$"),
@@ -48,7 +50,7 @@ def test_broken_task_files(tmp_path, data, says):
 
 def test_paths_that_are_no_task_file(tmp_path):
     write(tmp_path, "a,b", "train.txt"), write(tmp_path, b"x", "train.jsonl.gz"), (tmp_path / "folder.csv").mkdir()
-    unknown = "unknown type; use .jsonl (one JSON object a line), .csv (with a header), .parquet or hub:owner/name"
+    unknown = "unknown type; use .jsonl (one JSON object a line), .json (a list), .csv (with a header), .parquet or hub:owner/name"
     for name, says in [("trian.jsonl", "No such file or directory"), ("no/where.csv", "No such file or directory"), ("", unknown), ("train.txt", unknown), ("train.jsonl.gz", unknown),
                        ("folder.csv", "Is a directory"), ("x" * 5000 + ".jsonl", "File name too long")]:
         path = f"{tmp_path}/{name}".rstrip("/")
@@ -75,8 +77,8 @@ HEADER = "input_text,b\n"
 
 
 @pytest.mark.parametrize("data, says", [
-    ("", ": no rows"), (HEADER, ": no rows"), (HEADER + "1,2\n1,2,3\n", ":3: 3 fields, the header has 2; quote a field that holds a comma"),
-    (HEADER + "1\n", ":2: 1 fields, the header has 2"), ("a,a\n1,2\n", ":1: the header names a column twice"), ("a;b\n1;2\n", ":1: one column, 'a;b'; separate the columns by commas"), (HEADER + '"x\ny",2\n1,2,3\n', ":4: 3 fields"),
+    ("", ": no rows"), (HEADER, ": no rows"), (HEADER + "1,2\n1,2,3\n", ":3: 3 fields, the header has 2; quote a field that holds a separator"),
+    (HEADER + "1\n", ":2: 1 fields, the header has 2"), ("a,a\n1,2\n", ":1: the header names a column twice"), ("a;b\n1;2;3\n", ":2: 3 fields, the header has 2"), (HEADER + '"x\ny",2\n1,2,3\n', ":4: 3 fields"),
     (HEADER + '1,2\n"open,2\n3,4\n', ":3: cannot be read (Error: unexpected end of data)"), (HEADER + '"a"b,2\n', ":2: cannot be read (Error: "),
     (HEADER.encode() + b"1,2\ncaf\xe9,2\n", ":3: byte 0xe9 is not UTF-8; save the file as UTF-8"), (HEADER.encode("utf-16"), ":1: byte 0xff is not UTF-8")])
 def test_broken_csv_files(tmp_path, data, says):
@@ -91,6 +93,32 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes(b'\xef\xbb\xbfa, b\r\n\r\n"x, ""y""\r\nz",2\r\n3,"caf\xc3\xa9"')
     assert read_rows(str(path)) == [(3, {"a": 'x, "y"\r\nz', "b": "2"}), (5, {"a": "3", "b": "café"})]
+
+
+@pytest.mark.parametrize("text", ["\ufeffQuestion;b\r\n\"2,5; or\n3?\";x\r\n", "Question\tb\n\"2,5; or\n3?\"\tx\n", "Question,b,,\n\"2,5; or\n3?\",x,,\n,,,\n,,,\n", ",Question,b\n0,\"2,5; or\n3?\",x\n"])
+def test_csv_of_excel_and_pandas(tmp_path, text):
+    """Semicolons where the comma is a decimal point, empty rows and columns around the table, and an index were refused or read as data."""
+    path = tmp_path / "X.CSV"
+    path.write_bytes(text.encode())
+    assert read_rows(str(path)) == [(2, {"Question": "2,5; or\n3?", "b": "x"})]
+
+
+def test_a_json_file_is_a_list_or_an_object_a_line(tmp_path):
+    """What most published chats are, and preference_pairs.json of dpo.py, was an unknown type."""
+    for text in ('[\n {"a": 1},\n {"a": "[2"}\n]\n', '\ufeff{"a": 1}\n{"a": "[2"}\n'):
+        assert read_rows(write(tmp_path, text, "x.json")) == [(1, {"a": 1}), (2, {"a": "[2"})]
+    for text, says in (('[{"a": 1},]', ":1: not JSON"), ('{\n"data": []}', ":1: not JSON"), ("[]", ": no rows"), ("", ": no rows"), ('[{"a": NaN}]', ": NaN is not a finite number")):
+        path = write(tmp_path, text, "x.json")
+        with pytest.raises(UserError, match=re.escape(path + says)):
+            read_rows(path)
+
+
+def test_dates_decimals_and_bytes_of_a_parquet_file_are_text(tmp_path):
+    """A table of a data base with a column created_at was refused, whatever was learned from it."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    row = {"question": b"caf\xc3\xa9", "answer": Decimal("1.50"), "created_at": datetime(2026, 1, 2, 3, 4)}
+    parquet.write_table(arrow.Table.from_pylist([row]), path := f"{tmp_path}/x.parquet")
+    assert read_rows(path) == [(1, {"question": "café", "answer": "1.50", "created_at": "2026-01-02 03:04:00"})]
 
 
 # ------------------------------------------------------------------------------------------------------- every kind of fault
