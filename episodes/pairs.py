@@ -8,16 +8,16 @@ import math
 from importlib import import_module
 from itertools import combinations, takewhile
 
-import numpy as np
 from tqdm import tqdm
 
 from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
                                      without_loss)
 from episodes.tasks import need, read_as
 from experiment.bars import NO_BAR
-from experiment.episodes import members, print_dropped, shift_and_scale
+from experiment.episodes import draw, members, print_dropped, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
+from experiment.seeds import shuffled
 from llm.batches import prompt_of
 
 
@@ -30,7 +30,8 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     """
     encode = Encoder(tokenizer, config)
     pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
-    pairs = tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)
+    # Of a million pairs only those that are learned from become tokens.
+    pairs = tqdm(draw(pairs, config, "pairs"), "pairs", disable=NO_BAR, leave=False, delay=2)
     encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
     kept = [pair for pair in encoded if pair[0].token_ids != pair[1].token_ids]
     print_dropped(encoded, kept, "pairs have the same tokens on both sides: dropped")
@@ -117,19 +118,17 @@ def split_pairs(pairs, config) -> tuple[list, list]:
     Pairs with an episode of more than max_tokens are dropped and counted. Raises UserError if none
     is left.
     """
-    rng = np.random.default_rng([config.seed])
-    drawn = [pairs[i] for i in rng.permutation(len(pairs))]
-    kept = [pair for pair in drawn if len(longer(pair).token_ids) <= config.max_tokens]
+    kept = [pair for pair in pairs if len(longer(pair).token_ids) <= config.max_tokens]
     if not kept:
         shortest = min(len(longer(pair).token_ids) for pair in pairs)
         raise UserError(f"no pair within --max_tokens {config.max_tokens}: the shortest has "
                         f"{shortest} tokens")
     print_dropped(pairs, kept, f"pairs exceed {config.max_tokens} tokens: dropped")
-    kept = kept[:config.max_samples]
+    kept = draw(kept, config, "pairs")
     prompts = [tuple(prompt_of(chosen)) for chosen, _ in kept]
     distinct = list(dict.fromkeys(prompts))
     n = round(config.eval_share * (len(distinct) - 1))
-    apart = {distinct[i] for i in rng.permutation(len(distinct))[:n]}
+    apart = set(shuffled(distinct, config.seed)[:n])
     learned = [pair for pair, prompt in zip(kept, prompts) if prompt not in apart]
     held_out = [pair for pair, prompt in zip(kept, prompts) if prompt in apart]
     print(f"pairs: {len(learned)} to train on, {len(held_out)} held out, "

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import dpo
+from episodes.demonstrations import Encoder
 from episodes.tasks import load_tasks
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
@@ -336,13 +337,14 @@ def test_a_gap_of_just_min_gap_is_enough():
     assert rewards(paired([[episode(1.2), episode(0.9)]], min_gap=0.3)) == [(1.2, 0.9)]  # 1.2 - 0.9 is less than 0.3
 
 
-def test_the_split_has_max_samples_pairs_within_max_tokens_drawn_by_the_seed():
+def test_the_split_has_max_samples_pairs_within_max_tokens_drawn_by_the_seed(capsys):
     pairs = [(episode(1.0, prompt=(1, n), said=[3] * (n % 2)), episode(0.0, prompt=(1, n))) for n in range(20)]
     longest = max(len(t.token_ids) for pair in pairs for t in pair)
 
     def split(**options):
         return dpo.split_pairs(pairs, dpo.Config(**{"max_tokens": longest, "eval_share": 0.25, **options}))
     assert [len(part) for part in split()] == [15, 5] and [len(part) for part in split(max_samples=9)] == [7, 2]
+    assert "11 of 20 pairs are not learned from: --max_samples\n" in capsys.readouterr().out  # it was silent
     assert split() == split(seed=0) != split(seed=1)
     one, none = dpo.split_pairs(pairs[:1], dpo.Config(max_tokens=longest, eval_share=0.9))
     assert one == pairs[:1] and not none  # something is left to learn from
@@ -368,6 +370,16 @@ def test_equal_episodes_of_unequal_luck_are_no_pair():
     unlucky.token_ids = lucky.token_ids
     with pytest.raises(UserError, match="no pair"):
         paired([[lucky, unlucky]])
+
+
+def test_of_many_pairs_only_those_that_are_learned_from_become_tokens(tiny, tmp_path, capsys, monkeypatch):
+    """All of a file became tokens first: 100,000 pairs took 90 s and a million did not fit in memory, whatever --max_samples."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}?", "chosen": "a", "rejected": "b"}) + "\n" for i in range(9)))
+    encoded = []
+    monkeypatch.setattr("episodes.pairs.Encoder.__call__", lambda self, c, call=Encoder.__call__: encoded.append(c) or call(self, c))
+    pairs = dpo.read_pairs(dpo.Config(dataset=str(path), max_samples=2), tiny[1])
+    assert len(pairs) == 2 and len(encoded) == 4 and "7 of 9 pairs are not learned from: --max_samples\n" in capsys.readouterr().out
 
 
 def test_a_pair_file_of_recorded_messages_gives_the_episodes_own_tokens(tiny, recorded, tmp_path, start):
