@@ -32,7 +32,8 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: in one line, for what no rollout could have made.
     """
-    while messages and messages[-1].get("role") != "assistant":
+    # A role that we do not know may be the assistant's.
+    while messages and messages[-1].get("role") in ("system", "user", "tool"):
         messages = messages[:-1]
     messages = without_result_tags(messages)
     ids, mask = [], []
@@ -129,9 +130,10 @@ def _loss(message):
         loss = message.get("weight")
     if loss is None:
         return int(is_assistant)
-    if type(loss) is not int or loss not in (0, 1) or (loss and not is_assistant):
+    if loss not in (0, 1) or (loss and not is_assistant):
         raise ValueError(f'"loss": {loss!r}: need 0 or 1, and 1 only on assistant messages')
-    return loss
+    # pandas makes 1.0 of 1 where other messages have no such field.
+    return int(loss)
 
 
 def _read_message(message, tools):

@@ -150,6 +150,8 @@ def test_trained_are_the_assistants_turns_and_loss_0_takes_one_out(chat, tokeniz
     episode = Trajectory(*recorded_ids(chat, messages))
     assert spelled(tokenizer, episode) == [call, "43<|im_end|>"]
     assert tokenizer.decode(episode.token_ids).endswith("43<|im_end|>")  # what follows the last answer is cut
+    assert recorded_ids(chat, [{**m, "weight": 1.0 * m["loss"], "loss": None} if "loss" in m else m for m in messages]) == (
+        episode.token_ids, episode.loss_mask)  # pandas' 0.0
     assert recorded_ids(chat, [{**m, "weight": m.pop("loss")} if "loss" in m else m for m in map(dict, messages)]) == (
         episode.token_ids, episode.loss_mask)  # OpenAI's name for it
     assert recorded_ids(chat, [{**m, "weight": m.pop("loss"), "loss": None} if "loss" in m else m for m in map(dict, messages)]) == (
@@ -252,7 +254,9 @@ def test_loss_and_gradient_are_trls(tokenizer, tmp_path):
     ([ASK, {"role": "assistant"}], "message 1: content must be text or text parts, got NoneType"),
     ([{**ASK, "loss": 1}, ANSWER], 'message 0: "loss": 1: need 0 or 1, and 1 only on assistant messages'),
     ([ASK, {**ANSWER, "loss": 0.5}], 'message 1: "loss": 0.5: need 0 or 1, and 1 only on assistant messages'),
-    ([ASK, {**ANSWER, "loss": True}], 'message 1: "loss": True: need 0 or 1, and 1 only on assistant messages'),
+    ([ASK, {**ANSWER, "loss": 2.0}], 'message 1: "loss": 2.0: need 0 or 1, and 1 only on assistant messages'),
+    ([ASK, ANSWER, ASK, {**ANSWER, "role": "model"}], "message 3: need assistant after the user, got model"),
+    ([ASK, {"from": "gpt", "value": "x"}], "message 1: need assistant after the user, got None"),
     ([ASK, {**ANSWER, "tool_calls": "f()"}], "message 1: tool_calls must be a list, in an assistant message"),
     ([{**ASK, "tool_calls": [CALL]}, ANSWER], "message 0: tool_calls must be a list, in an assistant message"),
     ([ASK, {**CALLING, "tool_calls": [{"name": "f", "arguments": 3}]}],
@@ -764,7 +768,7 @@ def test_a_tokenizer_without_an_end_of_text_token_reads_texts(tmp_path):
 @pytest.mark.parametrize("row, reason", [
     ({"text": ""}, '"text" is empty: nothing to train on'),
     ({"conversations": "hello"}, '"conversations" must be a list of {"role": ..., "content": ...}'),
-    ({"conversations": [{"from": "human", "value": "a"}, {"from": "tutor", "value": "b"}]}, "nothing to train: no assistant message"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "tutor", "value": "b"}]}, "message 1: need assistant after the user, got tutor"),
     ({"conversations": [{"from": "gpt", "value": "b"}]}, "message 0: need system or user at the start, got assistant"),
     ({"instruction": 3, "output": "4"}, "cannot be read (TypeError: "),
     ({"instruction": "i", "response": "r"}, 'no "messages" field; has: instruction, response; nor another form: ')])
