@@ -2,12 +2,15 @@
 
 The ids are put together turn by turn, exactly as in an episode that is played.
 """
+import ast
+import json
 import re
 from contextlib import suppress
 
 from llm.tool_calls import check_call, parse_tool_calls
 
 TAGGED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
+PYTHON_CALL = re.compile(r"(?<=<tool_call>)\s*\{'.*?(?=</tool_call>)", re.DOTALL)
 # The role of a message -> the roles that may come next, and how an error names the place.
 NEXT = {
     None: (["system", "user"], "at the start"),
@@ -155,11 +158,18 @@ def _read_message(message, tools):
         raise ValueError("tool_calls must be a list, in an assistant message")
     if calls or not is_assistant:
         return text, [check_call(call) for call in calls]
-    content, calls, errors = parse_tool_calls(text, tools)
+    content, calls, errors = parse_tool_calls(PYTHON_CALL.sub(_as_json, text), tools)
     if errors:
         problem = errors[0].removeprefix("error: ")
         raise ValueError(f"{problem}; a text that opens a tool call must hold a whole one")
     return (content, calls) if calls else (text, [])
+
+
+def _as_json(call):
+    """Return a match of PYTHON_CALL, which Hermes's data sets write as Python does, as JSON."""
+    with suppress(ValueError, SyntaxError):
+        return json.dumps(ast.literal_eval(call[0].strip()))
+    return call[0]
 
 
 def _text_of(content):

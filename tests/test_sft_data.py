@@ -721,6 +721,18 @@ def test_sharegpts_function_calls_are_calls_and_observations_results(name, tmp_p
     assert theirs.token_ids == ours.token_ids and theirs.loss_mask == ours.loss_mask and 1 in ours.loss_mask
 
 
+def test_a_call_that_hermes_data_writes_as_python_does_is_a_call(chat):
+    """The data set itself, NousResearch/hermes-function-calling-v1, was refused at its first call."""
+    def ids(content):
+        return recorded_ids(chat, [ASK, {"role": "assistant", "content": content}])
+
+    call = {"name": "calculator", "arguments": {"expression": "it's 4", "exact": True, "unit": None}}
+    assert ids(f"So:\n<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{call}\n</tool_call>") == ids("So:" + f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>" * 2)
+    for wrong in ("{'name': open('x')}", "{'name': 'calculator'"):
+        with pytest.raises(ValueError, match="the tool call is not valid JSON"):
+            ids(f"<tool_call>\n{wrong}\n</tool_call>")
+
+
 @pytest.mark.parametrize("name", ["tiny", "real:qwen2_5", "real:smollm2"])
 def test_the_tags_that_hermes_data_writes_around_results_are_the_templates(name, tmp_path):
     tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
