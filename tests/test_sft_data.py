@@ -617,6 +617,15 @@ def test_an_answer_in_json_is_no_call_where_there_are_no_tools(tokenizer, tmp_pa
     assert parse_tool_calls('<tool_call>{"name": "f"}</tool_call>', {})[1]
 
 
+def test_prose_that_ends_after_a_tag_is_no_call(tokenizer, tmp_path):
+    """A chat about tool calls was trained as one: {"name": "tags.", "arguments": {}}."""
+    path = write(tmp_path, [{"prompt": "How?", "completion": "Write it in <tool_call> tags."}])
+    with pytest.raises(UserError, match="message 1: a tool call without arguments must be closed; a text that opens"):
+        read(path, tokenizer)
+    for closed in ("<tool_call>look</tool_call>", "<tool_call><function=look></function></tool_call>"):
+        assert parse_tool_calls(closed)[1] == [{"name": "look", "arguments": {}}]
+
+
 def test_held_out_solutions_are_the_environments_held_out_tasks(tokenizer, tmp_path):
     path = write(tmp_path, [{**NATALIA, "question": f"{NATALIA['question']} {n}"} for n in range(60)])
     held_out = {t.messages[1]["content"] for t in read(path, tokenizer, "test", env="gsm8k")}
