@@ -5,7 +5,7 @@ from functools import cache
 from types import SimpleNamespace
 
 from envs.calls import needed
-from experiment.data import LIKE_MESSAGES
+from envs.cells import messages_of
 from llm.tool_calls import check_call
 
 
@@ -18,9 +18,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
     prompt = task["prompt"]
     if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
         prompt = ""
+    prompt = messages_of(prompt)
     if isinstance(prompt, str):
-        if LIKE_MESSAGES.match(prompt):
-            raise ValueError('"prompt" has its messages as text; give them in .jsonl or .parquet')
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
         prompt = list(map(as_past, prompt))

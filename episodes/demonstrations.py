@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import envs
 from agent import Trajectory
-from episodes.tasks import need, read_as
-from experiment.data import LIKE_MESSAGES, reading
+from episodes.tasks import CELLS, need, read_as
+from experiment.data import reading
 from experiment.episodes import without_faults
 from llm.chat import Chat
 
@@ -104,9 +104,8 @@ def prompt_in(row: dict) -> list[dict] | None:
 # --------------------------------------------------------------------------------------- messages
 def as_messages(value, name: str, role: str | None = None) -> list[dict]:
     """Return a field's messages as a list. With a role it may also be one message, or its text."""
+    value = import_module(CELLS).messages_of(value)
     if role and isinstance(value, str):
-        if LIKE_MESSAGES.match(value):
-            raise ValueError(f'"{name}" has its messages as text; give them in .jsonl or .parquet')
         return [{"role": role, "content": value}]
     if role and isinstance(value, dict):
         value = [value]

@@ -20,7 +20,7 @@ from envs.session import Session, Watch, load_environments
 from episodes.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
 from episodes.tasks import drop_seen, is_held_out, tasks_for, tasks_of, unseen
-from experiment.episodes import draw, print_dropped, without_faults, without_too_long
+from experiment.episodes import print_dropped, without_faults, without_too_long
 from experiment.errors import UserError
 from experiment.bars import NO_BAR
 from experiment.seeds import mix, shuffled
@@ -110,8 +110,15 @@ def read_split(read, path, content, config):
         if not learned:
             # One or two rows may all be in that tenth.
             learned, held_out = held_out, []
-    chosen = draw(learned, config, "demonstrations")
-    return chosen, shuffled(held_out, config.seed)[:HELD_OUT]
+    held_out = shuffled(held_out, config.seed)[:HELD_OUT]
+    return draw(learned, config, "demonstrations"), held_out
+
+
+def draw(items: list, config, name: str) -> list:
+    """Return at most max_samples of the items in random order, and print how many were left out."""
+    drawn = shuffled(items, config.seed)[:config.max_samples]
+    print_dropped(items, drawn, f"{name} are not learned from: --max_samples")
+    return drawn
 
 
 def drop_long(episodes, max_tokens):

@@ -5,6 +5,7 @@
     split_pairs  which pairs are learned from, and which are held out
 """
 import math
+from collections import defaultdict
 from importlib import import_module
 from itertools import combinations, takewhile
 
@@ -12,9 +13,10 @@ from tqdm import tqdm
 
 from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
                                      without_loss)
+from episodes.imitation import draw
 from episodes.tasks import need, read_as
 from experiment.bars import NO_BAR
-from experiment.episodes import draw, members, print_dropped, shift_and_scale
+from experiment.episodes import print_dropped, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
 from experiment.seeds import shuffled
@@ -87,18 +89,17 @@ def make_pairs(files, config) -> list[tuple]:
 
     Raises UserError, with the largest gap there is, if no two episodes differ enough.
     """
-    episodes, ids = [], []
-    for number, recorded in enumerate(files):
-        shift_and_scale(recorded, config.reward_scaling, config.reward_bias)
-        recorded = [t for t in recorded if 1 in t.loss_mask]
-        episodes += recorded
-        ids += [(number, t.group_id, tuple(prompt_of(t))) for t in recorded]
-    groups = [[episodes[i] for i in indices] for indices in members(ids)]
-    if all(len(group) < 2 for group in groups):
+    groups = defaultdict(list)
+    for number, episodes in enumerate(files):
+        shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+        for t in episodes:
+            if 1 in t.loss_mask:
+                groups[number, t.group_id, tuple(prompt_of(t))].append(t)
+    if max(map(len, groups.values()), default=0) < 2:
         raise UserError(f"{len(groups)} tasks, but no two episodes of one task: nothing to "
                         "compare; record some with agent.py --group_size 8")
     pairs, largest_gap = [], -math.inf
-    for group in groups:
+    for group in groups.values():
         group.sort(key=lambda t: -t.reward)
         best_worst = [(group[0], group[-1])]
         for chosen, rejected in combinations(group, 2) if config.pairs == "all" else best_worst:
@@ -129,8 +130,9 @@ def split_pairs(pairs, config) -> tuple[list, list]:
     distinct = list(dict.fromkeys(prompts))
     n = round(config.eval_share * (len(distinct) - 1))
     apart = set(shuffled(distinct, config.seed)[:n])
-    learned = [pair for pair, prompt in zip(kept, prompts) if prompt not in apart]
-    held_out = [pair for pair, prompt in zip(kept, prompts) if prompt in apart]
+    learned, held_out = [], []
+    for pair, prompt in zip(kept, prompts):
+        (held_out if prompt in apart else learned).append(pair)
     print(f"pairs: {len(learned)} to train on, {len(held_out)} held out, "
           f"of {len(distinct)} prompts")
     return learned, held_out

@@ -7,13 +7,13 @@ from itertools import chain
 
 import envs
 from experiment.config import MIXTURES
-from experiment.data import LIKE_MESSAGES, reading
+from experiment.data import reading
 from experiment.episodes import print_dropped
 from experiment.errors import UserError
 from experiment.files import finite
 from experiment.seeds import mix, shuffled, split_of
 
-CELLS = "envs.cells"  # only a .csv file needs it
+CELLS = "envs.cells"  # only tables need it
 needed = cache(envs.needed)  # a file may have a million rows
 
 
@@ -96,10 +96,9 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
             task = {**task, f"{envs.COLUMN}env": task["env"]}
         return in_split, task
 
-    rows = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
-    if dropped := rows.count(None):
-        print(f"{path:.200}: {dropped} rows have nothing that can be played: dropped ({split})")
-    rows = [task for task in rows if task is not None]
+    drawn = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
+    rows = [task for task in drawn if task is not None]
+    print_dropped(drawn, rows, f"{split} rows of {path:.200} hold nothing to play: dropped")
     if dropped := sum(task.get("dropped_tests", 0) for task in rows):
         print(f"{path:.200}: {dropped} tests cannot be read: dropped ({split})")
     if not rows:
@@ -121,8 +120,8 @@ def _as_task(cls, row: dict) -> dict | None:
         raise
     if task is not None:
         need(task, *required, otherwise=hint)
-        prompt = task.get("prompt")
-        if not isinstance(prompt, str | None) or LIKE_MESSAGES.match(prompt or ""):
+        prompt = task.get("prompt", "")
+        if not isinstance(prompt, str) or prompt[:1] == "[":
             import_module(envs.TRL).opening(cls.reset, task, "any question")
     return task
 
@@ -150,14 +149,9 @@ def recorded_env(trajectories: str) -> str | None:
     """Return the registered environments ("a,b") that recorded episodes are of, or None.
 
     A data file never chooses which code runs: what is not in envs.ENVS is ignored.
-
-    trajectories: the flag, one file or several (a,b).
     """
-    def env_of(row, _):
-        return str(dict(row.get("info", {})).get("env"))
-
-    named = set(read_as(trajectories, env_of))
-    return ",".join(sorted(named & envs.ENVS.keys())) or None
+    named = read_as(trajectories, lambda row, _: str(dict(row.get("info", {})).get("env")))
+    return ",".join(sorted(envs.ENVS.keys() & named)) or None
 
 
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:

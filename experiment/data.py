@@ -13,7 +13,6 @@ from experiment.errors import UserError, first_line
 
 TABLES = "experiment.tables"  # most data is .jsonl
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
-LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content)['"]\s*:""")
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
 
 

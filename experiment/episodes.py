@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 
 from experiment.errors import UserError, printable
-from experiment.seeds import shuffled
 
 
 def members(ids) -> list[list[int]]:
@@ -156,13 +155,6 @@ def print_dropped(items: list, kept: list, words: str):
     """Print how many of the items were not kept. `words` say what they are, and why."""
     if len(kept) < len(items):
         print(f"{len(items) - len(kept)} of {len(items)} {words}")
-
-
-def draw(items: list, config, name: str) -> list:
-    """Return at most max_samples of the items in random order, and print how many were left out."""
-    drawn = shuffled(items, config.seed)[:config.max_samples]
-    print_dropped(items, drawn, f"{name} are not learned from: --max_samples")
-    return drawn
 
 
 def played_shares(trajectories: list) -> dict:

@@ -253,7 +253,6 @@ def _read_tagged(text, start, tools):
         _, key, value = tag.groups()
         pairs.append((key, _tagged_value(value, (tools or {}).get(name[1]), key)))
         position = tag.end()
-    # Prose that mentions a tag has no second one.
     if not pairs and position == len(text):
         raise ValueError("a tool call without arguments must be closed")
     _check_end(text, position, "in")

@@ -18,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate
+from envs.prompts import Prompts
 from envs.trl import opening
 from episodes.demonstrations import messages_in
 from episodes.imitation import demonstrate
@@ -480,8 +481,6 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"question": "How many?"}, "no 'answer' in it"),
     ({"prompt": "a", "completion": "b", "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # KTO's rows
     ({"prompt": "a", "completion": "b", "label": "False"}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # in .csv
-    ({"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "b"}, '"prompt" has its messages as text; give them in .jsonl or .parquet'),  # a table that pandas wrote as .csv
-    ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, '"completion" has its messages as text; give them in .jsonl or .parquet'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
     ({"messages": [ASK, {**ANSWER, "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
@@ -494,6 +493,23 @@ def test_a_bad_row_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem
     with pytest.raises(UserError) as caught:
         read(path, tokenizer, env="gsm8k" if "question" in row else None)
     assert str(caught.value) == f"{path}:2: {problem}"
+
+
+@pytest.mark.parametrize("spell", [json.dumps, str])
+def test_messages_that_a_table_holds_as_text_are_messages(tokenizer, tmp_path, spell):
+    """A data base has them as JSON, and pandas writes them into .csv as Python does. They were refused."""
+    chat = [ASK, {**CALLING, "loss": None}, TOOL, ANSWER]
+    rows = [{"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}, {"conversations": [{"value": "it's 4?", "from": "human"}, {"from": "gpt", "value": "4"}]}]
+    for row in rows:
+        as_text = {name: spell(value) for name, value in row.items()}
+        (ours,), (theirs,) = (read(write(tmp_path, [r]), tokenizer) for r in (row, as_text))
+        assert ours.token_ids == theirs.token_ids and ours.loss_mask == theirs.loss_mask
+    with pytest.raises(UserError, match="cannot be read .SyntaxError"):  # a numpy array
+        read(write(tmp_path, [{"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant', 'content': 'b'}]"}]), tokenizer)
+    csv = tmp_path / "tasks.csv"
+    csv.write_text(f'prompt,answer\n"{spell([ASK]).replace(chr(34), chr(34) * 2)}",4\n')
+    task, = load_tasks("envs.prompts:Prompts", "train", None, 0, str(csv), holds_out=False)
+    assert opening(Prompts.reset, task, "") == [ASK]
 
 
 @pytest.mark.parametrize("row, problem", [

@@ -135,7 +135,7 @@ def test_a_row_chooses_among_the_environments_that_were_named(tmp_path, column):
 
 @pytest.mark.parametrize("row, told", [
     ({"prompt": "a", "env": "os:system"}, r"""tasks.jsonl:1: "env" must be one of --env .*, not 'os:system'"""), ({"prompt": "a"}, '"env" must be one of --env .*, not None'),
-    ({"prompt": "[{'role': 'user', 'content': 'a'}]", "env": "WordleEnv"}, 'tasks.jsonl:1: "prompt" has its messages as text; give them in .jsonl or .parquet'),
+    ({"prompt": "[{'role': 'tool', 'content': 'a'}]", "env": "WordleEnv"}, """tasks.jsonl:1: the last message of "prompt" must be the user's"""),
     ({"prompt": 3, "env": "WordleEnv"}, '"prompt" must be text or a list of'), ({"prompt": [{"role": "user"}], "env": "WordleEnv"}, '"prompt" must be text or a list of')])
 def test_a_row_of_no_such_environment_or_prompt_is_an_error_with_its_line(tmp_path, row, told):
     with pytest.raises(UserError, match=told):
