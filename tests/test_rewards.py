@@ -228,7 +228,7 @@ def test_weights_names_turns_and_what_is_not_scored(functions):
 def test_an_episode_that_no_function_scores_is_told_once(functions, capsys):
     for _ in range(2):
         assert paid(f"exact,{functions}:unscored", said("a", task={"prompt": "?", "truth": "a"}), pays=False).reward == 0
-    assert capsys.readouterr().err == ("note: --rewards: no function scores a task with the columns prompt, truth; its reward is 0 "
+    assert capsys.readouterr().out == ("note: --rewards: no function scores a task with the columns prompt, truth; its reward is 0 "
                                        "(exact and math_verify need answer or solution: --fields)\n")
 
 
@@ -265,11 +265,11 @@ def test_who_pays_by_several_functions_is_told_what_success_is(functions, capsys
     both = f"{functions}:half,{functions}:yes"
     paid(both, said("a"))
     paid(f"{functions}:half,format", said("a"), pays=False)
-    assert "note" not in capsys.readouterr().err
+    assert "note" not in capsys.readouterr().out
     for _ in range(2):
         assert paid(both, said("a"), pays=False).info["success"]
     note = "note: --rewards: success is half + yes above 0; where that is not what solved means, give the environment a _check()"
-    assert capsys.readouterr().err.count(note) == 1
+    assert capsys.readouterr().out.count(note) == 1
 
 
 def test_success_is_a_reward_where_nothing_else_says_it(functions):
@@ -352,7 +352,7 @@ def test_an_instance_that_can_be_called_is_a_function_of_trl(tmp_path, capsys):
     path = tmp_path / "judges.py"
     path.write_text("class Judge:\n    def __call__(self, completions, truth, **columns):\n        return [1.0 for _ in completions]\n\njudge = Judge()\n")
     assert paid(f"{path}:judge", said("a"), pays=False).reward == 1.0
-    assert capsys.readouterr().err.startswith("note: --rewards judge: no task of this step has a column 'truth'")
+    assert capsys.readouterr().out.startswith("note: --rewards judge: no task of this step has a column 'truth'")
 
 
 def test_which_functions_are_of_trl():

@@ -194,7 +194,7 @@ def test_a_column_that_no_task_has_is_said_once(monkeypatch, capsys):
     for _ in range(2):
         t = played(monkeypatch, "EchoToolEnv", "asks_for_truth", {"prompt": ASK, "answer": "x"}, "done")
     assert t.reward == 0.0
-    assert capsys.readouterr().err.splitlines() == ["note: --rewards asks_for_truth: no task of this step has a column 'ground_truth', so it gets None; columns: answer, env, prompt"]
+    assert capsys.readouterr().out.splitlines() == ["note: --rewards asks_for_truth: no task of this step has a column 'ground_truth', so it gets None; columns: answer, env, prompt"]
 
 
 @pytest.mark.parametrize("line", ["from envs.openspiel_env import OpenSpielEnv", "from agent import MyAgent", "import episodes.mine", "import agent; agent.helper()",
