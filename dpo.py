@@ -239,8 +239,8 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     env: str | None = flag(None, "environment or several (a,b), to play and to evaluate in; "
                                  "default: none for --dataset, else the recorded episodes', or "
                                  "equations")
-    dataset: str | None = flag(None, "pairs: rows {prompt, chosen, rejected} (.jsonl, .csv, "
-                                     ".parquet, hub:owner/name); default: play", aliases=())
+    dataset: str | None = flag(None, "pairs: rows {prompt, chosen, rejected} (.jsonl, .json, "
+                                     ".csv, .parquet, hub:owner/name); default: play", aliases=())
     tasks: str | None = flag(None, "tasks to play; beside --dataset or --trajectories: to evaluate "
                                    "on; default: the environment's own")
     eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --tasks")
