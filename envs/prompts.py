@@ -1,11 +1,18 @@
 """Prompts without tools: each row of --dataset has a `prompt`, text or messages, that the model
 answers in one turn. What an answer is worth is for --rewards to say: of all columns of its row.
 """
+from envs.trl import opening
 
 
 class Prompts:
     def reset(self, prompt: str | list[dict], **_):
         """Add nothing to the row's prompt."""
+
+    @classmethod
+    def _row(cls, row: dict) -> dict:
+        """Return the row. Raises ValueError for a prompt that no episode can begin with."""
+        opening(cls.reset, row, "")
+        return row
 
     @staticmethod
     def _from_text(text: str) -> dict:

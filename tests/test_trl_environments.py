@@ -133,6 +133,15 @@ def test_a_row_chooses_among_the_environments_that_were_named(tmp_path, column):
     assert len({task["env"] for task in tasks[:8]}) == 2  # mixed
 
 
+@pytest.mark.parametrize("prompt", [3, [], [{"role": "user", "content": [{"type": "text", "text": "a"}]}], [{"role": "assistant", "content": "a"}], None])
+def test_a_prompt_without_tools_that_no_episode_can_begin_with_is_refused_by_its_line(tmp_path, prompt):
+    """It was a fault of the environment in the middle of the run, which went on without these rows."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", prompt)))
+    with pytest.raises(UserError, match='tasks.jsonl:2: .*"prompt"'):
+        load_tasks("envs.prompts:Prompts", "train", None, 0, str(path), holds_out=False)
+
+
 @pytest.mark.parametrize("row, told", [
     ({"prompt": "a", "env": "os:system"}, r"""tasks.jsonl:1: "env" must be one of --env .*, not 'os:system'"""), ({"prompt": "a"}, '"env" must be one of --env .*, not None'),
     ({"prompt": "[{'role': 'tool', 'content': 'a'}]", "env": "WordleEnv"}, """tasks.jsonl:1: the last message of "prompt" must be the user's"""),
