@@ -19,13 +19,14 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 
 import envs
 from envs.calls import awaited, message_of, needed
 from envs.trl import as_trl, is_of_trl, turns_of
+from experiment.bars import say_once
 from experiment.config import nearest
 from experiment.data import reading
 from experiment.episodes import is_finite
@@ -253,7 +254,10 @@ class Rewards:
         values = {name: value for name, value in values.items()
                   if value is not None and (name != "environment" or session.pays)}
         if not values:
-            note_unscored(", ".join(t.info["task"]))
+            columns = ", ".join(t.info["task"])
+            say_once(f"note: --rewards: no function scores a task with the columns {columns}; its "
+                     "reward is 0 (exact and math_verify need answer or solution: --fields)",
+                     file=sys.stderr)
         for name, value in values.items():
             weight = self.weights.get(name, 1.0)
             turns = per_turn(name, value, len(t.rewards))
@@ -273,21 +277,9 @@ class Rewards:
             total = math.fsum(earned.values()) if earned else t.reward
             t.info["success"] = total > 0 and not vetoed
             if len(earned) > 1:
-                note_success(" + ".join(earned))
-
-
-@cache
-def note_unscored(columns: str):
-    """Say once that all functions returned None for an episode, which then is paid nothing."""
-    print(f"note: --rewards: no function scores a task with the columns {columns}; its reward is 0 "
-          "(exact and math_verify need answer or solution: --fields)", file=sys.stderr)
-
-
-@cache
-def note_success(names: str):
-    """Say once that success is the sum of several functions, some of which may pay for manners."""
-    print(f"note: --rewards: success is {names} above 0; where that is not what solved means, give "
-          "the environment a _check() (envs/template.py)", file=sys.stderr)
+                say_once(f"note: --rewards: success is {' + '.join(earned)} above 0; where that is "
+                         "not what solved means, give the environment a _check() "
+                         "(envs/template.py)", file=sys.stderr)
 
 
 def per_turn(name: str, value, count: int) -> list[float]:

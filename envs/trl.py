@@ -1,10 +1,10 @@
 """What TRL's data, environments and reward functions expect: prompts in rows, and arguments."""
 import inspect
 import sys
-from functools import cache
 from types import SimpleNamespace
 
 from envs.calls import needed
+from experiment.bars import say_once
 from experiment.data import LIKE_MESSAGES
 from llm.tool_calls import check_call
 
@@ -121,16 +121,10 @@ def as_trl(episodes: list, name: str, function) -> dict:
     columns = set().union(*tasks)
     wanted = set(needed(function)).difference(given)
     for column in sorted(wanted - columns):
-        note_missing(name, column, ", ".join(sorted(columns)))
+        say_once(f"note: --rewards {name}: no task of this step has a column {column!r}, so it "
+                 f"gets None; columns: {', '.join(sorted(columns))}", file=sys.stderr)
     names = (columns | wanted) - {"prompt", "completion"}
     return {**{column: [task.get(column) for task in tasks] for column in names}, **given}
-
-
-@cache
-def note_missing(function: str, column: str, columns: str):
-    """Say once that no task of a step has a column that a reward function asks for."""
-    print(f"note: --rewards {function}: no task of this step has a column {column!r}, so it gets "
-          f"None; columns: {columns}", file=sys.stderr)
 
 
 def trl_message(message: dict) -> dict:
