@@ -95,8 +95,7 @@ def fit(value, hint):
 def needed(function) -> list[str]:
     """Return the arguments without which a function, or a method of a class, cannot be called."""
     return [p.name for p in inspect.signature(function).parameters.values()
-            if p.name != "self" and p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+            if p.name != "self" and p.default is p.empty and p.kind not in STARRED]
 
 
 class WrongCall(ValueError):
