@@ -1,5 +1,6 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -84,28 +85,33 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
 
 def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
     """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
-    def convert(row, place):
-        if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
-            return False, None
-        if ".csv:" in place:
-            row = import_module(CELLS).read_cells(cls.reset, row)
-        in_split = is_whole or is_held_out(row) == (split == "test")
-        # Rows of the other split are checked as well.
-        task = _as_task(cls, row)
-        if len(names) == 1 and "env" in (task or ()):
+    tasks = []
+    dropped = Counter()
+    for place, row in import_module(MIXTURES).read_data(path, fields, seed):
+        with reading(place):
+            if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
+                continue
+            if ".csv:" in place:
+                row = import_module(CELLS).read_cells(cls.reset, row)
+            in_split = is_whole or is_held_out(row) == (split == "test")
+            # Rows of the other split are checked as well.
+            task = _as_task(cls, row)
+        if not in_split:
+            continue
+        if task is None:
+            dropped["rows have nothing that can be played"] += 1
+            continue
+        dropped["tests cannot be read"] += task.get("dropped_tests", 0)
+        if len(names) == 1 and "env" in task:
             task = {**task, f"{envs.COLUMN}env": task["env"]}
-        return in_split, task
-
-    rows = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
-    if dropped := rows.count(None):
-        print(f"{path:.200}: {dropped} rows have nothing that can be played: dropped ({split})")
-    rows = [task for task in rows if task is not None]
-    if dropped := sum(task.get("dropped_tests", 0) for task in rows):
-        print(f"{path:.200}: {dropped} tests cannot be read: dropped ({split})")
-    if not rows:
+        tasks.append(task)
+    for what, number in dropped.items():
+        if number:
+            print(f"{path:.200}: {number} {what}: dropped ({split})")
+    if not tasks:
         raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0")
-    return shuffled(rows, seed)
+    return shuffled(tasks, seed)
 
 
 def _as_task(cls, row: dict) -> dict | None:
