@@ -5,6 +5,7 @@
     split_pairs  which pairs are learned from, and which are held out
 """
 import math
+from collections import defaultdict
 from importlib import import_module
 from itertools import combinations, takewhile
 
@@ -15,7 +16,7 @@ from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_
                                      without_loss)
 from episodes.tasks import need, read_as
 from experiment.bars import NO_BAR
-from experiment.episodes import members, print_dropped, shift_and_scale
+from experiment.episodes import print_dropped, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json
 from llm.batches import prompt_of
@@ -86,13 +87,13 @@ def make_pairs(files, config) -> list[tuple]:
 
     Raises UserError, with the largest gap there is, if no two episodes differ enough.
     """
-    episodes, ids = [], []
+    tasks = defaultdict(list)
     for number, recorded in enumerate(files):
         shift_and_scale(recorded, config.reward_scaling, config.reward_bias)
-        recorded = [t for t in recorded if 1 in t.loss_mask]
-        episodes += recorded
-        ids += [(number, t.group_id, tuple(prompt_of(t))) for t in recorded]
-    groups = [[episodes[i] for i in indices] for indices in members(ids)]
+        for t in recorded:
+            if 1 in t.loss_mask:
+                tasks[number, t.group_id, tuple(prompt_of(t))].append(t)
+    groups = tasks.values()
     if all(len(group) < 2 for group in groups):
         raise UserError(f"{len(groups)} tasks, but no two episodes of one task: nothing to "
                         "compare; record some with agent.py --group_size 8")
