@@ -22,9 +22,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
         if LIKE_MESSAGES.match(prompt):
             raise ValueError('"prompt" has its messages as text; give them in .jsonl or .parquet')
         prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list):
-        prompt = list(map(as_past, prompt))
-    if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
+    prompt = list(map(as_past, prompt)) if isinstance(prompt, list) else []
+    if not prompt or not all(map(is_message, prompt)):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
     if last["role"] == "system" and observation:
