@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from envs.calls import needed
 from experiment.bars import say_once
-from experiment.data import LIKE_MESSAGES
+from experiment.data import as_messages
 from llm.tool_calls import check_call
 
 
@@ -18,12 +18,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
     prompt = task["prompt"]
     if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
         prompt = ""
-    if isinstance(prompt, str):
-        if LIKE_MESSAGES.match(prompt):
-            raise ValueError('"prompt" has its messages as text; give them in .jsonl or .parquet')
-        prompt = [{"role": "user", "content": prompt}]
-    prompt = list(map(as_past, prompt)) if isinstance(prompt, list) else []
-    if not prompt or not all(map(is_message, prompt)):
+    prompt = list(map(as_past, as_messages(prompt, "prompt", "user")))
+    if not all(map(is_message, prompt)):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
     if last["role"] == "system" and observation:
@@ -51,19 +47,18 @@ def turns_of(t) -> list[int]:
     return places[-len(t.rewards):]
 
 
-def is_message(value) -> bool:
+def is_message(value: dict) -> bool:
     """True for a message of text."""
-    return isinstance(value, dict) and all(
-        isinstance(value.get(name), str) for name in ("role", "content"))
+    return all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def as_past(message):
+def as_past(message: dict) -> dict:
     """Return a message of a prompt, an assistant's marked as not sampled here ("loss": 0).
 
     OpenAI writes the arguments of its calls as JSON inside a string, and no content beside them;
     templates and our episodes have the arguments as an object.
     """
-    if not isinstance(message, dict) or message.get("role") != "assistant":
+    if message.get("role") != "assistant":
         return message
     calls = []
     for call in message.get("tool_calls") or []:

@@ -13,14 +13,12 @@ from typing import NamedTuple
 import envs
 from agent import Trajectory
 from episodes.tasks import need, read_as
-from experiment.data import LIKE_MESSAGES, reading
+from experiment.data import as_messages, reading
 from experiment.episodes import without_faults
 from llm.chat import Chat
 
 RECORDED = "llm.recorded"  # only conversations in files need it
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-                  "observation": "tool"}
 
 
 class Conversation(NamedTuple):
@@ -99,29 +97,6 @@ def prompt_in(row: dict) -> list[dict] | None:
         raise ValueError('"history" is not read; give the conversation as "messages"')
     parts = [row["instruction"], row.get("input")]
     return as_messages("\n\n".join(filter(None, parts)), "instruction", "user")
-
-
-# --------------------------------------------------------------------------------------- messages
-def as_messages(value, name: str, role: str | None = None) -> list[dict]:
-    """Return a field's messages as a list. With a role it may also be one message, or its text."""
-    if role and isinstance(value, str):
-        if LIKE_MESSAGES.match(value):
-            raise ValueError(f'"{name}" has its messages as text; give them in .jsonl or .parquet')
-        return [{"role": role, "content": value}]
-    if role and isinstance(value, dict):
-        value = [value]
-    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return [from_sharegpt(message) for message in value]
-    kind = "text or a list" if role else "a list"
-    raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
-
-
-def from_sharegpt(message: dict) -> dict:
-    """Return a message {"from", "value"} with our names, and any other as it is."""
-    if "from" not in message:
-        return message
-    sender = message["from"]
-    return {**message, "role": SHAREGPT_ROLES.get(sender, sender), "content": message.get("value")}
 
 
 def without_loss(messages):
