@@ -62,7 +62,7 @@ from functools import cache
 from modulefinder import ModuleFinder
 from types import ModuleType
 
-from envs.calls import needed, schemas, tools
+from envs.calls import accepts, needed, schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
@@ -292,6 +292,4 @@ def need_expert(env_names: str):
 
 def taken(cls, options: dict) -> dict:
     """Return those of the options with which `reset` can be called."""
-    parameters = inspect.signature(cls.reset).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in options.items() if takes_any or name in parameters}
+    return {name: value for name, value in options.items() if accepts(cls.reset, name)}

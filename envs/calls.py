@@ -98,6 +98,12 @@ def needed(function) -> list[str]:
             if p.name != "self" and p.default is p.empty and p.kind not in STARRED]
 
 
+def accepts(function, name: str) -> bool:
+    """True if a function can be called with an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 class WrongCall(ValueError):
     """The model's call cannot be made. The text tells the model why."""
 

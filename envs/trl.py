@@ -3,7 +3,7 @@ import inspect
 import sys
 from types import SimpleNamespace
 
-from envs.calls import needed
+from envs.calls import accepts, needed
 from experiment.bars import say_once
 from experiment.data import as_messages
 from llm.tool_calls import check_call
@@ -71,9 +71,7 @@ def as_past(message: dict) -> dict:
 
 def is_of_trl(function) -> bool:
     """True for a function that is to be called as TRL calls it, with names and for all episodes."""
-    parameters = inspect.signature(function).parameters
-    return "completions" in parameters or any(
-        p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return accepts(function, "completions")
 
 
 def as_trl(episodes: list, name: str, function) -> dict:
