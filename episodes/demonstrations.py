@@ -6,6 +6,7 @@
 """
 import json
 import unicodedata
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
@@ -154,14 +155,12 @@ class Encoder:
 
 def read_tools(tools) -> list[dict]:
     """Return function schemas, which may be given as JSON text, or raise ValueError."""
-    try:
+    with suppress(ValueError, TypeError, KeyError):
         tools = json.loads(tools or "[]") if isinstance(tools, str) else tools
         # ShareGPT's tools are the functions alone.
         tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         if all(type(t["function"]["name"]) is str for t in tools):
             return tools
-    except (ValueError, TypeError, KeyError):
-        pass
     raise ValueError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
 
 

@@ -59,10 +59,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
 
 
 def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
-    """Return what `load_tasks` does for a config.
-
-    files: the task file and that of the test rows, or None: those of the config.
-    """
+    """Return tasks for a config. `files` are a task file and that of test rows in place of its."""
     dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
     return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
                       envs.options_of(config), config.fields, holds_out)
@@ -96,15 +93,13 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
             in_split = is_whole or is_held_out(row) == (split == "test")
             # Rows of the other split are checked as well.
             task = _as_task(cls, row)
-        if not in_split:
-            continue
-        if task is None:
+        if in_split and task is None:
             dropped["rows have nothing that can be played"] += 1
-            continue
-        dropped["tests cannot be read"] += task.get("dropped_tests", 0)
-        if len(names) == 1 and "env" in task:
-            task = {**task, f"{envs.COLUMN}env": task["env"]}
-        tasks.append(task)
+        elif in_split:
+            dropped["tests cannot be read"] += task.get("dropped_tests", 0)
+            if len(names) == 1 and "env" in task:
+                task = {**task, f"{envs.COLUMN}env": task["env"]}
+            tasks.append(task)
     for what, number in dropped.items():
         if number:
             print(f"{path:.200}: {number} {what}: dropped ({split})")
