@@ -68,7 +68,7 @@ def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> 
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself: in `_tasks`, or each time in `reset`."""
     if not hasattr(cls, "_tasks"):
-        if envs.needed(cls.reset):
+        if needed(cls.reset):
             raise UserError(f"environment {name!r} makes no tasks of its own; give --tasks FILE")
         return [{}] * (n or 1000)
     with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
@@ -169,7 +169,7 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     recorded episodes (`info["task"]`).
     """
     names = {task["env"] for task in held_out}
-    required = set().union(*(envs.needed(envs.load(name).reset) for name in names))
+    required = set().union(*(needed(envs.load(name).reset) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
     columns = set().union(*held_out) - {"env"}
 
