@@ -62,7 +62,7 @@ from functools import cache
 from modulefinder import ModuleFinder
 from types import ModuleType
 
-from envs.calls import needed, schemas, tools
+from envs.calls import accepts, needed, schemas, tools
 from experiment.config import nearest
 from experiment.errors import UserError
 
@@ -208,14 +208,14 @@ def sources(config) -> list[str]:
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)
-            found = {name: module.__file__ for name, module in finder.modules.items()
-                     if module.__file__}
-            for name, file in found.items():
+            for name, module in finder.modules.items():
+                file = module.__file__
                 loaded = getattr(sys.modules.get(name), "__file__", None) or file
-                if name != "__main__" and file != loaded and loaded.startswith(tuple(FOLDERS)):
+                if file != loaded and name != "__main__" and loaded.startswith(tuple(FOLDERS)):
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
-            paths += found.values()
-    return paths
+                paths.append(file)
+    # What Python brings itself has no file.
+    return list(filter(None, paths))
 
 
 def data_of(config) -> list[str]:
@@ -292,6 +292,4 @@ def need_expert(env_names: str):
 
 def taken(cls, options: dict) -> dict:
     """Return those of the options with which `reset` can be called."""
-    parameters = inspect.signature(cls.reset).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in options.items() if takes_any or name in parameters}
+    return {name: value for name, value in options.items() if accepts(cls.reset, name)}

@@ -95,8 +95,13 @@ def fit(value, hint):
 def needed(function) -> list[str]:
     """Return the arguments without which a function, or a method of a class, cannot be called."""
     return [p.name for p in inspect.signature(function).parameters.values()
-            if p.name != "self" and p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+            if p.name != "self" and p.default is p.empty and p.kind not in STARRED]
+
+
+def accepts(function, name: str) -> bool:
+    """True if a function can be called with an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 class WrongCall(ValueError):

@@ -1,24 +1,9 @@
-"""What tables hold as text: tasks as the type hints of `reset` want them, and messages."""
-import ast
+"""The cells of a .csv file of tasks as the type hints of `reset` want them."""
 import json
-import re
 import typing
 from contextlib import suppress
 
 from envs.calls import fit, hint_name, needed
-
-LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
-
-
-def messages_of(cell):
-    """Return messages that a cell holds as JSON, or as pandas writes lists. All else stays."""
-    if not isinstance(cell, str) or not LIKE_MESSAGES.match(cell):
-        return cell
-    try:
-        return json.loads(cell)
-    except ValueError:
-        return ast.literal_eval(cell)
-
 
 def read_cells(method, row: dict) -> dict:
     """Return a row of a CSV file, whose cells are text, as the type hints of a method want it.

@@ -188,7 +188,7 @@ class Code:
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:
         """Return n generated rows. No function with the same constants is in both splits."""
         check_sandbox(cls.options["unsafe_code"])
-        return generate(cls.options["levels"].split("+"), split, 1000 if n is None else n, seed)
+        return generate(cls.options["levels"].split("+"), split, n or 1000, seed)
 
     @classmethod
     def _row(cls, row: dict) -> dict | None:
@@ -197,17 +197,14 @@ class Code:
 
     def _run(self, code: str, tests=(), count=False):
         calls = [(self._name, arguments) for arguments, _ in tests]
-        return run(with_setup(self._setup, code), calls, seconds=5.0, count=count,
-                   unsafe=self.options["unsafe_code"])
+        if self._setup:
+            # Error messages still have the lines of the model's code.
+            code = f"{self._setup}\nexec(compile({code!r}, 'main.py', 'exec'))"
+        return run(code, calls, seconds=5.0, count=count, unsafe=self.options["unsafe_code"])
 
     def _shown(self, test) -> str:
         arguments, wanted = test
         return f"{self._name}({', '.join(map(repr, arguments))}) == {wanted!r}"
-
-
-def with_setup(setup: str, code: str) -> str:
-    """Return code that runs after the setup, whose error messages have the lines of the code."""
-    return f"{setup}\nexec(compile({code!r}, 'main.py', 'exec'))" if setup else code
 
 
 def verdicts(result, tests) -> list[bool]:

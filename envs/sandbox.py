@@ -144,15 +144,13 @@ def _kill_group(pid: int):
 def _records(report: bytes) -> list[dict]:
     """Return the JSON objects, one a line, up to the first line that is none."""
     records = []
-    for line in report.split(b"\n")[:-1]:
-        try:
+    # Forged lines may be nested deeply, hold huge numbers, or be no text.
+    with suppress(ValueError, RecursionError):
+        for line in report.split(b"\n")[:-1]:
             record = json.loads(line)
-        # Forged lines may be nested deeply, hold huge numbers, or be no text.
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(record, dict):
-            break
-        records.append(record)
+            if not isinstance(record, dict):
+                break
+            records.append(record)
     return records
 
 

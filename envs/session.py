@@ -24,6 +24,9 @@ from llm.tool_calls import check_call
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
 HANG_SECONDS = 30  # beyond the time-out in which no thread ran: a call holds Python's lock
+MIXED = ("tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other episodes "
+         "ran, in threads of the same process, so that their results are mixed up; hold a "
+         "threading.Lock of the module meanwhile, or run such code in a process of its own")
 
 
 class Watch:
@@ -47,8 +50,7 @@ class Watch:
         # Name -> workers whose environments wait for their next episode.
         self.idle = earlier.idle if earlier else defaultdict(list)
         self.abandoned = []  # the calls that did not return in time
-        self.broken = None  # the fault that came too often, in words
-        self.mixed = False  # True if calls turn out to have written into each other's buffers
+        self.broken = None  # why no result can be relied on, in words
 
     def __enter__(self):
         self.is_open = True
@@ -61,7 +63,8 @@ class Watch:
             self.is_open, self.is_closed = False, True
             faulthandler.cancel_dump_traceback_later()
             # Calls that overlap and each put back what they met leave another's buffer behind.
-            self.mixed = isinstance(sys.stdout, io.StringIO) and sys.stdout is not self.stdout
+            if isinstance(sys.stdout, io.StringIO) and sys.stdout is not self.stdout:
+                self.broken = MIXED
             sys.stdout = self.stdout
 
     def _keep_alive(self):
@@ -97,7 +100,10 @@ class Watch:
         """Count the faults in a row. A call of this kind met one, or none."""
         self.faults[kind] = self.faults[kind] + 1 if fault else 0
         if self.faults[kind] >= MAX_FAULTS:
-            self.broken = fault
+            self.broken = (
+                f"{MAX_FAULTS} faults in a row: the environment is broken, and the model cannot "
+                "help it; what is the model's fault a tool returns as text, or raises as "
+                f"ValueError; the last: {fault}")
 
     def check_abandoned(self):
         """Raise EnvironmentFault if too many calls were left behind."""
@@ -109,17 +115,8 @@ class Watch:
 
     def check(self):
         """Raise EnvironmentFault if results are mixed up, or calls met faults again and again."""
-        if self.mixed:
-            raise EnvironmentFault(
-                "tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other "
-                "episodes ran, in threads of the same process, so that their results are mixed up; "
-                "hold a threading.Lock of the module meanwhile, or run such code in a process of "
-                "its own")
         if self.broken:
-            raise EnvironmentFault(
-                f"{MAX_FAULTS} faults in a row: the environment is broken, and the model cannot "
-                "help it; what is the model's fault a tool returns as text, or raises as "
-                f"ValueError; the last: {self.broken}")
+            raise EnvironmentFault(self.broken)
 
 
 def load_environments(tokenizer, env_names: str, generation_config=None,

@@ -2,9 +2,9 @@
 import inspect
 from types import SimpleNamespace
 
-from envs.calls import needed
-from envs.cells import messages_of
+from envs.calls import accepts, needed
 from experiment.bars import say_once
+from experiment.data import as_messages
 from llm.tool_calls import check_call
 
 
@@ -17,12 +17,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
     prompt = task["prompt"]
     if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
         prompt = ""
-    prompt = messages_of(prompt)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list):
-        prompt = list(map(as_past, prompt))
-    if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
+    prompt = list(map(as_past, as_messages(prompt, "prompt", "user")))
+    if not all(map(is_message, prompt)):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
     if last["role"] == "system" and observation:
@@ -50,19 +46,18 @@ def turns_of(t) -> list[int]:
     return places[-len(t.rewards):]
 
 
-def is_message(value) -> bool:
+def is_message(value: dict) -> bool:
     """True for a message of text."""
-    return isinstance(value, dict) and all(
-        isinstance(value.get(name), str) for name in ("role", "content"))
+    return all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def as_past(message):
+def as_past(message: dict) -> dict:
     """Return a message of a prompt, an assistant's marked as not sampled here ("loss": 0).
 
     OpenAI writes the arguments of its calls as JSON inside a string, and no content beside them;
     templates and our episodes have the arguments as an object.
     """
-    if not isinstance(message, dict) or message.get("role") != "assistant":
+    if message.get("role") != "assistant":
         return message
     calls = []
     for call in message.get("tool_calls") or []:
@@ -75,9 +70,7 @@ def as_past(message):
 
 def is_of_trl(function) -> bool:
     """True for a function that is to be called as TRL calls it, with names and for all episodes."""
-    parameters = inspect.signature(function).parameters
-    return "completions" in parameters or any(
-        p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return accepts(function, "completions")
 
 
 def as_trl(episodes: list, name: str, function) -> dict:

@@ -6,21 +6,20 @@
 """
 import json
 import unicodedata
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
 import envs
 from agent import Trajectory
-from episodes.tasks import CELLS, need, read_as
-from experiment.data import reading
+from episodes.tasks import need, read_as
+from experiment.data import as_messages, reading
 from experiment.episodes import without_faults
 from llm.chat import Chat
 
 RECORDED = "llm.recorded"  # only conversations in files need it
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-                  "observation": "tool"}
 
 
 class Conversation(NamedTuple):
@@ -101,28 +100,6 @@ def prompt_in(row: dict) -> list[dict] | None:
     return as_messages("\n\n".join(filter(None, parts)), "instruction", "user")
 
 
-# --------------------------------------------------------------------------------------- messages
-def as_messages(value, name: str, role: str | None = None) -> list[dict]:
-    """Return a field's messages as a list. With a role it may also be one message, or its text."""
-    value = import_module(CELLS).messages_of(value)
-    if role and isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if role and isinstance(value, dict):
-        value = [value]
-    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return [from_sharegpt(message) for message in value]
-    kind = "text or a list" if role else "a list"
-    raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
-
-
-def from_sharegpt(message: dict) -> dict:
-    """Return a message {"from", "value"} with our names, and any other as it is."""
-    if "from" not in message:
-        return message
-    sender = message["from"]
-    return {**message, "role": SHAREGPT_ROLES.get(sender, sender), "content": message.get("value")}
-
-
 def without_loss(messages):
     """Return the messages marked as not to be learned."""
     return [{**message, "loss": 0} for message in messages]
@@ -178,14 +155,12 @@ class Encoder:
 
 def read_tools(tools) -> list[dict]:
     """Return function schemas, which may be given as JSON text, or raise ValueError."""
-    try:
+    with suppress(ValueError, TypeError, KeyError):
         tools = json.loads(tools or "[]") if isinstance(tools, str) else tools
         # ShareGPT's tools are the functions alone.
         tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         if all(type(t["function"]["name"]) is str for t in tools):
             return tools
-    except (ValueError, TypeError, KeyError):
-        pass
     raise ValueError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
 
 

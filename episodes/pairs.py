@@ -11,11 +11,11 @@ from itertools import combinations, takewhile
 
 from tqdm import tqdm
 
-from episodes.demonstrations import (Conversation, Encoder, as_messages, prompt_in,
-                                     without_loss)
+from episodes.demonstrations import Conversation, Encoder, prompt_in, without_loss
 from episodes.imitation import draw
 from episodes.tasks import need, read_as
 from experiment.bars import NO_BAR
+from experiment.data import as_messages
 from experiment.episodes import print_dropped, shift_and_scale
 from experiment.errors import UserError
 from experiment.files import replace_file, to_json

@@ -1,5 +1,6 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -13,7 +14,7 @@ from experiment.errors import UserError
 from experiment.files import finite
 from experiment.seeds import mix, shuffled, split_of
 
-CELLS = "envs.cells"  # only tables need it
+CELLS = "envs.cells"  # only a .csv file needs it
 needed = cache(envs.needed)  # a file may have a million rows
 
 
@@ -58,10 +59,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
 
 
 def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
-    """Return what `load_tasks` does for a config.
-
-    files: the task file and that of the test rows, or None: those of the config.
-    """
+    """Return tasks for a config. `files` are a task file and that of test rows in place of its."""
     dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
     return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
                       envs.options_of(config), config.fields, holds_out)
@@ -70,7 +68,7 @@ def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> 
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself: in `_tasks`, or each time in `reset`."""
     if not hasattr(cls, "_tasks"):
-        if envs.needed(cls.reset):
+        if needed(cls.reset):
             raise UserError(f"environment {name!r} makes no tasks of its own; give --tasks FILE")
         return [{}] * (n or 1000)
     with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
@@ -84,27 +82,31 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
 
 def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
     """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
-    def convert(row, place):
-        if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
-            return False, None
-        if ".csv:" in place:
-            row = import_module(CELLS).read_cells(cls.reset, row)
-        in_split = is_whole or is_held_out(row) == (split == "test")
-        # Rows of the other split are checked as well.
-        task = _as_task(cls, row)
-        if len(names) == 1 and "env" in (task or ()):
-            task = {**task, f"{envs.COLUMN}env": task["env"]}
-        return in_split, task
-
-    drawn = [task for in_split, task in read_as(path, convert, fields, seed) if in_split]
-    rows = [task for task in drawn if task is not None]
-    print_dropped(drawn, rows, f"{split} rows of {path:.200} hold nothing to play: dropped")
-    if dropped := sum(task.get("dropped_tests", 0) for task in rows):
-        print(f"{path:.200}: {dropped} tests cannot be read: dropped ({split})")
-    if not rows:
+    tasks = []
+    dropped = Counter()
+    for place, row in import_module(MIXTURES).read_data(path, fields, seed):
+        with reading(place):
+            if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
+                continue
+            if ".csv:" in place:
+                row = import_module(CELLS).read_cells(cls.reset, row)
+            in_split = is_whole or is_held_out(row) == (split == "test")
+            # Rows of the other split are checked as well.
+            task = _as_task(cls, row)
+        if in_split and task is None:
+            dropped["rows have nothing that can be played"] += 1
+        elif in_split:
+            dropped["tests cannot be read"] += task.get("dropped_tests", 0)
+            if len(names) == 1 and "env" in task:
+                task = {**task, f"{envs.COLUMN}env": task["env"]}
+            tasks.append(task)
+    for what, number in dropped.items():
+        if number:
+            print(f"{path:.200}: {number} {what}: dropped ({split})")
+    if not tasks:
         raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0")
-    return shuffled(rows, seed)
+    return shuffled(tasks, seed)
 
 
 def _as_task(cls, row: dict) -> dict | None:
@@ -162,7 +164,7 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     recorded episodes (`info["task"]`).
     """
     names = {task["env"] for task in held_out}
-    required = set().union(*(envs.needed(envs.load(name).reset) for name in names))
+    required = set().union(*(needed(envs.load(name).reset) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
     columns = set().union(*held_out) - {"env"}
 

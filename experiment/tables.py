@@ -2,6 +2,7 @@
 
 `read_rows` loads this module when it meets one of them.
 """
+import ast
 import csv
 import json
 import re
@@ -9,6 +10,8 @@ from contextlib import suppress
 
 from experiment.data import json_rows, lines_of, parse_object, read_text, reading
 from experiment.errors import UserError
+
+LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 
 
 def csv_rows(path):
@@ -50,6 +53,16 @@ def _lines_of_cells(path):
             return
         if any(cells):
             yield number, cells
+
+
+def messages_of(cell: str):
+    """Return the messages that a cell holds as JSON, or as pandas writes lists, else the cell."""
+    if not LIKE_MESSAGES.match(cell):
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return ast.literal_eval(cell)
 
 
 def parquet_rows(path):
