@@ -127,15 +127,10 @@ class Chat:
             content, calls = "\n".join(lines), []
         if len(calls) > 1 and not self._many_calls:
             raise ValueError(f"the chat template shows one tool call per turn, got {len(calls)}")
-        user = self._message("user", USER)
-        assistant = self._message("assistant", content, calls, **fields)
-        template = self._template
-        # Encode only what follows the last control token before the turn, without all tools.
-        texts = template.render([user]), template.render([user, assistant], generate=False)
-        opened = template.controls(os.path.commonprefix(texts))
-        since = (opened[-1], opened.count(opened[-1])) if opened else None
-        prompt = template.ids([user], since=since)
-        whole = template.ids([user, assistant], generate=False, since=since)
+        messages = [self._message("user", USER)]
+        prompt = self._template.ids(messages, since=self._first_user)
+        messages.append(self._message("assistant", content, calls, **fields))
+        whole = self._template.ids(messages, generate=False, since=self._first_user)
         shared = len(os.path.commonprefix([prompt, whole]))
         turn = self._continue_prompt(prompt[shared:], whole[shared:])
         stop = self.call_stop_id if calls else self.answer_stop_id
@@ -250,7 +245,10 @@ class Chat:
         if not template.shows([USER, ANSWER, REPLY], answered):
             raise ValueError(f"the chat template of {template.name} does not show user and "
                              "assistant messages given as text")
-        self._opening = template.render(answered[:1]).rpartition(USER)[2]
+        before, _, self._opening = template.render(answered[:1]).rpartition(USER)
+        # The last control token before a first question. What is encoded from there lacks all tools.
+        opened = template.controls(before)
+        self._first_user = (opened[-1], opened.count(opened[-1])) if opened else None
         self._answer_end = self._call_end = self._end_of_turn(answered)
         if self.native_tools:
             self._call_end = self._end_of_turn(self._called(*two_calls))
