@@ -171,15 +171,14 @@ class Servers:
         save_model(model, self.folder / name)
         self.names.append(name)
         futures = self.everywhere(self.urls, self.tell, "load", name)
-        living = [url for url in futures if not futures[url].exception()]
-        for future in futures.values():
-            error = future.exception()
-            if error and not (living and isinstance(error, Lost)):
+        errors = {url: future.exception() for url, future in futures.items()}
+        living = [url for url in errors if not errors[url]]
+        for error in filter(None, errors.values()):
+            if not living or not isinstance(error, Lost):
                 raise UserError(
                     f"{error}; start it where it sees {self.folder / name}, with "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank")
-            if error:
-                say(f"{error}; the other servers take its episodes")
+            say(f"{error}; the other servers take its episodes")
         self.living = living
         for old in self.names[:-KEPT]:
             self.retire(old)

@@ -78,38 +78,31 @@ def check(model, turns: dict, temperature: float, tolerance: float) -> float:
     return worst
 
 
+@torch.no_grad()
 def difference(model, turns, temperature: float) -> float:
     """Return the mean of |theirs - ours| over all tokens of the turns, in nats."""
-    theirs = torch.cat([torch.tensor(logprobs) for _, _, logprobs in turns])
-    return (our_logprobs(model, turns, temperature) - theirs).abs().mean().item()
-
-
-@torch.no_grad()
-def our_logprobs(model, turns, temperature: float):
-    """Return the model's log-probabilities of the sampled tokens of all turns, (n,)."""
-    logprobs = []
+    errors = []
     with merged(model, update=True):
-        for prompt, ids, _ in turns:
+        for prompt, ids, theirs in turns:
             tokens = torch.tensor([prompt + ids], device=model.device)  # (1, T)
             mask = torch.ones_like(tokens)
             mask[:, :len(prompt)] = 0
             ours, _ = token_logprobs(model, tokens, mask, temperature)
-            logprobs.append(ours[0, len(prompt):].cpu())
-    return torch.cat(logprobs)
+            errors.append((ours[0, len(prompt):].cpu() - torch.tensor(theirs)).abs())
+    return torch.cat(errors).mean().item()
 
 
 @contextmanager
 def random_adapter(model, turns, temperature: float):
-    """Inside the block B is random. Yields by how many nats our logprobs of these turns change."""
+    """Inside the block B is random. Yields by how many nats that moves us from these turns."""
     tensors = [p for name, p in adapter_tensors(model).items() if "lora_B" in name]
     exact = [p.detach().clone() for p in tensors]
-    before = our_logprobs(model, turns, temperature)
     generator = torch.Generator().manual_seed(0)
     try:
         for std in NOISE:
             for p in tensors:
                 p.data += std * torch.randn(p.shape, generator=generator).to(p)
-            change = (our_logprobs(model, turns, temperature) - before).abs().mean().item()
+            change = difference(model, turns, temperature)
             if change > CHANGE:
                 break
         yield change

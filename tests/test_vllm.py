@@ -22,7 +22,7 @@ import grpo
 import reward_weighted
 from experiment.background import in_thread
 from experiment.errors import UserError
-from llm import load_model, vllm, vllm_proof
+from llm import load_model, token_logprobs, vllm, vllm_proof
 from llm.engine import Engine, Row
 from lora import adapter_tensors, merged, reference
 
@@ -294,14 +294,22 @@ def test_all_weights_are_refused(place, tmp_path, server):  # noqa: F811
     assert "train an adapter: --lora_r 16" in refused(place, tmp_path / "r", server, lora_r=0)
 
 
+@torch.no_grad()
+def our_logprobs(model, prompt, ids):
+    """What the policy, merged as in an update, gives to the ids after a prompt."""
+    with merged(model, update=True):
+        mask = torch.tensor([[0] * len(prompt) + [1] * len(ids)])
+        return token_logprobs(model, torch.tensor([prompt + ids]), mask)[0][0, len(prompt):]
+
+
 def test_the_random_adapter_changes_more_than_the_tolerance_and_is_taken_back(place):  # noqa: F811
     model, _ = load_model(str(place / "adapter"), lora_r=2, dtype="float32")
     exact = {name: p.clone() for name, p in adapter_tensors(model).items()}
-    turns = [([5, 6, 7], [8, 9, 10], [0.0] * 3), ([5], [11, 12], [0.0] * 2)]
-    before = vllm_proof.our_logprobs(model, turns, 1.0)
+    turns = [(prompt, ids, our_logprobs(model, prompt, ids).tolist()) for prompt, ids in (([5, 6, 7], [8, 9, 10]), ([5], [11, 12]))]
     with vllm_proof.random_adapter(model, turns, 1.0) as change:
         assert all(torch.equal(p, exact[name]) == ("lora_A" in name) for name, p in adapter_tensors(model).items())
-        assert change == (vllm_proof.our_logprobs(model, turns, 1.0) - before).abs().mean()
+        after = torch.cat([our_logprobs(model, prompt, ids) for prompt, ids, _ in turns])
+        assert change == (after - torch.tensor(turns[0][2] + turns[1][2])).abs().mean()
     # The check allows a quarter of it: a server that leaves the adapter out is found, also where probabilities are nearly uniform.
     assert change > 0.1
     assert all(torch.equal(p, exact[name]) for name, p in adapter_tensors(model).items())
@@ -310,7 +318,7 @@ def test_the_random_adapter_changes_more_than_the_tolerance_and_is_taken_back(pl
 def test_the_worst_of_all_servers_counts(place):  # noqa: F811
     model, _ = load_model(str(place / "base"), lora_r=2)
     prompt, ids = [5, 6, 7], [8, 9, 10, 11]
-    ours = vllm_proof.our_logprobs(model, [(prompt, ids, None)], 1.0)
+    ours = our_logprobs(model, prompt, ids)
     signs = torch.tensor([1, -1, 1, -1])  # each token counts, not the mean of all
 
     def check(**errors):
@@ -328,11 +336,11 @@ def test_an_adapter_that_is_ignored_is_found_where_it_changes_little(place, monk
 
     def turn(url, body):
         with reference(model, None):
-            return ids, vllm_proof.our_logprobs(model, [(body["prompt"], ids, None)], 1.0).tolist()
+            return ids, our_logprobs(model, body["prompt"], ids).tolist()
     servers = SimpleNamespace(urls=["u"], name="a", prefix="b", publish=lambda *_: None, turn=turn,
                               everywhere=lambda urls, act: {"u": in_thread(act, "u")})
     monkeypatch.setattr(vllm_proof, "NOISE", (0.01,))
-    with vllm_proof.random_adapter(model, [([5, 6], ids, None)], 1.0) as change:
+    with vllm_proof.random_adapter(model, [([5, 6], ids, our_logprobs(model, [5, 6], ids).tolist())], 1.0) as change:
         assert change < vllm_proof.CHANGE / 4
     with pytest.raises(UserError, match="plays the model without its adapter"):
         vllm_proof.prove(servers, model, [[5, 6]], {"temperature": 1.0})
