@@ -70,8 +70,8 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 
-def causal_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-                     shared_prefix=None, **kwargs):
+def causal_attention(module, query, key, value, attention_mask, scaling=None, shared_prefix=None,
+                     **kwargs):
     """The attention of every model that `load_model` opens, in the signature of transformers.
 
     It is the stock kernel except in two cases.
@@ -92,15 +92,14 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, dr
         P, B = shared_prefix
         W = (T - P) // B
         T, visible = max(P, W), P + W
-    stock = attention_mask is not None or dropout or kwargs.get("position_bias") is not None
+    stock = attention_mask is not None or kwargs.get("position_bias") is not None
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
     trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
     takes_products = trains_on_cpu or query.is_cpu and query.element_size() == 2
     if takes_products and row_bytes <= MAX_SCORES and not stock:
         attend = partial(causal_products, scaling)
     else:
-        attend = partial(
-            stock_attention, module, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        attend = partial(stock_attention, module, attention_mask, scaling=scaling, **kwargs)
     if shared_prefix:
         attend = partial(packed_attention, attend, P, B)
     # What layers free between tensors that they keep is a hole in glibc's heap: a fifth of

@@ -8,6 +8,7 @@ It takes no memory: the joint weights replace the model's tensors, which become 
 a CPU, bfloat16 weights are held in oneDNN's layout, in which a product of few rows takes 25 to
 35 % less time. Merged weights are then freed. Other weights stay beside the packed ones.
 """
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -84,10 +85,12 @@ class FusedLayer:
         self.mlp_norm = layer.post_attention_layernorm
         self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = joined(attention.o_proj)
-        self.mlp = self.prompt_mlp = FusedMLP(layer.mlp)
+        mlp = layer.mlp
+        self.mlp = self.prompt_mlp = partial(
+            fused_mlp, joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj))
         # A long prompt stays in tiles: its intermediate values would fill a small GPU.
-        if getattr(vars(layer.mlp).get("forward"), "func", None) is tiled:
-            self.prompt_mlp = layer.mlp
+        if getattr(vars(mlp).get("forward"), "func", None) is tiled:
+            self.prompt_mlp = mlp
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
         self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv
         self.window = getattr(attention, "sliding_window", None)
@@ -117,16 +120,10 @@ class FusedLayer:
         return self.out(y.flatten(2))
 
 
-class FusedMLP:
-    """A SwiGLU MLP whose gate and up projections are one product."""
-
-    def __init__(self, mlp):
-        self.gate_up = joined(mlp.gate_proj, mlp.up_proj)
-        self.down = joined(mlp.down_proj)
-
-    def __call__(self, x):
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+def fused_mlp(gate_up, down, x):
+    """Return the output of a SwiGLU MLP whose gate and up projections are one product."""
+    gate, up = gate_up(x).chunk(2, -1)
+    return down(F.silu(gate) * up)
 
 
 def normalize(norm, x):

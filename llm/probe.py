@@ -8,7 +8,7 @@ Where they differ, a model would be trained on other probabilities than it was s
 transformers adds or changes goes through here as well; no list of architectures is needed.
 """
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -163,15 +163,11 @@ def engine_logprobs(model, ids):
 @contextmanager
 def narrow_windows(model):
     """Inside the block every sliding window is narrower than the probe's rows are long."""
-    widths = []
-    for thing in (model.config, model.config.get_text_config(), *model.modules()):
-        for name, value in vars(thing).items():
-            is_window = name.endswith(("window", "window_size", "attention_chunk_size"))
-            if is_window and type(value) is int and value > WINDOW:
-                widths.append((vars(thing), name, value))
-                vars(thing)[name] = WINDOW
-    try:
+    with ExitStack() as stack:
+        for thing in (model.config, model.config.get_text_config(), *model.modules()):
+            for name, value in vars(thing).items():
+                is_window = name.endswith(("window", "window_size", "attention_chunk_size"))
+                if is_window and type(value) is int and value > WINDOW:
+                    stack.callback(vars(thing).update, {name: value})
+                    vars(thing)[name] = WINDOW
         yield
-    finally:
-        for attributes, name, value in widths:
-            attributes[name] = value

@@ -17,7 +17,7 @@ class Stream:
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.holds = [None, None]  # the layer in each slot
         self.last = -1  # the layer entered last
-        sizes = list(map(layer_bytes, layers))
+        sizes = [sum(map(aligned_bytes, layer.state_dict().values())) for layer in layers]
         largest = max(sizes)
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
         self.hosts = []  # one flat uint8 tensor per layer
@@ -78,7 +78,3 @@ def aligned_bytes(tensor) -> int:
     """Return the bytes of a tensor, rounded up so that the next one begins at a multiple of 64."""
     return -(-tensor.nbytes // 64) * 64
 
-
-def layer_bytes(layer) -> int:
-    """Return the bytes of all tensors of a layer, one behind the other."""
-    return sum(map(aligned_bytes, layer.state_dict().values()))
