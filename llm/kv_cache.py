@@ -41,6 +41,7 @@ class RowCache:
         keeps_states: True for a `StateCache`, whose states padding would change.
         position: (R, C) the position of every new token in its row.
         begins: True if the new tokens are the first of their rows.
+        rows: the slots of the pass, a slice if they are neighbours.
         span: how many positions of a row the pass reads.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
@@ -60,7 +61,7 @@ class RowCache:
 
         Shorter rows are padded on the right. The padding is stored like tokens, at positions that
         no query looks at before the row's own next tokens are written there, or at the last one,
-        which is kept free. Rows that have the first slots in order are read without a copy.
+        which is kept free. Rows that have neighbouring slots in order are read without a copy.
         """
         self.begins = not any(starts)
         needed = 1 + max(start + count for start, count in zip(starts, counts))
@@ -72,22 +73,24 @@ class RowCache:
         # On a CPU a bfloat16 product copies a slice, which pays below a third of the positions.
         if not self.sdpa and self.capacity < 3 * span:
             span = self.capacity
-        in_order = slots == list(range(len(slots)))
-        read = slice(0, len(slots)) if in_order else index
-        self.read = read, slice(None), slice(0, span)
-        self._write(index, position.clamp(max=self.capacity - 1), span)
+        neighbours = slice(slots[0], slots[0] + len(slots))
+        in_order = slots == list(range(neighbours.start, neighbours.stop))
+        self.rows = neighbours if in_order else index
+        self._place(index, position.clamp(max=self.capacity - 1), span)
 
     def prepare_step(self, position, span: int):
         """Make the next pass write one token for each of the first R rows, at `position` (R,).
 
         It reads the first `span` positions and looks at no value of `position`, as graphs demand.
         """
-        self.read = slice(0, len(position)), slice(None), slice(0, span)
+        self.begins = False
+        self.rows = slice(0, len(position))
         index = torch.arange(len(position), device=self.device)
-        self._write(index, position[:, None], span)
+        self._place(index, position[:, None], span)
 
-    def _write(self, index, position, span: int):
+    def _place(self, index, position, span: int):
         """Let the next pass write to these positions (R, C) of the slots `index` (R,)."""
+        self.read = self.rows, slice(None), slice(0, span)
         self.write = index[:, None], slice(None), position
         # A query beyond the span, of a row that waits, could see no key of a sliding window, and
         # the softmax over none is NaN, which a slot keeps for the next row.

@@ -21,31 +21,21 @@ class StateCache(RowCache):
     """
     keeps_states = True
 
-    def prepare(self, slots: list[int], starts: list[int], counts: list[int]):
-        super().prepare(slots, starts, counts)
-        self.rows = slice(slots[0], slots[0] + len(slots))
-        self.fresh = not any(starts)
-
-    def prepare_step(self, position, span: int):
-        super().prepare_step(position, span)
-        self.rows = slice(0, len(position))
-        self.fresh = False
-
     def get_conv_state(self, layer_idx: int, state_idx: int = 0):
-        """Return the inputs (R, D, K) that a convolution sees again, or None for fresh rows.
+        """Return the inputs (R, D, K) that a convolution sees again, or None where rows begin.
 
         This is a view, and so is a recurrence's: some layers write into it.
         """
-        return None if self.fresh else self.states[layer_idx, "conv", state_idx][self.rows]
+        return None if self.begins else self.states[layer_idx, "conv", state_idx][self.rows]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0):
-        """Return the state (R, ...) of a recurrence, or None for fresh rows."""
-        return None if self.fresh else self.states[layer_idx, "recurrent", state_idx][self.rows]
+        """Return the state (R, ...) of a recurrence, or None where rows begin."""
+        return None if self.begins else self.states[layer_idx, "recurrent", state_idx][self.rows]
 
     def update_conv_state(self, new, layer_idx: int, state_idx=0, conv_kernel_size=None, **_):
         """Store the last inputs of a convolution and return those before `new` (R, D, C) with it.
 
-        Fresh rows have zeros before, if `new` is shorter than the convolution's kernel.
+        Rows that begin have zeros before, if `new` is shorter than the convolution's kernel.
         """
         width = conv_kernel_size or new.shape[-1]
         before = self.get_conv_state(layer_idx, state_idx)
