@@ -44,18 +44,11 @@ def _checkpointed(i: int, stream, offload, run, hidden, *others):
 
 
 def to_host(tensor):
-    """Return a copy in host memory, pinned to make the way back fast; a CPU's tensor as it is."""
-    if tensor.device.type != "cuda":
+    """Return the tensor in host memory, pinned if there is a GPU so that copies need not wait."""
+    if tensor.is_meta or not torch.cuda.is_available():
         return tensor.to("cpu")
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def pinned(tensor):
-    """Return the tensor in host memory, pinned if there is a GPU so that copies need not wait."""
-    if torch.cuda.is_available() and not tensor.is_meta:
-        return tensor.pin_memory()
-    return tensor.to("cpu")
 
 
 def tile_mlps(model, tokens: int):

@@ -16,7 +16,7 @@ from experiment.errors import UserError
 from llm.adapter_files import ADAPTER, FORMS, load_weights, read_settings
 from llm.attention import causal_attention
 from llm.chat import Chat
-from llm.checkpointing import checkpoint_layers, layers_of, pinned, tile_mlps
+from llm.checkpointing import checkpoint_layers, layers_of, tile_mlps, to_host
 from llm.memory import QUANTIZATION, Facts, Techniques, techniques, techniques_of
 from llm.model_files import read_model, read_tokenizer, real_dtype
 from llm.pointwise import install
@@ -145,7 +145,7 @@ def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
         raise UserError(f"{place}{error}") from None
     if chosen.adamw_on_host:
         for tensor in adapter_tensors(model).values():
-            tensor.data = pinned(tensor.data)
+            tensor.data = to_host(tensor.data)
     if folder:
         load_weights(model, folder)
         settings(model).fresh = False

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from llm.checkpointing import pinned, recompute
+from llm.checkpointing import recompute, to_host
 from llm.logprobs import CHUNK, blocks, scaled
 
 BLOCK_ROWS = 4096  # rows of an int8 table that are in the compute dtype at once
@@ -110,7 +110,7 @@ class Int8Table:
             scale[block] = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
             data[block] = (exact / scale[block]).round().to(torch.int8)
         if on_host:
-            data, scale = pinned(data), pinned(scale)
+            data, scale = to_host(data), to_host(scale)
         self.data, self.scale = data, scale
 
     def dequantize(self, index, device):
