@@ -101,17 +101,17 @@ def merge(source: str, folder: str, dtype: str = "auto"):
 
     In the run's dtype these are the weights that it sampled with. The folder is whole or absent.
     """
-    place = os.path.dirname(os.path.abspath(folder))
-    os.makedirs(place, exist_ok=True)
+    place = Path(folder).absolute().parent
+    place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
         model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
-        whole = os.path.join(beside, "model")
+        whole = Path(beside, "model")
         model.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
         # A model with a vision tower is loaded with these, too.
         for path in Path(model.facts.source).glob("*processor_config.json"):
-            shutil.copyfile(path, os.path.join(whole, path.name))
-        os.replace(whole, folder)
+            shutil.copyfile(path, whole / path.name)
+        whole.replace(folder)
 
 
 def _prepared_device(name: str | None, train: bool):
@@ -199,7 +199,7 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
 # --------------------------------------------------------------------------------- where a model is
 def _holds(path: str, name: str) -> bool:
     """True if this is a folder that holds a file of this name."""
-    return os.path.exists(os.path.join(path, name))
+    return os.path.exists(Path(path, name))
 
 
 def newest(path: str) -> str:
@@ -212,7 +212,7 @@ def is_tiny(model_path: str) -> bool:
     try:
         path = newest(model_path)
         path = base_of(path) if _holds(path, ADAPTER) else path
-        return path == "tiny" or bool(read_json(os.path.join(path, "config.json")).get("tiny"))
+        return path == "tiny" or bool(read_json(Path(path, "config.json")).get("tiny"))
     except (OSError, ValueError):  # a UserError is a ValueError
         return False
 

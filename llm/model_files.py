@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -132,8 +133,8 @@ def read_tokenizer(source: str):
         if tokenizer.vocab_size < 10:  # special tokens alone
             raise ValueError("tokenizer.json is missing; copy it from the base model")
         # Where a model with a vision tower had its template before chat_template.jinja.
-        path = os.path.join(source, "chat_template.json")
-        if not tokenizer.chat_template and os.path.exists(path):
+        path = Path(source, "chat_template.json")
+        if not tokenizer.chat_template and path.exists():
             tokenizer.chat_template = read_json(path).get("chat_template")
         return tokenizer
     except Exception as error:
