@@ -129,10 +129,7 @@ def load_weights(model, folder: str):
     path = Path(folder, ADDED)
     if path.exists() or added_weights(model):
         with reading(path):
-            tensors = load_file(path)
-        for name, p in model.named_parameters():
-            if name in tensors:
-                p.data.copy_(tensors[name])
+            model.load_state_dict(load_file(path), strict=False)
     if settings(model):
         _load_adapter(model, folder)
     else:
