@@ -24,17 +24,14 @@ class JointOutput:
             # A prompt needs the memory more than a GPU waits for its few launches.
             return torch.cat([linear(x) for linear in self.linears], -1)
         outputs = [type(linear).forward(linear, x) for linear in self.linears]
-        self.adapter = self.adapter or joint_adapter(self.linears, x, outputs)
+        if not self.adapter:
+            A, B = zip(*(linear.lora.factors(x) for linear in self.linears))
+            self.adapter = partial(
+                add_update, A=torch.cat(A), B=torch.block_diag(*B),
+                scale=self.linears[0].lora.scale, noise=torch.cat(list(map(column_noise, outputs))))
         return self.adapter(x, torch.cat(outputs, -1))
 
 
 def is_beside(linear) -> bool:
     """True if a plain adapter is added beside the weight of this Linear while decoding."""
     return is_adapted(linear) and type(linear.lora) is Adapter and linear.lora.mode == "cached"
-
-
-def joint_adapter(linears, x, outputs):
-    """Return a function of x and the Linears' joint output that adds all their adapters to it."""
-    A, B = zip(*(linear.lora.factors(x) for linear in linears))
-    return partial(add_update, A=torch.cat(A), B=torch.block_diag(*B), scale=linears[0].lora.scale,
-                   noise=torch.cat(list(map(column_noise, outputs))))
