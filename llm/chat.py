@@ -35,13 +35,12 @@ class TurnEnd(NamedTuple):
 
     Attributes:
         stop_id: the token with which the model ends the turn.
-        cut_id: the last token of the turn where the conversation continues.
-        count: cut_id occurs this many times up to the end of the dummy turn.
+        since: the last token of the turn where the conversation continues, and how many times that
+            token occurs up to the end of the dummy turn.
     """
 
     stop_id: int
-    cut_id: int
-    count: int
+    since: tuple[int, int]
 
 
 class Chat:
@@ -159,7 +158,7 @@ class Chat:
 
     def _after(self, end: TurnEnd, dummy, sampled_stop) -> list[int]:
         """Return the ids that follow what was sampled of a dummy turn, without all tools before."""
-        ids = self._template.ids(dummy, since=(end.cut_id, end.count))
+        ids = self._template.ids(dummy, since=end.since)
         return ids[1:] if sampled_stop == end.stop_id else ids
 
     @property
@@ -282,7 +281,7 @@ class Chat:
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
         count = template.controls(" ".join(before)).count(cut)
-        return TurnEnd(stop, cut, count + 1)
+        return TurnEnd(stop, (cut, count + 1))
 
     def _turn_starts(self):
         """Return the control tokens that open an assistant message or the message after it."""
@@ -290,7 +289,7 @@ class Chat:
         answered = self._answered(REPLY)
         closed = template.controls(template.render(answered[:1], generate=False))
         opened = template.controls(template.render(answered[:1]))
-        text = template.since(template.render(answered), *self._answer_end[1:])
+        text = template.since(template.render(answered), *self._answer_end.since)
         followed = template.controls(text)
         opening = opened[len(os.path.commonprefix([closed, opened])) :]
         # gpt-oss writes some of them between a thought and its answer, too.
