@@ -9,13 +9,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
-    """Return one pass over the items in random order, in batches of at most `size`.
-
-    Batches are as even as possible, so that none is left with a few.
-    """
+    """Return one pass over the items in random order, in batches of at most `size`."""
     order = np.random.default_rng(seed).permutation(len(items))
+    return even_batches([items[i] for i in order], size)
+
+
+def even_batches(items: list, size: int) -> list[list]:
+    """Return the items in batches of at most `size`, as even as possible: none has only a few."""
     batches = []
-    for places in np.array_split(order, math.ceil(len(items) / size)):
+    for places in np.array_split(np.arange(len(items)), math.ceil(len(items) / size)):
         batches.append([items[i] for i in places])
     return batches
 
@@ -23,12 +25,10 @@ def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
 def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
     """Return `shuffled_batches`, but similar lengths share a batch, which saves padding."""
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(episodes))
+    shuffled = [episodes[i] for i in rng.permutation(len(episodes))]
     batches = []
-    for pool in np.array_split(order, math.ceil(len(order) / (16 * size))):
-        by_length = sorted(pool, key=lambda i: len(episodes[i].token_ids))
-        for places in np.array_split(by_length, math.ceil(len(pool) / size)):
-            batches.append([episodes[i] for i in places])
+    for pool in even_batches(shuffled, 16 * size):
+        batches += even_batches(sorted(pool, key=lambda t: len(t.token_ids)), size)
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
