@@ -29,7 +29,8 @@ class Template:
         self.name = tokenizer.name_or_path or "this tokenizer"
         self.tools = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._normalizer = backend.normalizer if backend else None
+        normalizer = getattr(backend, "normalizer", None)
+        self._normalized = normalizer.normalize_str if normalizer else str
         self._control_ids = {}  # spelling -> id
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if _is_control(token):
@@ -67,8 +68,6 @@ class Template:
             text = normalized
         return self._control.sub(f"{BEGIN}\\g<0>{END}", text)
 
-    def _normalized(self, text):
-        return self._normalizer.normalize_str(text) if self._normalizer else text
 
     def render(self, messages: list[dict], generate: bool = True) -> str:
         """Return the template's text for messages, or raise ValueError in one line."""
