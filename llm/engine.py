@@ -189,7 +189,7 @@ class Engine:
         if first:
             logits = self.read(first)  # (groups, V)
             for row, row_logits in zip(first, logits):
-                prefix = [tensor.clone() for tensor in self.cache.prefix(row.slot, row.length)]
+                prefix = self.cache.prefix(row.slot, row.length)
                 self.prompts[row.group] = prefix, row_logits, row.length
         for group, rows in groups.items():
             prefix, _, length = self.prompts[group]
@@ -302,8 +302,10 @@ class StockForward:
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
         # Transformers 5.24 calls it "cache" everywhere. Before, Mamba's models had another name.
-        names = [name for name in ("cache", "cache_params") if name in arguments]
-        self.cache_name = names[0] if names else "past_key_values"
+        self.cache_name = "past_key_values"
+        for name in ("cache_params", "cache"):
+            if name in arguments:
+                self.cache_name = name
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):

@@ -138,8 +138,8 @@ class RowCache:
         return [tensor[:, :, :length] for tensor in self.tensors.values()] + [*self.states.values()]
 
     def prefix(self, slot: int, length: int) -> list:
-        """Return views of what a slot holds: its first keys and values, and its states."""
-        return [view[slot] for view in self.views(length)]
+        """Return a copy of what a slot holds: its first keys and values, and its states."""
+        return [view[slot].clone() for view in self.views(length)]
 
     def copy_prefix(self, prefix: list, slots: list[int], length: int):
         """Write what `prefix` returned to all these slots."""
