@@ -302,10 +302,8 @@ class StockForward:
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
         # Transformers 5.24 calls it "cache" everywhere. Before, Mamba's models had another name.
-        self.cache_name = "past_key_values"
-        for name in ("cache_params", "cache"):
-            if name in arguments:
-                self.cache_name = name
+        names = [name for name in ("cache", "cache_params") if name in arguments]
+        self.cache_name = names[0] if names else "past_key_values"
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):

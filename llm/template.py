@@ -68,7 +68,6 @@ class Template:
             text = normalized
         return self._control.sub(f"{BEGIN}\\g<0>{END}", text)
 
-
     def render(self, messages: list[dict], generate: bool = True) -> str:
         """Return the template's text for messages, or raise ValueError in one line."""
         try:

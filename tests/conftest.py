@@ -9,6 +9,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests compare bits, and are of the CPU; bench/gpu.py is of the GPU
 
 
+@pytest.fixture(autouse=True)
+def notes_anew():
+    """What is said once is said once in each test, whatever ran before it."""
+    from experiment.bars import say_once
+    say_once.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Folder of a tiny model."""
