@@ -245,7 +245,7 @@ class Chat:
             raise ValueError(f"the chat template of {template.name} does not show user and "
                              "assistant messages given as text")
         before, _, self._opening = template.render(answered[:1]).rpartition(USER)
-        # The last control token before a first question. What is encoded from there lacks all tools.
+        # The last control token before a first question: what follows it holds no tools.
         opened = template.controls(before)
         self._first_user = (opened[-1], opened.count(opened[-1])) if opened else None
         self._answer_end = self._call_end = self._end_of_turn(answered)
