@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from experiment.distributed import sums_of
+from experiment.distributed import OneProcess
 from experiment.errors import RankLost, Stop, UserError, first_line
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
@@ -31,11 +31,10 @@ CONNECT = timedelta(seconds=20)  # gloo waits up to five times as long for who n
 SILENCE = timedelta(minutes=1)  # of a rank that is gone, or whose network is
 
 
-class Ranks:
+class Ranks(OneProcess):
     """This process's place among several, as the environment variables of torchrun describe it.
 
     Attributes:
-        rank, world: the number of this process, and how many there are.
         group: for collectives; meeting: for waiting until all are there for one.
     """
 
@@ -72,14 +71,12 @@ class Ranks:
             sys.stdout = open(os.devnull, "w")
 
     def apart(self):
-        """Return the same ranks for another thread: `gather` does not meet that of this one."""
         ranks = copy(self)
         ranks.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         ranks.meeting = dist.new_group(backend="gloo", timeout=WAIT)
         return ranks
 
     def launcher(self):
-        """Return the words of a command line that start as many processes on this machine."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         words = ["torchrun", f"--nproc_per_node={here}"]
         if here < self.world:
@@ -88,29 +85,12 @@ class Ranks:
                       f"--master_port={os.environ['MASTER_PORT']}"]
         return words
 
-    def share(self, n: int) -> range:
-        """Return this rank's share of n things in a row."""
-        return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
-
-    def micro_batches(self, n: int, batch_size: int) -> list[slice]:
-        """Return this rank's micro-batches of n sequences.
-
-        They are smaller than batch_size where a rank would otherwise have none.
-        """
-        if -(-n // batch_size) < min(n, self.world):
-            share = self.share(n)
-            return [slice(share.start, share.stop)] if share else []
-        starts = range(0, n, batch_size)[self.rank::self.world]
-        return [slice(start, start + batch_size) for start in starts]
-
     def gather(self, item) -> list:
-        """Return every rank's item, in the order of ranks, on every rank."""
         items = [None] * self.world
         self._together(dist.all_gather_object, items, item, self.group)
         return items
 
     def first(self, act):
-        """Call act() on rank 0 alone. Every rank returns its result or raises its error."""
         out = error = None
         if self.rank == 0:
             try:
@@ -125,20 +105,12 @@ class Ranks:
             raise error
         return out
 
-    def total(self, metrics: list[dict]) -> dict:
-        """Return the sums of some dicts of numbers, name by name, over all ranks."""
-        return sums_of(self.gather(sums_of(metrics)))
-
     def add(self, tensor):
-        """Add up all ranks' tensors in place, and return the tensor."""
         self._together(dist.all_reduce, tensor, dist.ReduceOp.SUM, self.group, True)
         return tensor
 
     def add_gradients(self, model):
-        """Make p.grad the sum of all ranks' gradients, in one flat all-reduce.
-
-        A rank without a share adds zeros.
-        """
+        """Add them up in one flat all-reduce. A rank without a share adds zeros."""
         weights = [p for p in model.parameters() if p.requires_grad]
         for p in weights:
             if p.grad is None:
@@ -147,7 +119,6 @@ class Ranks:
         vector_to_parameters(self.add(parameters_to_vector(gradients)), gradients)
 
     def check_alike(self, weights):
-        """Raise UserError if the ranks start from different weights."""
         total = sum(p.detach().double().abs().sum().item() for p in weights)
         if len(set(self.gather(f"{total:.9g}"))) > 1:
             raise UserError("the ranks start from different weights; give all machines the same "
