@@ -203,31 +203,33 @@ class Server:
 
     async def events(self, body, choices, chat):
         """Yield the events of a streamed answer."""
-        chunk = {**head("chat.completion.chunk", body), "choices": []}
+        start = {**head("chat.completion.chunk", body), "choices": []}
+
+        def chunk(i, delta, reason=None, logprobs=None):
+            shown = {"index": i, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+            return event({**start, "choices": [shown]})
+
         # Clients expect the choices to begin in their order.
         for i in range(len(choices)):
-            delta = {"role": "assistant", "content": ""}
-            yield event({**chunk, "choices": [{"index": i, "delta": delta, "finish_reason": None}]})
-        sent = {}  # choice -> how many characters and tokens of it
+            yield chunk(i, {"role": "assistant", "content": ""})
+        sent = dict.fromkeys(choices, (0, 0))  # how many characters and tokens of each
         try:
             async for choice in self.player.play(choices):
-                characters, tokens = sent.get(choice, (0, 0))
+                characters, tokens = sent[choice]
                 if not choice.reason and len(choice.text) <= characters:
                     continue
                 sent[choice] = len(choice.text), len(choice.logprobs)
+                i = choices.index(choice)
                 delta, reason = assistant_message(choice, chat, body)
                 delta["content"] = (delta["content"] or "")[characters:]
                 del delta["role"]
-                logprobs = self.logprobs(body, choice, slice(tokens, sent[choice][1]))
-                shown = {"index": choices.index(choice), "delta": delta, "finish_reason": None,
-                         "logprobs": logprobs}
-                yield event({**chunk, "choices": [shown]})
+                new = slice(tokens, sent[choice][1])
+                yield chunk(i, delta, logprobs=self.logprobs(body, choice, new))
                 # Clients take a call for whole when the next chunk comes.
                 if reason:
-                    shown |= {"delta": {"content": ""}, "finish_reason": reason, "logprobs": None}
-                    yield event({**chunk, "choices": [shown]})
+                    yield chunk(i, {"content": ""}, reason)
             if body.stream_options.get("include_usage"):
-                yield event({**chunk, "usage": usage(choices)})
+                yield event({**start, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
         except Refusal as refusal:
             yield event(error_of(refusal))
