@@ -102,24 +102,6 @@ def read_json(path) -> dict:
         return parse_object(read_text(path))
 
 
-def objects(path, wanted=None):
-    """Yield (line number, object) of a log, or only of its `wanted` lines.
-
-    A last line that was cut when the run was killed is left out.
-    """
-    for number, text in lines_of(path):
-        if not text.strip() or (wanted is not None and number not in wanted):
-            continue
-        try:
-            with reading(path, number):
-                row = parse_object(text)
-        except UserError:
-            if text.endswith("\n"):
-                raise
-            return
-        yield number, row
-
-
 # --------------------------------------------------------------------------------------- rows
 def data_sources(text: str | None) -> list[tuple[str, float | None]]:
     """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
@@ -146,15 +128,23 @@ def read_rows(path: str):
         raise UserError(f"{path}: no rows")
 
 
-def json_rows(path):
-    """Yield (line number, row) of a .jsonl file."""
+def json_rows(path, wanted=None, is_log=False):
+    """Yield (line number, row) of a .jsonl file, or only of its `wanted` lines.
+
+    Of a log a last line is left out that was cut when the run was killed.
+    """
     for number, text in lines_of(path):
-        if not text.strip():
+        if not text.strip() or (wanted is not None and number not in wanted):
             continue
-        with reading(path, number):
-            if text.startswith("["):
-                raise ValueError("a JSON list; write one object per line")
-            row = parse_object(text)
+        try:
+            with reading(path, number):
+                if text.startswith("["):
+                    raise ValueError("a JSON list; write one object per line")
+                row = parse_object(text)
+        except UserError:
+            if is_log and not text.endswith("\n"):
+                return
+            raise
         yield number, row
 
 

@@ -7,7 +7,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 from experiment.bars import duration
-from experiment.data import objects
+from experiment.data import json_rows
 
 HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncated", "tool_errors",
             "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
@@ -188,7 +188,7 @@ class Alarms:
     def read(self, path):
         """Take in the lines of metrics.jsonl that a resumed run has written before."""
         if path.exists():
-            for _, metrics in objects(path):
+            for _, metrics in json_rows(path, is_log=True):
                 self.add(metrics)
 
 

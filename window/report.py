@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
-from experiment.data import lines_of, objects, read_json, read_yaml, reading, whole
+from experiment.data import json_rows, lines_of, read_json, read_yaml, reading, whole
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
@@ -71,7 +71,7 @@ def result_of(folder):
 def logs_of(folder):
     """Return the rows of each log of an output folder."""
     paths = [path for path in (folder / "metrics.jsonl", folder / "timing.jsonl") if path.exists()]
-    return [[row for _, row in objects(path)] for path in paths]
+    return [[row for _, row in json_rows(path, is_log=True)] for path in paths]
 
 
 def write_html(name):
@@ -133,7 +133,7 @@ def chosen_episodes(file):
     lines = sum(1 for _ in lines_of(file))
     n = min(lines, MAX_EPISODES)
     wanted = {round(i * lines / n) for i in range(1, n + 1)}
-    return reversed(list(objects(file, wanted)))
+    return reversed(list(json_rows(file, wanted, is_log=True)))
 
 
 def load_tokenizer(folder):
