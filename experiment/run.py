@@ -71,11 +71,13 @@ class Run:
         holds a run that is neither to be resumed nor to be overwritten.
         """
         self.config, self.algorithm = config, algorithm
-        self.sources = envs.sources(config) if envs else []
-        self.data = envs.data_of(config) if envs else []
-        self.has_expert = bool(envs) and envs.has_expert(config.env)
-        self.has_tools = bool(envs) and any(
-            envs.tools(envs.load(name)) for name in envs.names_of(config.env))
+        self.sources = self.data = ()
+        self.has_expert = self.has_tools = False
+        if envs:
+            self.sources = envs.sources(config)
+            self.data = envs.data_of(config)
+            self.has_expert = envs.has_expert(config.env)
+            self.has_tools = any(envs.tools(envs.load(name)) for name in envs.names_of(config.env))
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
                        for name in flags}
@@ -95,8 +97,8 @@ class Run:
         self.opened = time.monotonic()
         self.seconds = self.rollout_seconds = self.rollout_tokens = 0.0
         self.has_begun = self.updated = False
-        self.made_of, self.endings = {}, []
-        self.watch = self.saved = self.score = self.unlogged = self.marks = self.schedule = None
+        self.made_of, self.line, self.endings = {}, {}, []
+        self.watch = self.saved = self.unlogged = self.marks = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
@@ -107,7 +109,7 @@ class Run:
         if not self.values["resume"]:
             return None, None, None
         return import_module(RESUMING).continue_run(
-            self.files, self.config, self.values, self._ingredients())
+            self.files, options(type(self.config)), self._ingredients())
 
     def begin(self):
         """Take the output folder: rename what is overwritten, go back to what is resumed.
@@ -209,7 +211,6 @@ class Run:
             self.step, self.updated = step + 1, False
             self.seconds += timing["seconds"]
             self.unlogged, self.marks = self.line, self.files.log_sizes()
-            self.score = None
             self._close_step(evaluate, timing)
             bar.set_postfix_str(step_numbers(self.line, 2))
             if bar.disable:
@@ -255,7 +256,6 @@ class Run:
             if self.after:
                 say(f"after step {self.step}: {headline(self.after)}")
         self.write_line(self.step - 1, self.line, timing)
-        self.score = self.line.get("eval/success")
         every = self.config.save_every
         due = self.step % every == 0 if every else time.monotonic() > self.saved_at + SAVE_SECONDS
         # The episodes that dpo.py played are all of one step, which stays whole.
@@ -265,7 +265,7 @@ class Run:
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
         # An evaluated step may be the best.
-        if (due or self.score is not None) and self.saved != self.step:
+        if (due or "eval/success" in self.line) and self.saved != self.step:
             self._save()
         self.check()
 
@@ -393,8 +393,9 @@ class Run:
         """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
         if self.writes:
             self.files.flush()
-            state = {name: getattr(self, name) for name in (*RESTORED, "algorithm", "score")}
-            state["lines"] = self.marks
+            state = {name: getattr(self, name) for name in (*RESTORED, "algorithm")}
+            # Only the step that ends now has been evaluated.
+            state |= {"score": self.line.get("eval/success"), "lines": self.marks}
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
             write_checkpoint(path, self.training, state)
             prune(self.folder)
