@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from experiment.config import ONCE
-from experiment.data import data_sources, reading
+from experiment.data import data_sources, read_yaml, reading
 from experiment.errors import UserError
 from experiment.files import replace_file, set_aside, sync, to_json
 
@@ -29,6 +29,13 @@ def algorithm_of(folder):
     with reading(path), open(path, "rb") as file:
         match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
     return match and match[1].decode()
+
+
+def config_of(folder):
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder) / CONFIG)}
 
 
 class OutputFolder:

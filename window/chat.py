@@ -21,10 +21,9 @@ from envs.session import Session, Watch, load_environments
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import PlayFlags, convert, fill, flag, options
-from experiment.data import read_yaml
 from experiment.episodes import message_lines
 from experiment.errors import Stop, UserError, printable
-from experiment.output_folder import algorithm_of
+from experiment.output_folder import algorithm_of, config_of
 from llm.chat import Chat
 from llm.engine import Row, make_engine
 from llm.loading import DTYPES, load_model
@@ -106,7 +105,7 @@ def settle(config: Config) -> Config:
 def as_the_run(config: Config) -> Config:
     """Take dtype, environment, tasks, options and limits of the run that wrote the model."""
     written = run_config(config.model_path)
-    run = {name: value for _, name, value in read_yaml(written)} if written else {}
+    run = config_of(written.parent) if written else {}
     taken = {}
     if run.get("env") and config.env in (None, run["env"]):
         if not config.env and not set(envs.names_of(run["env"])) <= envs.ENVS.keys():

@@ -13,6 +13,7 @@ import time
 from functools import partial
 from os.path import commonprefix
 
+from experiment.episodes import members
 from llm.adapter_files import FORMS, read_settings
 from llm.engine import Engine, Row
 from llm.loading import adapt
@@ -96,10 +97,9 @@ class SharedEngine(Engine):
         return bool(super().busy or self.waiting)
 
     def sample(self, rows, logits):
-        kinds = {}
-        for i, row in enumerate(rows):
-            kinds.setdefault(row.sampling, []).append(i)
-        for (temperature, top_k, top_p), chosen in kinds.items():
+        kinds = members(row.sampling for row in rows)
+        for chosen in kinds:
+            temperature, top_k, top_p = rows[chosen[0]].sampling
             self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
             # Indexing copies. Mostly all rows are sampled alike.
             its_logits = logits if len(kinds) == 1 else logits[chosen]

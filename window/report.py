@@ -10,12 +10,12 @@ from html import escape
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
-from experiment.data import json_rows, lines_of, read_json, read_yaml, reading, whole
+from experiment.data import json_rows, lines_of, read_json, reading, whole
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
 from experiment.notes import headline, wilson
-from experiment.output_folder import CONFIG, EPISODES, algorithm_of
+from experiment.output_folder import EPISODES, algorithm_of, config_of
 from experiment.program import prepare_streams
 from window.curves import curves, number
 
@@ -96,7 +96,7 @@ def page(path):
             with reading(episodes, line):
                 parts.append(episode_html(episode, tokenizer))
     if path.is_dir():
-        config = "\n".join(f"{name}: {value}" for _, name, value in read_yaml(path / CONFIG))
+        config = "\n".join(f"{name}: {value}" for name, value in config_of(path).items())
         parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
                      f"<pre>{escape(config)}</pre></details>")
     return "".join(parts) + "</body></html>\n"
