@@ -106,8 +106,8 @@ def next_command(program, config, *words):
         # What is held out of other data is no file of tasks, nor are its columns theirs.
         if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
             continue
-        # A list of prompts is in the run's config.yaml.
-        is_list = name == "tasks" and str(value).startswith("[")
+        # A list of rows is in the run's config.yaml.
+        is_list = str(value).startswith("[")
         if not is_list and value not in (None, getattr(type(config), name, None)):
             words += [f"--{name}", str(value)]
     return shlex.join(words)

@@ -54,7 +54,6 @@ class OutputFolder:
         # An environment may change the current folder.
         self.path = Path(values["output_dir"]).absolute()
         self.values, self.algorithm, self.command = values, algorithm, command
-        self.is_replaced = False
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self):
@@ -74,7 +73,6 @@ class OutputFolder:
                             "--overwrite renames it (in Python: resume=True, overwrite=True), or "
                             "give another --output_dir")
         self._check_start()
-        self.is_replaced = True
 
     def _lock(self):
         """Hold the folder's `.lock` until this process ends: then the kernel releases it."""
@@ -114,7 +112,7 @@ class OutputFolder:
 
     def begin(self):
         """Make the folder this run's own, with its config.yaml; rename a run to be overwritten."""
-        if self.is_replaced:
+        if self.values.get("overwrite") and algorithm_of(self.path):
             self.lock.close()
             try:
                 print(f"{self.path}: the run that was there is now {set_aside(self.path)}")

@@ -10,7 +10,6 @@ import sys
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 
@@ -79,7 +78,11 @@ def command(config: Config):
             play_tasks(config, model, tokenizer, tasks, traces)
         return
     if config.serve:
-        load_server().serve(config, *load(config), rollout_options(config)["limits"])
+        try:
+            from window.server import serve
+        except ImportError as error:
+            raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
+        serve(config, *load(config), rollout_options(config)["limits"])
         return
     model, tokenizer = load(config)
     try:
@@ -176,14 +179,6 @@ def load(config: Config):
     return model, tokenizer
 
 
-def load_server():
-    """Return window/server.py, or raise UserError without the packages that it alone needs."""
-    try:
-        return import_module("window.server")
-    except ImportError as error:
-        raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
-
-
 # ---------------------------------------------------------------------------- with the agent
 def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
@@ -245,11 +240,12 @@ def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
 
 def show(turns, episode: Episode):
     """Print the messages of the episode as they come."""
-    shown = len(episode.trajectory.messages)
+    messages = episode.trajectory.messages
+    shown = len(messages)
     for _ in turns:
-        for line in message_lines(episode.trajectory.messages[shown:]):
+        for line in message_lines(messages[shown:]):
             print(line, flush=True)
-        shown = len(episode.trajectory.messages)
+        shown = len(messages)
 
 
 def how_it_ended(episode: Episode) -> str:

@@ -148,8 +148,8 @@ def load_tokenizer(folder):
 
 def episode_html(episode, tokenizer):
     """Return one episode: a line to click, then its tokens, or its text without a tokenizer."""
-    asked = [m["content"] for m in episode["messages"] if m["role"] == "user"]
-    question = textwrap.shorten(str(asked[0]) if asked else "", 120)
+    asked = next((m["content"] for m in episode["messages"] if m["role"] == "user"), "")
+    question = textwrap.shorten(str(asked), 120)
     words = [f"step {episode['step']}"] if "step" in episode else []
     words += [f"{name} {number(reward)}" for name, reward in
               {"reward": episode["reward"], **episode["reward_parts"]}.items()]

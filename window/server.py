@@ -259,15 +259,16 @@ class Server:
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise Refusal(500, fault)
-        turns = [message["content"] for message in t.messages if message["role"] == "assistant"]
-        results = [message["content"] for message in t.messages if message["role"] == "tool"]
+        said = {"assistant": [""], "tool": []}
+        for message in t.messages:
+            said.setdefault(message["role"], []).append(message["content"])
         # A question whose right answer nobody gave is neither solved nor failed.
         is_judged = t.stop_reason and None not in episode.session.task.values()
-        return {"solution": turns[-1] if turns else "",
+        return {"solution": said["assistant"][-1],
                 "success": t.info["success"] if is_judged else None,
                 "reward": t.reward,
                 "stop_reason": t.stop_reason or "max_tokens",
-                "tools": results,
+                "tools": said["tool"],
                 "transcript": t.messages}
 
     def begin(self, problem: str) -> Episode:
