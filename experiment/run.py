@@ -142,7 +142,7 @@ class Run:
         Between two updates of a step the weights are those of no step: the last checkpoint stands.
         """
         looping = self.signals.looping is self
-        if error and looping and self.saved != self.step and not self.updated:
+        if error and looping and not self.updated:
             self._save()
         # A fault in the last evaluation comes after the loop. Only rank 0 knows what it has saved.
         continues = self.writes and (looping or self.saved is not None)
@@ -216,8 +216,7 @@ class Run:
             if bar.disable:
                 left = self.seconds / self.step * (total - self.step)
                 say(step_line(self.step, total, self.line, timing["seconds"], left))
-        if self.saved != self.step:
-            self._save()
+        self._save()
         self.signals.looping = None
         self.check()
         # The last step may just have been evaluated.
@@ -265,7 +264,7 @@ class Run:
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
         # An evaluated step may be the best.
-        if (due or "eval/success" in self.line) and self.saved != self.step:
+        if due or "eval/success" in self.line:
             self._save()
         self.check()
 
@@ -390,7 +389,9 @@ class Run:
         self.alarms.read(self.folder / "metrics.jsonl")
 
     def _save(self):
-        """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
+        """Write checkpoints/step_NNNNNN of the steps that are done, unless they are saved."""
+        if self.saved == self.step:
+            return
         if self.writes:
             self.files.flush()
             state = {name: getattr(self, name) for name in (*RESTORED, "algorithm")}
