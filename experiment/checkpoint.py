@@ -199,12 +199,13 @@ def _model_files(model):
     """Return {label: path} of a model's files, and of those of an adapter and its base model."""
     if not os.path.isdir(model):
         from huggingface_hub import try_to_load_from_cache
-        try:
-            cached = [try_to_load_from_cache(model, name) for name in CACHED_FILES]
-        except ValueError:  # not the form of a hub id
-            return {}
-        return {f"base/{name}": Path(path) for name, path in zip(CACHED_FILES, cached)
-                if isinstance(path, str)}
+        files = {}
+        with suppress(ValueError):  # not the form of a hub id
+            for name in CACHED_FILES:
+                path = try_to_load_from_cache(model, name)
+                if isinstance(path, str):
+                    files[f"base/{name}"] = Path(path)
+        return files
     folder = newest_checkpoint(model) or Path(model)
     if not (folder / "adapter_config.json").exists():
         return _files_in(folder, "base")

@@ -8,20 +8,14 @@ RANKS = "experiment.ranks"  # which only several processes enter
 
 
 class OneProcess:
-    """The only process of a run. `Ranks`, which inherits from it, does together what it does alone.
+    """The only process of a run. What `Ranks`, its subclass, does together, it does alone."""
 
-    Attributes:
-        rank, world: the number of this process, and how many there are.
-    """
-
-    rank, world = 0, 1
+    rank, world = 0, 1  # the number of this process, and how many there are
 
     def apart(self):
-        """Return the same ranks for another thread: `gather` does not meet that of this one."""
         return self
 
     def launcher(self):
-        """Return the words of a command line that start as many processes on this machine."""
         return ["python"]
 
     def share(self, n: int) -> range:
@@ -40,11 +34,9 @@ class OneProcess:
         return [slice(start, start + batch_size) for start in starts]
 
     def gather(self, item) -> list:
-        """Return every rank's item, in the order of ranks, on every rank."""
         return [item]
 
     def first(self, act):
-        """Call act() on rank 0 alone. Every rank returns its result or raises its error."""
         return act()
 
     def total(self, metrics: list[dict]) -> dict:
@@ -52,14 +44,13 @@ class OneProcess:
         return sums_of(self.gather(sums_of(metrics)))
 
     def add(self, tensor):
-        """Add up all ranks' tensors in place, and return the tensor."""
         return tensor
 
     def add_gradients(self, model):
-        """Make p.grad the sum of all ranks' gradients."""
+        pass
 
     def check_alike(self, weights):
-        """Raise UserError if the ranks start from different weights."""
+        pass
 
 
 @functools.cache

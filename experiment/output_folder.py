@@ -10,9 +10,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from experiment.config import ONCE
-from experiment.data import data_sources, read_yaml, reading
+from experiment.data import data_sources, reading
 from experiment.errors import UserError
-from experiment.files import replace_file, set_aside, sync, to_json
+from experiment.files import replace_file, replace_lines, set_aside, sync, to_json
 
 CONFIG = "config.yaml"
 EPISODES = "trajectories.jsonl"
@@ -29,13 +29,6 @@ def algorithm_of(folder):
     with reading(path), open(path, "rb") as file:
         match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
     return match and match[1].decode()
-
-
-def config_of(folder):
-    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
-    if not algorithm_of(folder):
-        return {}
-    return {name: value for _, name, value in read_yaml(Path(folder) / CONFIG)}
 
 
 class OutputFolder:
@@ -152,18 +145,14 @@ class OutputFolder:
 
     def thin_episodes(self):
         """Take about a quarter out of trajectories.jsonl. No step loses a part of its lines."""
-        path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
+        path = self.path / EPISODES
         sizes = Counter()  # step -> bytes
         with open(path, "rb") as file:
             for line in file:
                 sizes[step_of(line)] += len(line)
         kept = kept_steps(sizes)
-        try:
-            with open(path, "rb") as file, open(temporary, "wb") as out:
-                out.writelines(line for line in file if step_of(line) in kept)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with open(path, "rb") as file:
+            replace_lines(path, (line for line in file if step_of(line) in kept))
 
     def flush(self):
         """Flush the logs to the disk. A config.yaml that someone has removed is written again."""

@@ -57,8 +57,7 @@ class Ranks(OneProcess):
             store.wait([f"started_{other}" for other in range(world)])
             dist.init_process_group(backend, store=store, rank=rank, world_size=world,
                                     timeout=CONNECT)
-            self.group = dist.new_group(backend=backend, timeout=TIMEOUT)
-            self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+            self._make_groups(backend)
             pulse = dist.new_group(backend="gloo", timeout=SILENCE)
         except RuntimeError as error:
             raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
@@ -71,12 +70,17 @@ class Ranks(OneProcess):
             sys.stdout = open(os.devnull, "w")
 
     def apart(self):
+        """Return the same ranks for another thread: `gather` does not meet that of this one."""
         ranks = copy(self)
-        ranks.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        ranks.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+        ranks._make_groups("gloo")
         return ranks
 
+    def _make_groups(self, backend):
+        self.group = dist.new_group(backend=backend, timeout=TIMEOUT)
+        self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+
     def launcher(self):
+        """Return the words of a command line that start as many processes on this machine."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         words = ["torchrun", f"--nproc_per_node={here}"]
         if here < self.world:
@@ -86,11 +90,13 @@ class Ranks(OneProcess):
         return words
 
     def gather(self, item) -> list:
+        """Return every rank's item, in the order of ranks, on every rank."""
         items = [None] * self.world
         self._together(dist.all_gather_object, items, item, self.group)
         return items
 
     def first(self, act):
+        """Call act() on rank 0 alone. Every rank returns its result or raises its error."""
         out = error = None
         if self.rank == 0:
             try:
@@ -106,11 +112,15 @@ class Ranks(OneProcess):
         return out
 
     def add(self, tensor):
+        """Add up all ranks' tensors in place, and return the tensor."""
         self._together(dist.all_reduce, tensor, dist.ReduceOp.SUM, self.group, True)
         return tensor
 
     def add_gradients(self, model):
-        """Add them up in one flat all-reduce. A rank without a share adds zeros."""
+        """Make p.grad the sum of all ranks' gradients, in one flat all-reduce.
+
+        A rank without a share adds zeros.
+        """
         weights = [p for p in model.parameters() if p.requires_grad]
         for p in weights:
             if p.grad is None:
@@ -119,6 +129,7 @@ class Ranks(OneProcess):
         vector_to_parameters(self.add(parameters_to_vector(gradients)), gradients)
 
     def check_alike(self, weights):
+        """Raise UserError if the ranks start from different weights."""
         total = sum(p.detach().double().abs().sum().item() for p in weights)
         if len(set(self.gather(f"{total:.9g}"))) > 1:
             raise UserError("the ranks start from different weights; give all machines the same "

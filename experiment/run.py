@@ -71,13 +71,11 @@ class Run:
         holds a run that is neither to be resumed nor to be overwritten.
         """
         self.config, self.algorithm = config, algorithm
-        self.sources = self.data = ()
-        self.has_expert = self.has_tools = False
-        if envs:
-            self.sources = envs.sources(config)
-            self.data = envs.data_of(config)
-            self.has_expert = envs.has_expert(config.env)
-            self.has_tools = any(envs.tools(envs.load(name)) for name in envs.names_of(config.env))
+        self.sources = envs.sources(config) if envs else []
+        self.data = envs.data_of(config) if envs else []
+        self.has_expert = bool(envs) and envs.has_expert(config.env)
+        self.has_tools = bool(envs) and any(
+            envs.tools(envs.load(name)) for name in envs.names_of(config.env))
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
                        for name in flags}
@@ -129,8 +127,7 @@ class Run:
         self.files.begin()
 
     def _ingredients(self):
-        return ingredients(self.config, self.sources, self.data, self.program,
-                           self.folder / "base")
+        return ingredients(self.config, self.sources, self.data, self.program, self.folder / "base")
 
     # ------------------------------------------------------------------------------------ the loop
     def __enter__(self):
@@ -251,7 +248,8 @@ class Run:
         self.after = None
         if self.config.eval_every and self.step % self.config.eval_every == 0:
             self.after = evaluate()
-            self.line.update({f"eval/{name}": value for name, value in self.after.items()})
+            for name, value in self.after.items():
+                self.line[f"eval/{name}"] = value
             if self.after:
                 say(f"after step {self.step}: {headline(self.after)}")
         self.write_line(self.step - 1, self.line, timing)

@@ -22,11 +22,12 @@ from experiment.seeds import mix
 from experiment.config import PlayFlags, convert, fill, flag, options
 from experiment.episodes import message_lines
 from experiment.errors import Stop, UserError, printable
-from experiment.output_folder import algorithm_of, config_of
+from experiment.output_folder import algorithm_of
 from llm.chat import Chat
 from llm.engine import Row, make_engine
 from llm.loading import DTYPES, load_model
 from lora import merged
+from window.report import config_of
 from window.traces import Traces, play_tasks
 
 WIDTH = 79  # of the lines that introduce an environment
@@ -174,8 +175,8 @@ def load(config: Config):
     """Load the model and print what it is. Return it and its tokenizer."""
     print(f"loading {config.model_path}", flush=True)
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{size / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on {model.device.type}")
+    print(f"{model.num_parameters() / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on "
+          f"{model.device.type}")
     return model, tokenizer
 
 

@@ -9,9 +9,9 @@ import sys
 
 from experiment.errors import UserError
 from experiment.notes import path_of
-from experiment.output_folder import config_of
 from experiment.program import prepare_streams
 from llm.loading import DTYPES, merge
+from window.report import config_of
 
 PARSER = argparse.ArgumentParser(
     prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -10,12 +10,12 @@ from html import escape
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
-from experiment.data import json_rows, lines_of, read_json, reading, whole
+from experiment.data import json_rows, lines_of, read_json, read_yaml, reading, whole
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
 from experiment.notes import headline, wilson
-from experiment.output_folder import EPISODES, algorithm_of, config_of
+from experiment.output_folder import CONFIG, EPISODES, algorithm_of
 from experiment.program import prepare_streams
 from window.curves import curves, number
 
@@ -60,6 +60,13 @@ def program_of(path):
     if not program and path.suffix != ".jsonl":
         raise UserError(f"{path}: give an output folder of a run, or a .jsonl of episodes")
     return program
+
+
+def config_of(folder):
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder) / CONFIG)}
 
 
 def result_of(folder):
