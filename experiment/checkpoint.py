@@ -29,9 +29,9 @@ STATE = (*RESTORED, "algorithm", "score", "lines", "files", "checksum")
 
 def checkpoints(output_dir):
     """Return the paths of all checkpoints/step_NNNNNN with a state.json, the newest last."""
-    paths = [file.parent for file in Path(output_dir).glob("checkpoints/step_*/state.json")]
-    numbered = [path for path in paths if path.name[5:].isdecimal()]
-    return sorted(numbered, key=lambda path: int(path.name[5:]))
+    files = Path(output_dir).glob("checkpoints/step_*/state.json")
+    paths = [file.parent for file in files if file.parent.name[5:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
 def newest_checkpoint(output_dir):

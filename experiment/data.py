@@ -64,8 +64,7 @@ def read_text(path):
 
 def whole(text: str) -> str:
     """Replace lone surrogates, which no tokenizer and no UTF-8 file takes."""
-    # Long ASCII texts need no copy.
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return text.encode("utf-8", "replace").decode()
 
 
 # --------------------------------------------------------------------------------------- JSON
@@ -108,8 +107,10 @@ def data_sources(text: str | None) -> list[tuple[str, float | None]]:
 
     A list of rows is one source, and so is a file with a comma in its name.
     """
-    if not text or text.startswith("[") or os.path.exists(text):
-        return [(text, None)] if text else []
+    if not text:
+        return []
+    if text.startswith("[") or os.path.exists(text):
+        return [(text, None)]
     matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
     return [(match[1], match[2] and float(match[2])) for match in matches]
 

@@ -11,7 +11,6 @@ a machine that is cut off nobody is told: so a thread meets those of the other r
 import atexit
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
 from copy import copy
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from experiment.background import in_thread
 from experiment.distributed import OneProcess
 from experiment.errors import RankLost, Stop, UserError, first_line
 
@@ -62,8 +62,7 @@ class Ranks(OneProcess):
         except RuntimeError as error:
             raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
                             "GLOO_SOCKET_IFNAME to the interface between the machines") from None
-        self.pulse = threading.Thread(target=meet, args=(pulse,), daemon=True)
-        self.pulse.start()
+        self.pulse = in_thread(meet, pulse)
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:  # what rank 0 prints is enough
@@ -148,7 +147,7 @@ class Ranks(OneProcess):
     def _wait(self, work):
         """Wait for a collective while the others live. Without one of them NCCL's never ends."""
         while not work.is_completed():
-            if not self.pulse.is_alive():
+            if self.pulse.done():
                 raise RuntimeError(f"no sign of life for {SILENCE.seconds} s")
             time.sleep(0.002)
         work.wait()

@@ -232,7 +232,7 @@ class Run:
         else:
             self.made_of = fingerprints(self._ingredients()) if self.writes else {}
             self.schedule, self.before = total, evaluate()
-            if headline(self.before):
+            if self.before:
                 say(f"before: {headline(self.before)}")
         notes = idle_notes(self.config)
         if self.algorithm != "sft":

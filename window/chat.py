@@ -112,7 +112,7 @@ def as_the_run(config: Config) -> Config:
     run = config_of(written.parent) if written else {}
     taken = {}
     if run.get("env") and config.env in (None, run["env"]):
-        if not config.env and not set(envs.names_of(run["env"])) <= envs.ENVS.keys():
+        if not config.env and ":" in run["env"]:
             # Data never chooses which code runs, and the folder may come from a stranger.
             raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to "
                             "run; give --env yourself, or --env none for a plain chat")
@@ -146,7 +146,7 @@ def run_config(model_path: str) -> Path | None:
     """Return the config.yaml of the run that wrote a model: an output folder, or a part of it."""
     folder = Path(model_path).resolve()
     # Parts of an output folder are base/ and checkpoints/step_NNNNNN/.
-    for place in (folder, folder.parent, folder.parent.parent):
+    for place in (folder, *folder.parents[:2]):
         if folder.is_dir() and algorithm_of(place):
             return place / "config.yaml"
     return None

@@ -59,8 +59,7 @@ class Choice(Row):
 
     def append(self, token, logprob, stop_ids):
         super().append(token, logprob, self.stop_ids)
-        text = self.chat.text(self.turn) if self.stops else ""
-        if any(stop in text for stop in self.stops):
+        if any(stop in self.chat.text(self.turn) for stop in self.stops):
             self.state = "ended"
 
     def show(self):
