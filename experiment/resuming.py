@@ -2,7 +2,7 @@
 import os
 from itertools import takewhile
 
-from experiment.checkpoint import checkpoints, fingerprints, newest_checkpoint, read_state
+from experiment.checkpoint import fingerprints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert
 from experiment.data import read_json, read_yaml
 from experiment.errors import UserError
@@ -78,7 +78,7 @@ def _compare(folder, flags):
 
 
 def go_back(folder, state):
-    """Take away what was written after the checkpoint: result, log lines, newer checkpoints.
+    """Take away what was written after the checkpoint, the newest one: result and log lines.
 
     `folder` is the path of the output folder, `state` that of the checkpoint, or None without one.
     """
@@ -96,9 +96,6 @@ def go_back(folder, state):
         elif 0 < length < size:
             print(f"{path}: lines of before step {step} were removed; what is left is now "
                   f"{set_aside(path).name}")
-    for path in checkpoints(folder):
-        if state and int(path.name[5:]) > step:
-            print(f"{path}: is now {set_aside(path).name}")
 
 
 def _sequences(values):
