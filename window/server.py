@@ -197,8 +197,8 @@ class Server:
         shown = []
         for i, choice in enumerate(choices):
             message, reason = assistant_message(choice, chat, body)
-            shown.append({"index": i, "message": message, "finish_reason": reason,
-                          "logprobs": self.logprobs(body, choice)})
+            shown.append({"index": i, "message": {"role": "assistant", **message},
+                          "finish_reason": reason, "logprobs": self.logprobs(body, choice)})
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
 
     async def events(self, body, choices, chat):
@@ -222,7 +222,6 @@ class Server:
                 i = choices.index(choice)
                 delta, reason = assistant_message(choice, chat, body)
                 delta["content"] = (delta["content"] or "")[characters:]
-                del delta["role"]
                 new = slice(tokens, sent[choice][1])
                 yield chunk(i, delta, logprobs=self.logprobs(body, choice, new))
                 # Clients take a call for whole when the next chunk comes.
@@ -365,13 +364,13 @@ def usage(choices) -> dict:
 
 
 def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
-    """Return the message in a choice, and why the choice ended, None if it has not."""
+    """Return what a choice says and calls, and why the choice ended, None if it has not."""
     calls = []
     # A call that was cut would lack arguments.
     if chat.tools and choice.reason != "length":
         content, calls, _ = parse_tool_calls(choice.text, chat.tools)
     if not calls:
-        return {"role": "assistant", "content": choice.text}, choice.reason
+        return {"content": choice.text}, choice.reason
     if chat.shows_one_call or not body.parallel_tool_calls:
         calls = calls[:1]
     tool_calls = []
@@ -379,8 +378,7 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
                            "function": function})
-    message = {"role": "assistant", "content": content or None, "tool_calls": tool_calls}
-    return message, "tool_calls"
+    return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
 
 
 def take_turn(episode, row):
