@@ -107,8 +107,7 @@ def next_command(program, config, *words):
         if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
             continue
         # A list of rows is in the run's config.yaml.
-        is_list = str(value).startswith("[")
-        if not is_list and value not in (None, getattr(type(config), name, None)):
+        if value not in (None, getattr(type(config), name, None)) and str(value)[:1] != "[":
             words += [f"--{name}", str(value)]
     return shlex.join(words)
 
