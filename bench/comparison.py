@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiment.data import objects, read_yaml, reading, whole  # noqa: E402
+from experiment.data import json_rows, read_yaml, reading, whole  # noqa: E402
 from experiment.episodes import transcript  # noqa: E402
 from experiment.errors import UserError, printable  # noqa: E402
 from experiment.files import replace_file  # noqa: E402
@@ -272,7 +272,7 @@ def late_episodes(record, path):
 def read_episodes(path):
     """Return the episodes of a file without their tokens. Where no step is stated it is -1."""
     episodes = []
-    for line, episode in objects(path):
+    for line, episode in json_rows(path, is_log=True):
         with reading(path, line):
             episode = {"step": -1, "reward_parts": {}, **episode, "reward": float(episode["reward"])}
             episode["info"] = {"tool_calls": 0, "tool_errors": 0, **episode["info"]}

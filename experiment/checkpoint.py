@@ -29,9 +29,9 @@ STATE = (*RESTORED, "algorithm", "score", "lines", "files", "checksum")
 
 def checkpoints(output_dir):
     """Return the paths of all checkpoints/step_NNNNNN with a state.json, the newest last."""
-    paths = [file.parent for file in Path(output_dir).glob("checkpoints/step_*/state.json")]
-    numbered = [path for path in paths if path.name[5:].isdecimal()]
-    return sorted(numbered, key=lambda path: int(path.name[5:]))
+    files = Path(output_dir).glob("checkpoints/step_*/state.json")
+    paths = [file.parent for file in files if file.parent.name[5:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
 def newest_checkpoint(output_dir):
@@ -199,12 +199,13 @@ def _model_files(model):
     """Return {label: path} of a model's files, and of those of an adapter and its base model."""
     if not os.path.isdir(model):
         from huggingface_hub import try_to_load_from_cache
-        try:
-            cached = [try_to_load_from_cache(model, name) for name in CACHED_FILES]
-        except ValueError:  # not the form of a hub id
-            return {}
-        return {f"base/{name}": Path(path) for name, path in zip(CACHED_FILES, cached)
-                if isinstance(path, str)}
+        files = {}
+        with suppress(ValueError):  # not the form of a hub id
+            for name in CACHED_FILES:
+                path = try_to_load_from_cache(model, name)
+                if isinstance(path, str):
+                    files[f"base/{name}"] = Path(path)
+        return files
     folder = newest_checkpoint(model) or Path(model)
     if not (folder / "adapter_config.json").exists():
         return _files_in(folder, "base")

@@ -76,10 +76,8 @@ def fill(config, *tables):
     config = dataclasses.replace(config)
     for name, option in flags.items():
         if option.auto and getattr(config, name) is None:
-            value = ChainMap(*tables).get(name)
-            if value is None:
-                value = option.default(config) if callable(option.default) else option.default
-            setattr(config, name, value)
+            value = ChainMap(*tables).get(name, option.default)
+            setattr(config, name, value(config) if callable(value) else value)
     if any("hub:" in str(value) for value in vars(config).values()):
         importlib.import_module(MIXTURES).pin_revisions(config)
     return config

@@ -65,8 +65,7 @@ def read_text(path):
 
 def whole(text: str) -> str:
     """Replace lone surrogates, which no tokenizer and no UTF-8 file takes."""
-    # Long ASCII texts need no copy.
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return text.encode("utf-8", "replace").decode()
 
 
 # --------------------------------------------------------------------------------------- JSON
@@ -103,32 +102,16 @@ def read_json(path) -> dict:
         return parse_object(read_text(path))
 
 
-def objects(path, wanted=None):
-    """Yield (line number, object) of a log, or only of its `wanted` lines.
-
-    A last line that was cut when the run was killed is left out.
-    """
-    for number, text in lines_of(path):
-        if not text.strip() or (wanted is not None and number not in wanted):
-            continue
-        try:
-            with reading(path, number):
-                row = parse_object(text)
-        except UserError:
-            if text.endswith("\n"):
-                raise
-            return
-        yield number, row
-
-
 # --------------------------------------------------------------------------------------- rows
 def data_sources(text: str | None) -> list[tuple[str, float | None]]:
     """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
 
     A list of rows is one source, and so is a file with a comma in its name.
     """
-    if not text or text.startswith("[") or os.path.exists(text):
-        return [(text, None)] if text else []
+    if not text:
+        return []
+    if text.startswith("[") or os.path.exists(text):
+        return [(text, None)]
     matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
     return [(match[1], match[2] and float(match[2])) for match in matches]
 
@@ -147,15 +130,23 @@ def read_rows(path: str):
         raise UserError(f"{path}: no rows")
 
 
-def json_rows(path):
-    """Yield (line number, row) of a .jsonl file."""
+def json_rows(path, wanted=None, is_log=False):
+    """Yield (line number, row) of a .jsonl file, or only of its `wanted` lines.
+
+    Of a log a last line is left out that was cut when the run was killed.
+    """
     for number, text in lines_of(path):
-        if not text.strip():
+        if not text.strip() or (wanted is not None and number not in wanted):
             continue
-        with reading(path, number):
-            if text.startswith("["):
-                raise ValueError("a JSON list; name the file .json")
-            row = parse_object(text)
+        try:
+            with reading(path, number):
+                if text.startswith("["):
+                    raise ValueError("a JSON list; name the file .json")
+                row = parse_object(text)
+        except UserError:
+            if is_log and not text.endswith("\n"):
+                return
+            raise
         yield number, row
 
 

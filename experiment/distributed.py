@@ -8,9 +8,9 @@ RANKS = "experiment.ranks"  # which only several processes enter
 
 
 class OneProcess:
-    """The only process of a run: what `Ranks` does together, it does alone."""
+    """The only process of a run. What `Ranks`, its subclass, does together, it does alone."""
 
-    rank, world = 0, 1
+    rank, world = 0, 1  # the number of this process, and how many there are
 
     def apart(self):
         return self
@@ -19,10 +19,19 @@ class OneProcess:
         return ["python"]
 
     def share(self, n: int) -> range:
-        return range(n)
+        """Return this rank's share of n things in a row."""
+        return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
 
     def micro_batches(self, n: int, batch_size: int) -> list[slice]:
-        return [slice(start, start + batch_size) for start in range(0, n, batch_size)]
+        """Return this rank's micro-batches of n sequences.
+
+        They are smaller than batch_size where a rank would otherwise have none.
+        """
+        if -(-n // batch_size) < min(n, self.world):
+            share = self.share(n)
+            return [slice(share.start, share.stop)] if share else []
+        starts = range(0, n, batch_size)[self.rank::self.world]
+        return [slice(start, start + batch_size) for start in starts]
 
     def gather(self, item) -> list:
         return [item]
@@ -31,7 +40,8 @@ class OneProcess:
         return act()
 
     def total(self, metrics: list[dict]) -> dict:
-        return sums_of(metrics)
+        """Return the sums of some dicts of numbers, name by name, over all ranks."""
+        return sums_of(self.gather(sums_of(metrics)))
 
     def add(self, tensor):
         return tensor

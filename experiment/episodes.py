@@ -99,20 +99,21 @@ def summarise(trajectories: list) -> dict:
         solved[f"success/{t.info.get('env')}"].append(t.info["success"])
         for name, part in t.reward_parts.items():
             parts[f"reward/{name}"].append(part)
+    n = len(trajectories)
     turns = sum(len(t.rewards) for t in trajectories)
     tried = total("tool_calls") + total("unreadable_calls")
     return {
-        "episodes": len(trajectories),
+        "episodes": n,
         "success": mean(t.info["success"] for t in trajectories),
         **{name: mean(values) for name, values in solved.items() if len(solved) > 1},
         "reward": mean(t.reward for t in trajectories),
         **{name: mean(parts[name]) for name in sorted(parts)},
-        "turns": turns / len(trajectories),
-        "actions": total("tool_calls") / len(trajectories),
+        "turns": turns / n,
+        "actions": total("tool_calls") / n,
         "structure": total("parsed_turns") / max(turns, 1),
         "completion": mean(t.stop_reason == "done" for t in trajectories),
         "tool_errors": total("tool_errors") / max(tried, 1),
-        "tool_timeouts": total("timeouts") / len(trajectories),
+        "tool_timeouts": total("timeouts") / n,
         "tokens": mean(len(t.token_ids) for t in trajectories),
         "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
         "truncated": mean(t.truncated for t in trajectories),

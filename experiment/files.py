@@ -42,9 +42,15 @@ def set_aside(path):
 
 def replace_file(path, text):
     """Write a file whole or not at all."""
+    replace_lines(path, [text.encode()])
+
+
+def replace_lines(path, lines):
+    """Write lines of bytes into a file, all or none. They may come from the file itself."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        with open(temporary, "wb") as file:
+            file.writelines(lines)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -46,25 +46,25 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
 def _rows(source, columns):
     """Yield (place, row) of one source, with the names of columns that --fields gives."""
     place = "the list of rows" if source.startswith("[") else source
-    missing = set(columns.values())
+    missing = set(columns)
     for line, row in read_rows(source):
         renamed = {}
         for ours, theirs in columns.items():
             # verl has answers as "reward_model.ground_truth".
             outer, _, inner = theirs.partition(".")
-            cells = row.get(outer)
             if theirs in row:
                 renamed[ours] = row[theirs]
-            elif isinstance(cells, dict) and inner in cells:
-                renamed[ours] = cells[inner]
-        missing -= {columns[ours] for ours in renamed}
+            elif isinstance(row.get(outer), dict) and inner in row[outer]:
+                renamed[ours] = row[outer][inner]
+        missing -= renamed.keys()
         if row.get("chat_template_kwargs"):
             say_once(f"note: {place}: chat_template_kwargs is not read; set such values at the top "
                      "of the model's chat_template.jinja: {% set enable_thinking = false %}")
         kept = {name: value for name, value in row.items() if name not in columns.values()}
         yield f"{place}:{line}", {**kept, **renamed}
     if missing:
-        say_once(f"note: {place}: no row has {', '.join(sorted(missing))}, which --fields names")
+        names = sorted({columns[name] for name in missing})
+        say_once(f"note: {place}: no row has {', '.join(names)}, which --fields names")
 
 
 def _columns(fields):

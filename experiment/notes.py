@@ -7,7 +7,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 from experiment.bars import duration
-from experiment.data import objects
+from experiment.data import json_rows
 
 HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncated", "tool_errors",
             "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
@@ -106,9 +106,8 @@ def next_command(program, config, *words):
         # What is held out of other data is no file of tasks, nor are its columns theirs.
         if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
             continue
-        # A list of prompts is in the run's config.yaml.
-        is_list = name == "tasks" and str(value).startswith("[")
-        if not is_list and value not in (None, getattr(type(config), name, None)):
+        # A list of rows is in the run's config.yaml.
+        if value not in (None, getattr(type(config), name, None)) and str(value)[:1] != "[":
             words += [f"--{name}", str(value)]
     return shlex.join(words)
 
@@ -188,7 +187,7 @@ class Alarms:
     def read(self, path):
         """Take in the lines of metrics.jsonl that a resumed run has written before."""
         if path.exists():
-            for _, metrics in objects(path):
+            for _, metrics in json_rows(path, is_log=True):
                 self.add(metrics)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from experiment.config import ONCE
 from experiment.data import data_sources, reading
 from experiment.errors import UserError
-from experiment.files import replace_file, set_aside, sync, to_json
+from experiment.files import replace_file, replace_lines, set_aside, sync, to_json
 
 CONFIG = "config.yaml"
 EPISODES = "trajectories.jsonl"
@@ -47,7 +47,6 @@ class OutputFolder:
         # An environment may change the current folder.
         self.path = Path(values["output_dir"]).absolute()
         self.values, self.algorithm, self.command = values, algorithm, command
-        self.is_replaced = False
 
     # ------------------------------------------------------------------------------------- entering
     def enter(self):
@@ -67,7 +66,6 @@ class OutputFolder:
                             "--overwrite renames it (in Python: resume=True, overwrite=True), or "
                             "give another --output_dir")
         self._check_start()
-        self.is_replaced = True
 
     def _lock(self):
         """Hold the folder's `.lock` until this process ends: then the kernel releases it."""
@@ -107,7 +105,7 @@ class OutputFolder:
 
     def begin(self):
         """Make the folder this run's own, with its config.yaml; rename a run to be overwritten."""
-        if self.is_replaced:
+        if self.values.get("overwrite") and algorithm_of(self.path):
             self.lock.close()
             try:
                 print(f"{self.path}: the run that was there is now {set_aside(self.path)}")
@@ -147,18 +145,14 @@ class OutputFolder:
 
     def thin_episodes(self):
         """Take about a quarter out of trajectories.jsonl. No step loses a part of its lines."""
-        path, temporary = self.path / EPISODES, self.path / f".tmp-{EPISODES}"
+        path = self.path / EPISODES
         sizes = Counter()  # step -> bytes
         with open(path, "rb") as file:
             for line in file:
                 sizes[step_of(line)] += len(line)
         kept = kept_steps(sizes)
-        try:
-            with open(path, "rb") as file, open(temporary, "wb") as out:
-                out.writelines(line for line in file if step_of(line) in kept)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with open(path, "rb") as file:
+            replace_lines(path, (line for line in file if step_of(line) in kept))
 
     def flush(self):
         """Flush the logs to the disk. A config.yaml that someone has removed is written again."""

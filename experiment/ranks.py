@@ -11,7 +11,6 @@ a machine that is cut off nobody is told: so a thread meets those of the other r
 import atexit
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
 from copy import copy
@@ -21,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from experiment.distributed import sums_of
+from experiment.background import in_thread
+from experiment.distributed import OneProcess
 from experiment.errors import RankLost, Stop, UserError, first_line
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
@@ -31,11 +31,10 @@ CONNECT = timedelta(seconds=20)  # gloo waits up to five times as long for who n
 SILENCE = timedelta(minutes=1)  # of a rank that is gone, or whose network is
 
 
-class Ranks:
+class Ranks(OneProcess):
     """This process's place among several, as the environment variables of torchrun describe it.
 
     Attributes:
-        rank, world: the number of this process, and how many there are.
         group: for collectives; meeting: for waiting until all are there for one.
     """
 
@@ -58,14 +57,12 @@ class Ranks:
             store.wait([f"started_{other}" for other in range(world)])
             dist.init_process_group(backend, store=store, rank=rank, world_size=world,
                                     timeout=CONNECT)
-            self.group = dist.new_group(backend=backend, timeout=TIMEOUT)
-            self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+            self._make_groups(backend)
             pulse = dist.new_group(backend="gloo", timeout=SILENCE)
         except RuntimeError as error:
             raise UserError(f"the ranks do not reach each other ({first_line(error)}); set "
                             "GLOO_SOCKET_IFNAME to the interface between the machines") from None
-        self.pulse = threading.Thread(target=meet, args=(pulse,), daemon=True)
-        self.pulse.start()
+        self.pulse = in_thread(meet, pulse)
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:  # what rank 0 prints is enough
@@ -74,9 +71,12 @@ class Ranks:
     def apart(self):
         """Return the same ranks for another thread: `gather` does not meet that of this one."""
         ranks = copy(self)
-        ranks.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        ranks.meeting = dist.new_group(backend="gloo", timeout=WAIT)
+        ranks._make_groups("gloo")
         return ranks
+
+    def _make_groups(self, backend):
+        self.group = dist.new_group(backend=backend, timeout=TIMEOUT)
+        self.meeting = dist.new_group(backend="gloo", timeout=WAIT)
 
     def launcher(self):
         """Return the words of a command line that start as many processes on this machine."""
@@ -87,21 +87,6 @@ class Ranks:
                       f"--master_addr={os.environ['MASTER_ADDR']}",
                       f"--master_port={os.environ['MASTER_PORT']}"]
         return words
-
-    def share(self, n: int) -> range:
-        """Return this rank's share of n things in a row."""
-        return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
-
-    def micro_batches(self, n: int, batch_size: int) -> list[slice]:
-        """Return this rank's micro-batches of n sequences.
-
-        They are smaller than batch_size where a rank would otherwise have none.
-        """
-        if -(-n // batch_size) < min(n, self.world):
-            share = self.share(n)
-            return [slice(share.start, share.stop)] if share else []
-        starts = range(0, n, batch_size)[self.rank::self.world]
-        return [slice(start, start + batch_size) for start in starts]
 
     def gather(self, item) -> list:
         """Return every rank's item, in the order of ranks, on every rank."""
@@ -124,10 +109,6 @@ class Ranks:
                 self.gather(None)
             raise error
         return out
-
-    def total(self, metrics: list[dict]) -> dict:
-        """Return the sums of some dicts of numbers, name by name, over all ranks."""
-        return sums_of(self.gather(sums_of(metrics)))
 
     def add(self, tensor):
         """Add up all ranks' tensors in place, and return the tensor."""
@@ -166,7 +147,7 @@ class Ranks:
     def _wait(self, work):
         """Wait for a collective while the others live. Without one of them NCCL's never ends."""
         while not work.is_completed():
-            if not self.pulse.is_alive():
+            if self.pulse.done():
                 raise RuntimeError(f"no sign of life for {SILENCE.seconds} s")
             time.sleep(0.002)
         work.wait()

@@ -2,8 +2,8 @@
 import os
 from itertools import takewhile
 
-from experiment.checkpoint import checkpoints, fingerprints, newest_checkpoint, read_state
-from experiment.config import ONCE, convert, options
+from experiment.checkpoint import fingerprints, newest_checkpoint, read_state
+from experiment.config import ONCE, convert
 from experiment.data import read_json, read_yaml
 from experiment.errors import UserError
 from experiment.files import set_aside
@@ -14,13 +14,12 @@ FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing
 UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 
-def continue_run(folder, config, values, paths):
+def continue_run(folder, flags, paths):
     """Check that the run in an output folder can be continued, which changes nothing there.
 
     Args:
         folder: the OutputFolder.
-        config: the config of this call.
-        values: {flag: value} of it.
+        flags: the `options` of its config.
         paths: the `ingredients` of this call.
 
     Returns:
@@ -33,7 +32,7 @@ def continue_run(folder, config, values, paths):
         return None, None, None
     if algorithm != folder.algorithm:
         raise UserError(f"{folder.path}: holds a {algorithm} run, not one of {folder.algorithm}")
-    longer = _compare(folder, config, values)
+    longer = _compare(folder, flags)
     if (folder.path / "result.json").exists() and not longer:
         result = read_json(folder.path / "result.json")
         print(f"{folder.path}: finished after {result['steps']} steps; a larger --max_steps "
@@ -53,12 +52,12 @@ def continue_run(folder, config, values, paths):
     return None, checkpoint, state
 
 
-def _compare(folder, config, values):
+def _compare(folder, flags):
     """Refuse other flags than the run began with. Returns True if it is to become longer.
 
-    A `max_steps` of None in `values` becomes that of the run.
+    A `max_steps` of None in the folder's `values` becomes that of the run.
     """
-    flags, path = options(type(config)), folder.path / CONFIG
+    values, path = folder.values, folder.path / CONFIG
     began = {name: convert(value, flags[name], f"{path}: {name}")
              for _, name, value in read_yaml(path) if name in flags and name not in FREE}
     if values["max_steps"] is None:
@@ -79,7 +78,7 @@ def _compare(folder, config, values):
 
 
 def go_back(folder, state):
-    """Take away what was written after the checkpoint: result, log lines, newer checkpoints.
+    """Take away what was written after the checkpoint, the newest one: result and log lines.
 
     `folder` is the path of the output folder, `state` that of the checkpoint, or None without one.
     """
@@ -97,9 +96,6 @@ def go_back(folder, state):
         elif 0 < length < size:
             print(f"{path}: lines of before step {step} were removed; what is left is now "
                   f"{set_aside(path).name}")
-    for path in checkpoints(folder):
-        if state and int(path.name[5:]) > step:
-            print(f"{path}: is now {set_aside(path).name}")
 
 
 def _sequences(values):

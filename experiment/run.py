@@ -95,8 +95,8 @@ class Run:
         self.opened = time.monotonic()
         self.seconds = self.rollout_seconds = self.rollout_tokens = 0.0
         self.has_begun = self.updated = False
-        self.made_of, self.endings = {}, []
-        self.watch = self.saved = self.score = self.unlogged = self.marks = self.schedule = None
+        self.made_of, self.line, self.endings = {}, {}, []
+        self.watch = self.saved = self.unlogged = self.marks = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
@@ -107,7 +107,7 @@ class Run:
         if not self.values["resume"]:
             return None, None, None
         return import_module(RESUMING).continue_run(
-            self.files, self.config, self.values, self._ingredients())
+            self.files, options(type(self.config)), self._ingredients())
 
     def begin(self):
         """Take the output folder: rename what is overwritten, go back to what is resumed.
@@ -127,8 +127,7 @@ class Run:
         self.files.begin()
 
     def _ingredients(self):
-        return ingredients(self.config, self.sources, self.data, self.program,
-                           self.folder / "base")
+        return ingredients(self.config, self.sources, self.data, self.program, self.folder / "base")
 
     # ------------------------------------------------------------------------------------ the loop
     def __enter__(self):
@@ -140,7 +139,7 @@ class Run:
         Between two updates of a step the weights are those of no step: the last checkpoint stands.
         """
         looping = self.signals.looping is self
-        if error and looping and self.saved != self.step and not self.updated:
+        if error and looping and not self.updated:
             self._save()
         # A fault in the last evaluation comes after the loop. Only rank 0 knows what it has saved.
         continues = self.writes and (looping or self.saved is not None)
@@ -209,14 +208,12 @@ class Run:
             self.step, self.updated = step + 1, False
             self.seconds += timing["seconds"]
             self.unlogged, self.marks = self.line, self.files.log_sizes()
-            self.score = None
             self._close_step(evaluate, timing)
             bar.set_postfix_str(step_numbers(self.line, 2))
             if bar.disable:
                 left = self.seconds / self.step * (total - self.step)
                 say(step_line(self.step, total, self.line, timing["seconds"], left))
-        if self.saved != self.step:
-            self._save()
+        self._save()
         self.signals.looping = None
         self.check()
         # The last step may just have been evaluated.
@@ -235,7 +232,7 @@ class Run:
         else:
             self.made_of = fingerprints(self._ingredients()) if self.writes else {}
             self.schedule, self.before = total, evaluate()
-            if headline(self.before):
+            if self.before:
                 say(f"before: {headline(self.before)}")
         notes = idle_notes(self.config)
         if self.algorithm != "sft":
@@ -251,11 +248,11 @@ class Run:
         self.after = None
         if self.config.eval_every and self.step % self.config.eval_every == 0:
             self.after = evaluate()
-            self.line.update({f"eval/{name}": value for name, value in self.after.items()})
+            for name, value in self.after.items():
+                self.line[f"eval/{name}"] = value
             if self.after:
                 say(f"after step {self.step}: {headline(self.after)}")
         self.write_line(self.step - 1, self.line, timing)
-        self.score = self.line.get("eval/success")
         every = self.config.save_every
         due = self.step % every == 0 if every else time.monotonic() > self.saved_at + SAVE_SECONDS
         # The episodes that dpo.py played are all of one step, which stays whole.
@@ -265,7 +262,7 @@ class Run:
             due = True
         self.unlogged, self.marks = None, self.files.log_sizes()
         # An evaluated step may be the best.
-        if (due or self.score is not None) and self.saved != self.step:
+        if due or "eval/success" in self.line:
             self._save()
         self.check()
 
@@ -390,11 +387,14 @@ class Run:
         self.alarms.read(self.folder / "metrics.jsonl")
 
     def _save(self):
-        """Write checkpoints/step_NNNNNN of the steps that are done, whole or not at all."""
+        """Write checkpoints/step_NNNNNN of the steps that are done, unless they are saved."""
+        if self.saved == self.step:
+            return
         if self.writes:
             self.files.flush()
-            state = {name: getattr(self, name) for name in (*RESTORED, "algorithm", "score")}
-            state["lines"] = self.marks
+            state = {name: getattr(self, name) for name in (*RESTORED, "algorithm")}
+            # Only the step that ends now has been evaluated.
+            state |= {"score": self.line.get("eval/success"), "lines": self.marks}
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
             write_checkpoint(path, self.training, state)
             prune(self.folder)

@@ -24,6 +24,7 @@ def save(run, step, *args, **options):
     """Save as the training loop does after a step, and return the path. See `training`."""
     run.step, run.marks = step, run.files.log_sizes()
     run.before = {}
+    run.saved = None  # the same step may be saved twice
     run.training = training(*args, **options)
     run._save()
     return run.folder / "checkpoints" / f"step_{step:06d}"

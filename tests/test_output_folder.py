@@ -172,7 +172,8 @@ def test_four_checkpoints_are_on_the_disk_while_one_is_written_and_there_is_room
     most = []
     seal = checkpoint._seal
     monkeypatch.setattr(checkpoint, "_seal", lambda *args: (seal(*args), most.append(len(os.listdir(tmp_path / "checkpoints")))))
-    for step, book.score in enumerate((0.9, 0.1, 0.2, 0.3, 0.4), 1):
+    for step, score in enumerate((0.9, 0.1, 0.2, 0.3, 0.4), 1):
+        book.line = {"eval/success": score}
         save(book, step)
     assert max(most) == 4 and len(checkpoints(tmp_path)) == 3
 

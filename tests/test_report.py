@@ -267,7 +267,7 @@ def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_is_named(tmp_path):
     with pytest.raises(UserError, match=r"metrics.jsonl:2: not JSON"):
         view.write_html(name)
     write(tmp_path / "metrics.jsonl", [[1, 2]])
-    with pytest.raises(UserError, match=r"metrics.jsonl:1: not a JSON object"):
+    with pytest.raises(UserError, match=r"metrics.jsonl:1: a JSON list; write one object"):
         view.write_html(name)
 
 

@@ -420,7 +420,7 @@ def test_a_turn_that_comes_back_with_its_thought_has_the_ids_that_were_sampled(n
     body = ChatCompletion(messages=[], tools=TOOLS)
     shown, _ = served_by.assistant_message(SimpleNamespace(text=chat.text(turn), reason="stop"), chat, body)
     after = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in shown.get("tool_calls", [])]
-    messages = [*HELLO, shown, *(after or [{"role": "user", "content": "r"}])]
+    messages = [*HELLO, {"role": "assistant", **shown}, *(after or [{"role": "user", "content": "r"}])]
     expected = chat.results(calls, ["r"], turn[-1]) if calls else chat.reply("r", turn[-1])
     assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == chat.prompt(HELLO) + turn + expected
 

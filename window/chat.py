@@ -10,7 +10,6 @@ import sys
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from envs.session import Session, Watch, load_environments
 from experiment.program import main
 from experiment.seeds import mix
 from experiment.config import PlayFlags, convert, fill, flag, options
-from experiment.data import read_yaml
 from experiment.episodes import message_lines
 from experiment.errors import Stop, UserError, printable
 from experiment.output_folder import algorithm_of
@@ -29,6 +27,7 @@ from llm.chat import Chat
 from llm.engine import Row, make_engine
 from llm.loading import DTYPES, load_model
 from lora import merged
+from window.report import config_of
 from window.traces import Traces, play_tasks
 
 WIDTH = 79  # of the lines that introduce an environment
@@ -80,7 +79,11 @@ def command(config: Config):
             play_tasks(config, model, tokenizer, tasks, traces)
         return
     if config.serve:
-        load_server().serve(config, *load(config), rollout_options(config)["limits"])
+        try:
+            from window.server import serve
+        except ImportError as error:
+            raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
+        serve(config, *load(config), rollout_options(config)["limits"])
         return
     model, tokenizer = load(config)
     try:
@@ -106,10 +109,10 @@ def settle(config: Config) -> Config:
 def as_the_run(config: Config) -> Config:
     """Take dtype, environment, tasks, options and limits of the run that wrote the model."""
     written = run_config(config.model_path)
-    run = {name: value for _, name, value in read_yaml(written)} if written else {}
+    run = config_of(written.parent) if written else {}
     taken = {}
     if run.get("env") and config.env in (None, run["env"]):
-        if not config.env and not set(envs.names_of(run["env"])) <= envs.ENVS.keys():
+        if not config.env and ":" in run["env"]:
             # Data never chooses which code runs, and the folder may come from a stranger.
             raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to "
                             "run; give --env yourself, or --env none for a plain chat")
@@ -143,7 +146,7 @@ def run_config(model_path: str) -> Path | None:
     """Return the config.yaml of the run that wrote a model: an output folder, or a part of it."""
     folder = Path(model_path).resolve()
     # Parts of an output folder are base/ and checkpoints/step_NNNNNN/.
-    for place in (folder, folder.parent, folder.parent.parent):
+    for place in (folder, *folder.parents[:2]):
         if folder.is_dir() and algorithm_of(place):
             return place / "config.yaml"
     return None
@@ -172,17 +175,9 @@ def load(config: Config):
     """Load the model and print what it is. Return it and its tokenizer."""
     print(f"loading {config.model_path}", flush=True)
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{size / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on {model.device.type}")
+    print(f"{model.num_parameters() / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on "
+          f"{model.device.type}")
     return model, tokenizer
-
-
-def load_server():
-    """Return window/server.py, or raise UserError without the packages that it alone needs."""
-    try:
-        return import_module("window.server")
-    except ImportError as error:
-        raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
 
 
 # ---------------------------------------------------------------------------- with the agent
@@ -246,11 +241,12 @@ def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
 
 def show(turns, episode: Episode):
     """Print the messages of the episode as they come."""
-    shown = len(episode.trajectory.messages)
+    messages = episode.trajectory.messages
+    shown = len(messages)
     for _ in turns:
-        for line in message_lines(episode.trajectory.messages[shown:]):
+        for line in message_lines(messages[shown:]):
             print(line, flush=True)
-        shown = len(episode.trajectory.messages)
+        shown = len(messages)
 
 
 def how_it_ended(episode: Episode) -> str:

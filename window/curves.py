@@ -41,14 +41,19 @@ def points_of(log, name):
     return [(step, value) for step, value in points if type(step) is int and is_finite(value)]
 
 
+def stretches(points, n):
+    """Return the points in at most n parts, all but the last of one length."""
+    size = math.ceil(len(points) / n)
+    return [points[start:start + size] for start in range(0, len(points), size)]
+
+
 def thinned(points):
-    """Return the lowest and the highest point of each of DRAWN stretches, or all of a few."""
-    size = math.ceil(len(points) / DRAWN)
-    if size <= 2:
-        return points
-    parts = [sorted(points[i:i + size], key=itemgetter(1))
-             for i in range(0, len(points), size)]
-    return [point for part in parts for point in sorted({part[0], part[-1]})]
+    """Return the lowest and the highest point of each of DRAWN stretches."""
+    drawn = []
+    for part in stretches(points, DRAWN):
+        part.sort(key=itemgetter(1))  # by value
+        drawn += sorted({part[0], part[-1]})
+    return drawn
 
 
 def chart(name, points):
@@ -65,11 +70,7 @@ def chart(name, points):
             places.append(f"{x:.1f},{y:.1f}")
         return f'<polyline class={kind} points="{" ".join(places)}" />'
 
-    means = []
-    size = math.ceil(len(points) / PARTS)
-    for start in range(0, len(points), size):
-        part = slice(start, start + size)
-        means.append((fmean(steps[part]), fmean(values[part])))
+    means = [map(fmean, zip(*part)) for part in stretches(points, PARTS)]
     name, unit = escape(name), UNITS.get(name, "")
     return (f"<figure><figcaption><span><b>{name}</b> <i>{unit}</i></span>"
             f'<b>{number(values[-1])}</b></figcaption>'

@@ -7,12 +7,11 @@ import os
 import shlex
 import sys
 
-from experiment.data import read_yaml
 from experiment.errors import UserError
 from experiment.notes import path_of
-from experiment.output_folder import CONFIG, algorithm_of
 from experiment.program import prepare_streams
 from llm.loading import DTYPES, merge
+from window.report import config_of
 
 PARSER = argparse.ArgumentParser(
     prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,10 +25,12 @@ PARSER.add_argument(
 
 def flags_of(source: str) -> list[str]:
     """Return the flags that say what a run's folder played, or nothing for another folder."""
-    path = os.path.join(source, CONFIG)
-    values = {name: value for _, name, value in read_yaml(path)} if algorithm_of(source) else {}
-    flags = [(f"--{name}", values.get(name)) for name in ("env", "env_options", "rewards")]
-    return [word for flag in flags if flag[1] for word in flag]
+    values = config_of(source)
+    words = []
+    for name in ("env", "env_options", "rewards"):
+        if values.get(name):
+            words += [f"--{name}", values[name]]
+    return words
 
 
 def main(words: list[str]) -> int:

@@ -13,6 +13,7 @@ import time
 from functools import partial
 from os.path import commonprefix
 
+from experiment.episodes import members
 from llm.adapter_files import FORMS, read_settings
 from llm.engine import Engine, Row
 from llm.loading import adapt
@@ -58,8 +59,7 @@ class Choice(Row):
 
     def append(self, token, logprob, stop_ids):
         super().append(token, logprob, self.stop_ids)
-        text = self.chat.text(self.turn) if self.stops else ""
-        if any(stop in text for stop in self.stops):
+        if any(stop in self.chat.text(self.turn) for stop in self.stops):
             self.state = "ended"
 
     def show(self):
@@ -96,10 +96,9 @@ class SharedEngine(Engine):
         return bool(super().busy or self.waiting)
 
     def sample(self, rows, logits):
-        kinds = {}
-        for i, row in enumerate(rows):
-            kinds.setdefault(row.sampling, []).append(i)
-        for (temperature, top_k, top_p), chosen in kinds.items():
+        kinds = members(row.sampling for row in rows)
+        for chosen in kinds:
+            temperature, top_k, top_p = rows[chosen[0]].sampling
             self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
             # Indexing copies. Mostly all rows are sampled alike.
             its_logits = logits if len(kinds) == 1 else logits[chosen]

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
-from experiment.data import lines_of, objects, read_json, read_yaml, reading, whole
+from experiment.data import json_rows, lines_of, read_json, read_yaml, reading, whole
 from experiment.episodes import transcript
 from experiment.errors import UserError
 from experiment.files import replace_file
@@ -62,6 +62,13 @@ def program_of(path):
     return program
 
 
+def config_of(folder):
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder) / CONFIG)}
+
+
 def result_of(folder):
     """Return what the result.json of an output folder holds, {} if there is none."""
     path = folder / "result.json"
@@ -71,7 +78,7 @@ def result_of(folder):
 def logs_of(folder):
     """Return the rows of each log of an output folder."""
     paths = [path for path in (folder / "metrics.jsonl", folder / "timing.jsonl") if path.exists()]
-    return [[row for _, row in objects(path)] for path in paths]
+    return [[row for _, row in json_rows(path, is_log=True)] for path in paths]
 
 
 def write_html(name):
@@ -96,7 +103,7 @@ def page(path):
             with reading(episodes, line):
                 parts.append(episode_html(episode, tokenizer))
     if path.is_dir():
-        config = "\n".join(f"{name}: {value}" for _, name, value in read_yaml(path / CONFIG))
+        config = "\n".join(f"{name}: {value}" for name, value in config_of(path).items())
         parts.append("<h2>Config</h2><details><summary>config.yaml</summary>"
                      f"<pre>{escape(config)}</pre></details>")
     return "".join(parts) + "</body></html>\n"
@@ -133,7 +140,7 @@ def chosen_episodes(file):
     lines = sum(1 for _ in lines_of(file))
     n = min(lines, MAX_EPISODES)
     wanted = {round(i * lines / n) for i in range(1, n + 1)}
-    return reversed(list(objects(file, wanted)))
+    return reversed(list(json_rows(file, wanted, is_log=True)))
 
 
 def load_tokenizer(folder):
@@ -148,8 +155,8 @@ def load_tokenizer(folder):
 
 def episode_html(episode, tokenizer):
     """Return one episode: a line to click, then its tokens, or its text without a tokenizer."""
-    asked = [m["content"] for m in episode["messages"] if m["role"] == "user"]
-    question = textwrap.shorten(str(asked[0]) if asked else "", 120)
+    asked = next((m["content"] for m in episode["messages"] if m["role"] == "user"), "")
+    question = textwrap.shorten(str(asked), 120)
     words = [f"step {episode['step']}"] if "step" in episode else []
     words += [f"{name} {number(reward)}" for name, reward in
               {"reward": episode["reward"], **episode["reward_parts"]}.items()]

@@ -151,7 +151,7 @@ class Problem(Sampled):
 class Adapter(Body):
     """POST /v1/load_lora_adapter and /v1/unload_lora_adapter"""
 
-    lora_name: str = Field(min_length=1)
+    lora_name: Text
     lora_path: str = ""
 
 

@@ -197,37 +197,38 @@ class Server:
         shown = []
         for i, choice in enumerate(choices):
             message, reason = assistant_message(choice, chat, body)
-            shown.append({"index": i, "message": message, "finish_reason": reason,
-                          "logprobs": self.logprobs(body, choice)})
+            shown.append({"index": i, "message": {"role": "assistant", **message},
+                          "finish_reason": reason, "logprobs": self.logprobs(body, choice)})
         return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
 
     async def events(self, body, choices, chat):
         """Yield the events of a streamed answer."""
-        chunk = {**head("chat.completion.chunk", body), "choices": []}
+        start = {**head("chat.completion.chunk", body), "choices": []}
+
+        def chunk(i, delta, reason=None, logprobs=None):
+            shown = {"index": i, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+            return event({**start, "choices": [shown]})
+
         # Clients expect the choices to begin in their order.
         for i in range(len(choices)):
-            delta = {"role": "assistant", "content": ""}
-            yield event({**chunk, "choices": [{"index": i, "delta": delta, "finish_reason": None}]})
-        sent = {}  # choice -> how many characters and tokens of it
+            yield chunk(i, {"role": "assistant", "content": ""})
+        sent = dict.fromkeys(choices, (0, 0))  # how many characters and tokens of each
         try:
             async for choice in self.player.play(choices):
-                characters, tokens = sent.get(choice, (0, 0))
+                characters, tokens = sent[choice]
                 if not choice.reason and len(choice.text) <= characters:
                     continue
                 sent[choice] = len(choice.text), len(choice.logprobs)
+                i = choices.index(choice)
                 delta, reason = assistant_message(choice, chat, body)
                 delta["content"] = (delta["content"] or "")[characters:]
-                del delta["role"]
-                logprobs = self.logprobs(body, choice, slice(tokens, sent[choice][1]))
-                shown = {"index": choices.index(choice), "delta": delta, "finish_reason": None,
-                         "logprobs": logprobs}
-                yield event({**chunk, "choices": [shown]})
+                new = slice(tokens, sent[choice][1])
+                yield chunk(i, delta, logprobs=self.logprobs(body, choice, new))
                 # Clients take a call for whole when the next chunk comes.
                 if reason:
-                    shown |= {"delta": {"content": ""}, "finish_reason": reason, "logprobs": None}
-                    yield event({**chunk, "choices": [shown]})
+                    yield chunk(i, {"content": ""}, reason)
             if body.stream_options.get("include_usage"):
-                yield event({**chunk, "usage": usage(choices)})
+                yield event({**start, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
         except Refusal as refusal:
             yield event(error_of(refusal))
@@ -257,15 +258,16 @@ class Server:
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise Refusal(500, fault)
-        turns = [message["content"] for message in t.messages if message["role"] == "assistant"]
-        results = [message["content"] for message in t.messages if message["role"] == "tool"]
+        said = {"assistant": [""], "tool": []}
+        for message in t.messages:
+            said.setdefault(message["role"], []).append(message["content"])
         # A question whose right answer nobody gave is neither solved nor failed.
         is_judged = t.stop_reason and None not in episode.session.task.values()
-        return {"solution": turns[-1] if turns else "",
+        return {"solution": said["assistant"][-1],
                 "success": t.info["success"] if is_judged else None,
                 "reward": t.reward,
                 "stop_reason": t.stop_reason or "max_tokens",
-                "tools": results,
+                "tools": said["tool"],
                 "transcript": t.messages}
 
     def begin(self, problem: str) -> Episode:
@@ -362,13 +364,13 @@ def usage(choices) -> dict:
 
 
 def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
-    """Return the message in a choice, and why the choice ended, None if it has not."""
+    """Return what a choice says and calls, and why the choice ended, None if it has not."""
     calls = []
     # A call that was cut would lack arguments.
     if chat.tools and choice.reason != "length":
         content, calls, _ = parse_tool_calls(choice.text, chat.tools)
     if not calls:
-        return {"role": "assistant", "content": choice.text}, choice.reason
+        return {"content": choice.text}, choice.reason
     if chat.shows_one_call or not body.parallel_tool_calls:
         calls = calls[:1]
     tool_calls = []
@@ -376,8 +378,7 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
                            "function": function})
-    message = {"role": "assistant", "content": content or None, "tool_calls": tool_calls}
-    return message, "tool_calls"
+    return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
 
 
 def take_turn(episode, row):
