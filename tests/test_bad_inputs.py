@@ -65,7 +65,7 @@ FILES = [  # name, its content, the whole line: all of it is told without a mode
     ("train.txt", "x", f"train.txt: {UNKNOWN}"),  # 4
     ("train.pkl", "x", f"train.pkl: {UNKNOWN}"),  # 53
     ("rows.jsonl.gz", "x", f"rows.jsonl.gz: {UNKNOWN}"),  # 36
-    ("rows.jsonl", "[" + lines(GOOD) + "]", "rows.jsonl:1: a JSON list; name the file .json"),  # 5
+    ("rows.jsonl", "[" + lines(GOOD) + "]", "rows.jsonl:1: a JSON list; write one object per line, or name the file .json"),  # 5
     ("rows.jsonl", lines(GOOD, "{'messages': 1}"), "rows.jsonl:2: not JSON: Expecting property name enclosed in double quotes at column 2"),  # 6
     ("rows.jsonl", lines(GOOD, '{"a": 1} {"b": 2}'), "rows.jsonl:2: not JSON: Extra data at column 10"),  # 6
     ("rows.jsonl", b'{"a": "caf\xe9"}\n', "rows.jsonl:1: byte 0xe9 is not UTF-8; save the file as UTF-8"),  # 9
