@@ -141,7 +141,8 @@ def json_rows(path, wanted=None, is_log=False):
         try:
             with reading(path, number):
                 if text.startswith("["):
-                    raise ValueError("a JSON list; write one object per line, or name the file .json")
+                    raise ValueError("a JSON list; write one object per line, or name the "
+                                     "file .json")
                 row = parse_object(text)
         except UserError:
             if is_log and not text.endswith("\n"):
