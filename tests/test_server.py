@@ -544,6 +544,17 @@ def test_other_refusals_have_openai_statuses(served, client, monkeypatch):
     assert client.get(f"{served.url}/health", cast_to=object)
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": [%s""]}' % (b'"",' * 10**6), b'{"messages": [%s0]}' % (b"0," * 10**6), b'{"messages": [], "tools": [%s0]}' % (b"0," * 10**6),
+                                  b'{"messages": [{"role": "user", "content": [%s0]}]}' % (b"{}," * 10**6), b'{"messages": [], "stream_options": {%s}}' % b", ".join(b'"%d": 1' % i for i in range(300_000)),
+                                  b"{%s}" % b", ".join(b'"%d": 1' % i for i in range(300_000))], ids=lambda body: body[:40].decode())
+def test_of_a_million_wrong_items_the_first_is_told(served, client, body):
+    """All of them took half a minute, in which nobody was answered, and 4 GB."""
+    began = time.process_time()
+    with pytest.raises(openai.BadRequestError):
+        client.post("/completions" if b"prompt" in body else "/chat/completions", content=body, cast_to=object, options={"headers": {"Content-Type": "application/json"}})
+    assert time.process_time() - began < 3
+
+
 def test_the_request_beyond_the_limit_is_refused_and_a_body_that_does_not_come_is_none(served, client, monkeypatch):
     monkeypatch.setattr(served_by, "REQUESTS", 4)
     stalled = [raw(served, request_bytes(CHAT, length=5000), read=False)[0] for _ in range(8)]

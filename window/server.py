@@ -226,7 +226,7 @@ class Server:
                 if reason:
                     shown |= {"delta": {"content": ""}, "finish_reason": reason, "logprobs": None}
                     yield event({**chunk, "choices": [shown]})
-            if body.stream_options.get("include_usage"):
+            if body.stream_options.include_usage:
                 yield event({**chunk, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
         except Refusal as refusal:
