@@ -84,8 +84,8 @@ class Server:
         router.post("/solve")(self.solve)
         router.get("/v1/models")(self.models)
         router.get("/v1/models/{name:path}")(self.model)
-        errors = HTTPException, RequestValidationError
-        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
+        app = FastAPI(openapi_url=None, exception_handlers={
+            HTTPException: refuse, RequestValidationError: refuse})
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
         app.include_router(router)
         # Anybody may ask these. The second is vLLM's name for it.
@@ -99,6 +99,9 @@ class Server:
         wanted = f"Bearer {self.config.token}"
         if self.config.token and not secrets.compare_digest(key.encode(), wanted.encode()):
             raise Refusal(401, "the token is missing or wrong", "invalid_api_key")
+        # A web page whose own name leads to this machine would ask from its reader's browser.
+        if not self.config.token and request.url.hostname not in LOCAL:
+            raise Refusal(403, "without a --token only localhost is answered, not another name")
         if self.requests >= REQUESTS:
             raise Refusal(429, f"{REQUESTS} requests are being answered; try again later",
                           "rate_limit_exceeded")
@@ -191,8 +194,7 @@ class Server:
         choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
                              self.limits.max_new_tokens, streams)
         if body.stream:
-            events = self.events(body, choices, chat)
-            return Stream(events, media_type="text/event-stream")
+            return Stream(self.events(body, choices, chat), media_type="text/event-stream")
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
@@ -236,12 +238,10 @@ class Server:
         """Return the log-probabilities of some of a choice's tokens, if the client wants them."""
         if not body.logprobs:
             return None
-        content = []
-        for i, logprob in zip(choice.turn[tokens], choice.logprobs[tokens]):
-            # Decoded alone, a token that is a part of a character does not show its bytes.
-            content.append({"token": self.tokenizer.decode([i]), "logprob": logprob,
-                            "bytes": None, "top_logprobs": []})
-        return {"content": content}
+        # Decoded alone, a token that is a part of a character does not show its bytes.
+        return {"content": [
+            {"token": self.tokenizer.decode([i]), "logprob": p, "bytes": None, "top_logprobs": []}
+            for i, p in zip(choice.turn[tokens], choice.logprobs[tokens])]}
 
     # --------------------------------------------------------------------------------------- solve
     async def solve(self, body: Problem, request: Request):
@@ -258,14 +258,14 @@ class Server:
         if fault:
             raise Refusal(500, fault)
         turns = [message["content"] for message in t.messages if message["role"] == "assistant"]
-        results = [message["content"] for message in t.messages if message["role"] == "tool"]
         # A question whose right answer nobody gave is neither solved nor failed.
         is_judged = t.stop_reason and None not in episode.session.task.values()
         return {"solution": turns[-1] if turns else "",
                 "success": t.info["success"] if is_judged else None,
                 "reward": t.reward,
                 "stop_reason": t.stop_reason or "max_tokens",
-                "tools": results,
+                "tools": [message["content"] for message in t.messages
+                          if message["role"] == "tool"],
                 "transcript": t.messages}
 
     def begin(self, problem: str) -> Episode:
@@ -281,8 +281,8 @@ class Server:
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
-        models = [await self.model(name) for name in list(self.player.adapters)]
-        return {"object": "list", "data": models}
+        return {"object": "list",
+                "data": [await self.model(name) for name in list(self.player.adapters)]}
 
     async def model(self, name: str):
         self.weights_of(name)
@@ -373,9 +373,9 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         calls = calls[:1]
     tool_calls = []
     for i, call in enumerate(calls):
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        call["arguments"] = json.dumps(call["arguments"])
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
-                           "function": function})
+                           "function": call})
     message = {"role": "assistant", "content": content or None, "tool_calls": tool_calls}
     return message, "tool_calls"
 
@@ -396,9 +396,8 @@ async def refuse(request, error):
     if isinstance(error, RequestValidationError):
         # Of a value that may be one of two kinds, the last says most.
         last = error.errors()[-1]
-        says = last["msg"]
-        if last["loc"] == ("body",):
-            says = "needs a JSON object, and the header Content-Type: application/json"
+        needs = "needs a JSON object, and the header Content-Type: application/json"
+        says = needs if last["loc"] == ("body",) else last["msg"]
         error = Refusal(400, f"{'.'.join(map(str, last['loc']))}: {says}")
     return JSONResponse(error_of(error), error.status_code)
 
