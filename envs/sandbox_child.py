@@ -90,7 +90,7 @@ def confine(limits: dict, parent: int):
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    # Where the machine runs out of memory, the kernel ends this process and not the one that trains.
+    # Where the machine's memory ends, the kernel kills this process and not the one that trains.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     # PR_SET_PDEATHSIG: this process dies with the thread that started it.

@@ -24,7 +24,7 @@ NOTHING = {"best_of": 1, "top_k": -1, "repetition_penalty": 1, "service_tier": "
 # What a client calls itself or its request.
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
-Id = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Item = TypeVar("Item")
@@ -62,7 +62,7 @@ class Sampled(Body):
     model: str = BASE
     seed: int = Field(default_factory=lambda: secrets.randbits(63))
     temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
-    top_k: int = Field(0, ge=0)
+    top_k: Natural = 0
     top_p: float = Field(1.0, gt=0, le=1)
 
 
@@ -74,14 +74,14 @@ class Turns(Sampled):
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     stop: Text | Annotated[Items[Text], Field(max_length=4)] = []
-    stop_token_ids: Items[Id] = []
+    stop_token_ids: Items[Natural] = []
 
 
 class Completion(Turns):
     """POST /v1/completions"""
 
     # LangChain sends its text in a list.
-    prompt: str | Items[Id] | Annotated[Items[str], Field(max_length=1)]
+    prompt: str | Items[Natural] | Annotated[Items[str], Field(max_length=1)]
     logprobs: Literal[0, 1] | None = None
     return_token_ids: bool = False
     ignore_eos: bool = False

@@ -220,9 +220,8 @@ class Server:
                 delta, reason = assistant_message(choice, chat, body)
                 delta["content"] = (delta["content"] or "")[characters:]
                 del delta["role"]
-                logprobs = self.logprobs(body, choice, slice(tokens, sent[choice][1]))
                 shown = {"index": choices.index(choice), "delta": delta, "finish_reason": None,
-                         "logprobs": logprobs}
+                         "logprobs": self.logprobs(body, choice, slice(tokens, sent[choice][1]))}
                 yield event({**chunk, "choices": [shown]})
                 # Clients take a call for whole when the next chunk comes.
                 if reason:
@@ -276,8 +275,7 @@ class Server:
         name, cls, chat = self.environment
         with refused("problem"):
             task = {**cls._from_text(problem), **envs.taken(cls, envs.options_of(self.config))}
-        session = Session(self.watch, name, cls, task)
-        return Episode(session, chat, self.limits, "solve")
+        return Episode(Session(self.watch, name, cls, task), chat, self.limits, "solve")
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
@@ -324,16 +322,15 @@ class Route(APIRoute):
         answer = super().get_route_handler()
 
         async def answer_in_time(request):
+            late = f"no whole body within {BODY_SECONDS} s"
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     await request.body()
-            except (TimeoutError, ClientDisconnect):
-                raise Refusal(408, f"no whole body within {BODY_SECONDS} s", "timeout") from None
-            try:
+                late = f"not answered within {SECONDS} s"
                 async with asyncio.timeout(SECONDS):
                     return await answer(request)
-            except TimeoutError:
-                raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
+            except (TimeoutError, ClientDisconnect):
+                raise Refusal(408, late, "timeout") from None
         return answer_in_time
 
 
@@ -376,8 +373,7 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         call["arguments"] = json.dumps(call["arguments"])
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
                            "function": call})
-    message = {"role": "assistant", "content": content or None, "tool_calls": tool_calls}
-    return message, "tool_calls"
+    return {"role": "assistant", "content": content or None, "tool_calls": tool_calls}, "tool_calls"
 
 
 def take_turn(episode, row):
