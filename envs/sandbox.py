@@ -79,7 +79,8 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
 
     Raises UserError if the process cannot be started or cannot be confined.
     """
-    job = {"code": code, "calls": list(calls), "count": count, "unsafe": unsafe,
+    calls = list(calls)
+    job = {"code": code, "calls": calls, "count": count, "unsafe": unsafe,
            "limits": LIMITS, "parent": os.getpid()}
     try:
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
@@ -99,10 +100,10 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
             "code, tools=calculator+python); or give --unsafe_code, which runs it with NO "
             "protection and is recorded")
     # The first line was written before the code began, the others perhaps by the code.
-    loading, *outcomes = records[1:2 + len(job["calls"])] or [{}]
+    loading, *outcomes = records[1:2 + len(calls)] or [{}]
     if "error" in loading:
         return Result("error", without_addresses(str(loading["error"])), output)
-    if loading and len(outcomes) == len(job["calls"]):
+    if loading and len(outcomes) == len(calls):
         return Result("ok", "", output, outcomes)
     if end == "timeout":
         return Result("timeout", f"killed after {seconds:g} s", output, outcomes)

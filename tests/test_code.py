@@ -343,7 +343,7 @@ def test_files(tmp_path, capsys):
     tasks = load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
     assert sorted(task["entry_point"] for task in tasks) == ["add", "second"] and {task["env"] for task in tasks} == {"code"}
     out = capsys.readouterr().out
-    assert re.search("1 of 3 test rows of .*rows.jsonl hold nothing to play: dropped\n", out)
+    assert re.search("rows.jsonl: 1 rows have nothing that can be played: dropped \\(test\\)\n", out)
     # HumanEval's row: the one in the loop, list(range(3)), k=0, open('x'), but not True; MBPP's: set(add(...)).
     assert "rows.jsonl: 5 tests cannot be read: dropped (test)\n" in out
     for row, says in [({"prompt": "x"}, 'rows.jsonl:1: no "entry_point" field'), ({**MBPP, "code": "def f(:"}, "rows.jsonl:1:.*invalid syntax")]:

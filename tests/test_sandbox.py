@@ -547,6 +547,17 @@ sandbox.run("while True: pass", seconds=100)
     assert time.monotonic() < deadline
 
 
+def test_where_memory_ends_the_child_is_killed_and_not_the_trainer():
+    """64 episodes of list(range(10**7)) hold 28 GB, and of all processes the kernel killed the largest: the run."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(run, "while True: pass", seconds=2)
+        deadline, seen = time.monotonic() + 10, set()
+        while "1000" not in seen and not call.done() and time.monotonic() < deadline:
+            for children in Path("/proc/self/task").glob("*/children"):
+                seen.update(Path(f"/proc/{child}/oom_score_adj").read_text().strip() for child in children.read_text().split())
+        assert "1000" in seen and call.result().status == "timeout"
+
+
 # ------------------------------------------------------------------------------------------------- where it cannot be confined
 @pytest.mark.parametrize("change, says", [
     ("libc.syscall(444,", r"Landlock: Function not implemented"), ("libc.prctl(22, 2,", "seccomp"), ("machine = os.uname().machine", "aarch64, but linux on riscv64")])

@@ -51,6 +51,7 @@ class Choice(Row):
         self.sampling = sampling
         self.stop_ids = frozenset(stop_ids)
         self.stops = stops
+        self.longest = max(map(len, stops), default=1)
         self.streams = streams
 
     @property
@@ -59,7 +60,10 @@ class Choice(Row):
 
     def append(self, token, logprob, stop_ids):
         super().append(token, logprob, self.stop_ids)
-        if any(stop in self.chat.text(self.turn) for stop in self.stops):
+        # To decode all of it for each token would hold up everybody. A character has at most four
+        # tokens, and where a text begins, its first ones may be decoded in another way.
+        text = self.chat.text(self.turn[-4 * self.longest - 8:]) if self.stops else ""
+        if any(stop in text for stop in self.stops):
             self.state = "ended"
 
     def show(self):
@@ -73,14 +77,13 @@ class Choice(Row):
         text = self.chat.text(turn[:len(turn) - is_stop])
         for stop in self.stops:
             text, found, _ = text.partition(stop)
-            is_stop = is_stop or bool(found)
+            is_stop |= bool(found)
         if has_ended:
             self.reason = "stop" if is_stop else "length"
         else:
             # A stop text may have come by half, and the last character may lack some bytes.
-            unsure = max(map(len, self.stops), default=1) - 1
             text = text.rstrip("\ufffd")
-            text = text[:max(len(text) - unsure, 0)]
+            text = text[:max(len(text) - self.longest + 1, 0)]
         self.text = text
 
 
@@ -200,7 +203,7 @@ class Player:
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""
         while self.engine.busy or not self.coming:
-            if not (self.engine.busy or self.coming):
+            if not self.engine.busy:
                 self.inbox.get()()
                 # Those who ask at the same time start in the same batch.
                 time.sleep(TOGETHER)

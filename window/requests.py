@@ -4,7 +4,7 @@ import re
 import secrets
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
 from starlette.exceptions import HTTPException
@@ -24,9 +24,13 @@ NOTHING = {"best_of": 1, "top_k": -1, "repetition_penalty": 1, "service_tier": "
 # What a client calls itself or its request.
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
-Id = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+Item = TypeVar("Item")
+# Of a million wrong items only the first is told. All would take a minute and gigabytes.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+NAMES = 256  # of one object, for the same reason
 
 
 class Refusal(HTTPException):
@@ -45,8 +49,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_nothing(cls, given):
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(given, dict) or len(given) > NAMES:
+            return None
         return {name: value for name, value in given.items() if value is not None
                 and (value or name in cls.model_fields)
                 and value != NOTHING.get(name) and name not in LABELS}
@@ -58,7 +62,7 @@ class Sampled(Body):
     model: str = BASE
     seed: int = Field(default_factory=lambda: secrets.randbits(63))
     temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
-    top_k: int = Field(0, ge=0)
+    top_k: Natural = 0
     top_p: float = Field(1.0, gt=0, le=1)
 
 
@@ -69,16 +73,16 @@ class Turns(Sampled):
     # The first one counts where both are given.
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=4)] = []
-    stop_token_ids: list[Id] = []
+    stop: Text | Annotated[Items[Text], Field(max_length=4)] = []
+    stop_token_ids: Items[Natural] = []
 
 
 class Completion(Turns):
     """POST /v1/completions"""
 
     # LangChain sends its text in a list.
-    prompt: str | list[Id] | Annotated[list[str], Field(max_length=1)]
-    logprobs: int | None = Field(None, ge=0, le=1)
+    prompt: str | Items[Natural] | Annotated[Items[str], Field(max_length=1)]
+    logprobs: Literal[0, 1] | None = None
     return_token_ids: bool = False
     ignore_eos: bool = False
 
@@ -119,8 +123,8 @@ class Part(BaseModel):
 
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Items[Part] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -130,16 +134,20 @@ class Message(BaseModel):
         return self.content or ""
 
 
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
 class ChatCompletion(Turns):
     """POST /v1/chat/completions"""
 
-    messages: list[Message]
-    tools: list[Tool] = []
+    messages: Items[Message]
+    tools: Items[Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     stream: bool = False
-    stream_options: dict[Literal["include_usage"], bool] = {}
+    stream_options: StreamOptions = StreamOptions()
 
 
 class Problem(Sampled):

@@ -84,8 +84,8 @@ class Server:
         router.post("/solve")(self.solve)
         router.get("/v1/models")(self.models)
         router.get("/v1/models/{name:path}")(self.model)
-        errors = HTTPException, RequestValidationError
-        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(errors, refuse))
+        app = FastAPI(openapi_url=None, exception_handlers={
+            HTTPException: refuse, RequestValidationError: refuse})
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
         app.include_router(router)
         # Anybody may ask these. The second is vLLM's name for it.
@@ -99,6 +99,9 @@ class Server:
         wanted = f"Bearer {self.config.token}"
         if self.config.token and not secrets.compare_digest(key.encode(), wanted.encode()):
             raise Refusal(401, "the token is missing or wrong", "invalid_api_key")
+        # A web page whose own name leads to this machine would ask from its reader's browser.
+        if not self.config.token and request.url.hostname not in LOCAL:
+            raise Refusal(403, "without a --token only localhost is answered, not another name")
         if self.requests >= REQUESTS:
             raise Refusal(429, f"{REQUESTS} requests are being answered; try again later",
                           "rate_limit_exceeded")
@@ -191,8 +194,7 @@ class Server:
         choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
                              self.limits.max_new_tokens, streams)
         if body.stream:
-            events = self.events(body, choices, chat)
-            return Stream(events, media_type="text/event-stream")
+            return Stream(self.events(body, choices, chat), media_type="text/event-stream")
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
@@ -227,7 +229,7 @@ class Server:
                 # Clients take a call for whole when the next chunk comes.
                 if reason:
                     yield chunk(i, {"content": ""}, reason)
-            if body.stream_options.get("include_usage"):
+            if body.stream_options.include_usage:
                 yield event({**start, "usage": usage(choices)})
             yield "data: [DONE]\n\n"
         except Refusal as refusal:
@@ -237,12 +239,10 @@ class Server:
         """Return the log-probabilities of some of a choice's tokens, if the client wants them."""
         if not body.logprobs:
             return None
-        content = []
-        for i, logprob in zip(choice.turn[tokens], choice.logprobs[tokens]):
-            # Decoded alone, a token that is a part of a character does not show its bytes.
-            content.append({"token": self.tokenizer.decode([i]), "logprob": logprob,
-                            "bytes": None, "top_logprobs": []})
-        return {"content": content}
+        # Decoded alone, a token that is a part of a character does not show its bytes.
+        return {"content": [
+            {"token": self.tokenizer.decode([i]), "logprob": p, "bytes": None, "top_logprobs": []}
+            for i, p in zip(choice.turn[tokens], choice.logprobs[tokens])]}
 
     # --------------------------------------------------------------------------------------- solve
     async def solve(self, body: Problem, request: Request):
@@ -278,13 +278,12 @@ class Server:
         name, cls, chat = self.environment
         with refused("problem"):
             task = {**cls._from_text(problem), **envs.taken(cls, envs.options_of(self.config))}
-        session = Session(self.watch, name, cls, task)
-        return Episode(session, chat, self.limits, "solve")
+        return Episode(Session(self.watch, name, cls, task), chat, self.limits, "solve")
 
     # ----------------------------------------------------------------------------- models, adapters
     async def models(self):
-        models = [await self.model(name) for name in list(self.player.adapters)]
-        return {"object": "list", "data": models}
+        return {"object": "list",
+                "data": [await self.model(name) for name in list(self.player.adapters)]}
 
     async def model(self, name: str):
         self.weights_of(name)
@@ -326,16 +325,15 @@ class Route(APIRoute):
         answer = super().get_route_handler()
 
         async def answer_in_time(request):
+            late = f"no whole body within {BODY_SECONDS} s"
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     await request.body()
-            except (TimeoutError, ClientDisconnect):
-                raise Refusal(408, f"no whole body within {BODY_SECONDS} s", "timeout") from None
-            try:
+                late = f"not answered within {SECONDS} s"
                 async with asyncio.timeout(SECONDS):
                     return await answer(request)
-            except TimeoutError:
-                raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
+            except (TimeoutError, ClientDisconnect):
+                raise Refusal(408, late, "timeout") from None
         return answer_in_time
 
 
@@ -397,9 +395,8 @@ async def refuse(request, error):
     if isinstance(error, RequestValidationError):
         # Of a value that may be one of two kinds, the last says most.
         last = error.errors()[-1]
-        says = last["msg"]
-        if last["loc"] == ("body",):
-            says = "needs a JSON object, and the header Content-Type: application/json"
+        needs = "needs a JSON object, and the header Content-Type: application/json"
+        says = needs if last["loc"] == ("body",) else last["msg"]
         error = Refusal(400, f"{'.'.join(map(str, last['loc']))}: {says}")
     return JSONResponse(error_of(error), error.status_code)
 
