@@ -105,13 +105,12 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
     the pools do not matter.
     """
     if min_reward is not None:
-        return (values >= min_reward).to(values)
+        # In floating point 0.6 + 0.3 + 0.1 is below 1, and 0.07 x 100 exceeds 7.
+        return (values >= min_reward - 1e-9).to(values)
     out = torch.zeros_like(values)
     for pool in members(pools):  # the indices of its values
-        ranked = values[pool].sort(descending=True).values
-        # In floating point 0.07 x 100 exceeds 7.
-        threshold = ranked[math.ceil(top_share * len(pool) - 1e-9) - 1]
-        out[pool] = (values[pool] >= threshold).to(values)
+        best = values[pool].topk(math.ceil(top_share * len(pool) - 1e-9)).values
+        out[pool] = filter_weights(values[pool], pools, min_reward=best[-1])
     return out
 
 

@@ -106,6 +106,13 @@ def test_filter_weights_by_hand():
     assert rw.filter_weights(double(1, 1, 0, 1), [0] * 4, top_share=0.5).tolist() == [1, 1, 0, 1]  # ties stay together
 
 
+def test_a_reward_that_rounding_leaves_below_the_threshold_reaches_it():
+    """--rewards a=0.6,b=0.3,c=0.1 pays who earns all of them 0.9999999999999999: --min_reward 1 kept none, and top_share told such ties apart."""
+    paid = double(0.6 + 0.3 + 0.1, 1.0, 0.9)
+    assert paid[0] < 1
+    assert rw.filter_weights(paid, [0] * 3, min_reward=1.0).tolist() == [1, 1, 0] == rw.filter_weights(paid, [0] * 3, top_share=0.3).tolist()
+
+
 def test_effective_sample_size():
     assert rw.effective_sample_size(double(2, 2, 2)) == pytest.approx(3) and rw.effective_sample_size(double(5, 0)) == 1
     assert rw.effective_sample_size(double(1, 3)) == pytest.approx(16 / 10)
