@@ -136,8 +136,7 @@ def evaluation_tasks(config, learned) -> list[dict]:
     they are all rows of --tasks.
     """
     files = (None, config.tasks) if config.dataset or config.trajectories else None
-    tasks = tasks_for(config, "test", config.eval_tasks, files)
-    return drop_seen(tasks, tasks_of(learned))
+    return drop_seen(tasks_for(config, "test", config.eval_tasks, files), tasks_of(learned))
 
 
 # ------------------------------------------------------------------------------- scripted experts

@@ -54,6 +54,7 @@ class Run:
         line: the metrics of the present step.
         before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
+        passed: the sequences of all passes of a step; `micro_batches` counts them.
         watch: the count of environments' faults of the last rollout, or None.
         endings: functions that a run which finishes calls, without arguments.
     """
@@ -91,9 +92,9 @@ class Run:
         self.files = OutputFolder(self.values, algorithm, self.command)
         self.folder = self.files.path
         self.alarms = Alarms(flags, self.has_expert)
-        self.step = self.bad = 0
         self.opened = time.monotonic()
-        self.seconds = self.rollout_seconds = self.rollout_tokens = 0.0
+        self.step = self.bad = self.seconds = 0
+        self.rollout_seconds = self.rollout_tokens = self.passed = 0
         self.has_begun = self.updated = False
         self.made_of, self.endings = {}, []
         self.watch = self.saved = self.score = self.unlogged = self.marks = self.schedule = None
@@ -199,7 +200,7 @@ class Run:
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
         for step in bar:
             self.line, began = {}, time.monotonic()
-            self.rollout_seconds = self.rollout_tokens = 0.0
+            self.rollout_seconds = self.rollout_tokens = self.passed = 0
             for group in state.optimizer.param_groups:
                 group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
             self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
@@ -209,7 +210,6 @@ class Run:
             self.step, self.updated = step + 1, False
             self.seconds += timing["seconds"]
             self.unlogged, self.marks = self.line, self.files.log_sizes()
-            self.score = None
             self._close_step(evaluate, timing)
             bar.set_postfix_str(step_numbers(self.line, 2))
             if bar.disable:
@@ -248,7 +248,7 @@ class Run:
 
     def _close_step(self, evaluate, timing):
         """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
-        self.after = None
+        self.after = self.score = None
         if self.config.eval_every and self.step % self.config.eval_every == 0:
             self.after = evaluate()
             self.line.update({f"eval/{name}": value for name, value in self.after.items()})
@@ -274,10 +274,10 @@ class Run:
         update_seconds = seconds - self.rollout_seconds
         timing = {"seconds": seconds, "update_seconds": update_seconds,
                   "peak_memory_mb": peak_memory_mb()}
-        episodes = self.line.get("episodes", 0)
-        if self.rollout_seconds and episodes:
+        if self.rollout_seconds and "episodes" in self.line:
             timing["rollout_seconds"] = self.rollout_seconds
-            timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update_seconds
+            # Every pass, to score or to update, forwards the episodes again.
+            timing["update_tokens_per_second"] = self.line["tokens"] * self.passed / update_seconds
             # The seconds of a step that was played ahead are only those of waiting for it.
             if not self.line.get("staleness"):
                 timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
@@ -289,6 +289,7 @@ class Run:
         `seed` names the pass over them: each of its micro-batches draws its own dropout.
         """
         import torch
+        self.passed += sequences
         slices = self.ranks.micro_batches(sequences, self.config.batch_size)
         for rows in tqdm(slices, "forward passes", disable=NO_BAR, leave=False, delay=2):
             self.check()
@@ -395,8 +396,8 @@ class Run:
             self.files.flush()
             state = {name: getattr(self, name) for name in (*RESTORED, "algorithm", "score")}
             state["lines"] = self.marks
-            path = self.folder / "checkpoints" / f"step_{self.step:06d}"
-            write_checkpoint(path, self.training, state)
+            write_checkpoint(self.folder / "checkpoints" / f"step_{self.step:06d}",
+                             self.training, state)
             prune(self.folder)
         self.saved, self.saved_at = self.step, time.monotonic()
 
