@@ -15,8 +15,8 @@ from importlib import import_module
 from itertools import product
 
 # Imported before torch: it sets how torch's threads wait.
-from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, members, mix,
-                        pass_at_k, problem, summarise, without_too_long)
+from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, mix, pass_at_k,
+                        problem, summarise, without_too_long)
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -410,9 +410,7 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
     if not trajectories:  # every prompt is too long
         return {}
-    successes = [[trajectories[i].info["success"] for i in group]
-                 for group in members(t.group_id for t in trajectories)]
-    return {**summarise(trajectories), **pass_at_k(successes)}
+    return {**summarise(trajectories), **pass_at_k(trajectories)}
 
 
 if __name__ == "__main__":

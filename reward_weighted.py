@@ -108,10 +108,9 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
         return (values >= min_reward).to(values)
     out = torch.zeros_like(values)
     for pool in members(pools):  # the indices of its values
-        ranked = values[pool].sort(descending=True).values
         # In floating point 0.07 x 100 exceeds 7.
-        threshold = ranked[math.ceil(top_share * len(pool) - 1e-9) - 1]
-        out[pool] = (values[pool] >= threshold).to(values)
+        best = values[pool].topk(math.ceil(top_share * len(pool) - 1e-9)).values
+        out[pool] = filter_weights(values[pool], pools, min_reward=best[-1])
     return out
 
 
@@ -131,7 +130,8 @@ def weigh(episodes: list[Trajectory], config) -> tuple[list[list[float]], dict]:
     values, groups, turns, lengths = [], [], [], []  # N entries each, the lengths B
     for t in episodes:
         returns = returns_to_go(t.rewards) if config.weight_per == "turn" else [t.reward]
-        values += returns
+        # In floating point 0.6 + 0.3 + 0.1 is below 1: rounding must not become a weight.
+        values += [round(value, 9) for value in returns]
         groups += [t.group_id] * len(returns)
         turns += range(len(returns))
         lengths.append(len(returns))

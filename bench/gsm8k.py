@@ -190,7 +190,7 @@ def figures(args, name):
     # Samples of a problem are not independent: draw problems, not episodes.
     rng = np.random.default_rng(0)
     means = [solved[rng.integers(len(solved), size=len(solved))].mean() for _ in range(10_000)]
-    passes, summary, right = pass_at_k(solved.tolist()), summarise(sampled), sum(t.info["success"] for t in greedy)
+    passes, summary, right = pass_at_k(sampled), summarise(sampled), sum(t.info["success"] for t in greedy)
     k = solved.shape[1]
     return {"problems": len(solved), "samples": k, "pass@1": passes["pass@1"],
             "pass@1 bootstrap": np.percentile(means, [2.5, 97.5]).round(4).tolist(),

@@ -277,7 +277,7 @@ class Rewards:
         t.reward = math.fsum(t.rewards)
         if not session.pays and not hasattr(session.env, "_check"):
             total = math.fsum(earned.values()) if earned else t.reward
-            t.info["success"] = total > 0 and not vetoed
+            t.info["success"] = total > 1e-9 and not vetoed
             if len(earned) > 1:
                 # Some of them may pay for manners.
                 say_once(f"note: --rewards: success is {' + '.join(earned)} above 0; where that is "

@@ -266,10 +266,10 @@ class Session:
 
     def _score(self):
         total = float(awaited(self._get("get_reward()")())) if self.pays else 0.0
-        parts = self._get("_reward_parts", {})
-        parts = {name: float(value) for name, value in parts.items()}
+        parts = {name: float(value) for name, value in self._get("_reward_parts", {}).items()}
         check = self._get("_check()")
-        solved = bool(awaited(check())) if check else total > 0
+        # In floating point 0.1 + 0.2 - 0.3 is above 0.
+        solved = bool(awaited(check())) if check else total > 1e-9
         return total, parts, solved
 
     def _expert(self):

@@ -121,11 +121,13 @@ def summarise(trajectories: list) -> dict:
     }
 
 
-def pass_at_k(successes: list[list[bool]]) -> dict:
+def pass_at_k(trajectories: list) -> dict:
     """Return the mean over tasks of the unbiased pass@k (arXiv 2107.03374, eq. 1).
 
     If c of the G episodes of a task succeeded, it is 1 - C(G - c, k) / C(G, k).
     """
+    groups = members(t.group_id for t in trajectories)
+    successes = [[trajectories[i].info["success"] for i in group] for group in groups]
     out = {}
     for k in range(1, min(map(len, successes)) + 1):
         solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]

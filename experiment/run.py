@@ -54,6 +54,7 @@ class Run:
         line: the metrics of the present step.
         before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
+        passed: the sequences of all passes of a step; `micro_batches` counts them.
         watch: the count of environments' faults of the last rollout, or None.
         endings: functions that a run which finishes calls, without arguments.
     """
@@ -91,9 +92,9 @@ class Run:
         self.files = OutputFolder(self.values, algorithm, self.command)
         self.folder = self.files.path
         self.alarms = Alarms(flags, self.has_expert)
-        self.step = self.bad = 0
         self.opened = time.monotonic()
-        self.seconds = self.rollout_seconds = self.rollout_tokens = 0.0
+        self.step = self.bad = self.seconds = 0
+        self.rollout_seconds = self.rollout_tokens = self.passed = 0
         self.has_begun = self.updated = False
         self.made_of, self.line, self.endings = {}, {}, []
         self.watch = self.saved = self.unlogged = self.marks = self.schedule = None
@@ -198,7 +199,7 @@ class Run:
                    disable=NO_BAR, leave=False, dynamic_ncols=True)
         for step in bar:
             self.line, began = {}, time.monotonic()
-            self.rollout_seconds = self.rollout_tokens = 0.0
+            self.rollout_seconds = self.rollout_tokens = self.passed = 0
             for group in state.optimizer.param_groups:
                 group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
             self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
@@ -271,10 +272,10 @@ class Run:
         update_seconds = seconds - self.rollout_seconds
         timing = {"seconds": seconds, "update_seconds": update_seconds,
                   "peak_memory_mb": peak_memory_mb()}
-        episodes = self.line.get("episodes", 0)
-        if self.rollout_seconds and episodes:
+        if self.rollout_seconds and "episodes" in self.line:
             timing["rollout_seconds"] = self.rollout_seconds
-            timing["update_tokens_per_second"] = self.line["tokens"] * episodes / update_seconds
+            # Every pass, to score or to update, forwards the episodes again.
+            timing["update_tokens_per_second"] = self.line["tokens"] * self.passed / update_seconds
             # The seconds of a step that was played ahead are only those of waiting for it.
             if not self.line.get("staleness"):
                 timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
@@ -286,6 +287,7 @@ class Run:
         `seed` names the pass over them: each of its micro-batches draws its own dropout.
         """
         import torch
+        self.passed += sequences
         slices = self.ranks.micro_batches(sequences, self.config.batch_size)
         for rows in tqdm(slices, "forward passes", disable=NO_BAR, leave=False, delay=2):
             self.check()

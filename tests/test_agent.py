@@ -984,9 +984,12 @@ def test_slots_and_the_tools_latency_change_no_token(monkeypatch, slots):
 
 # -------------------------------------------------------------------------------------------------------------- evaluation
 def test_pass_at_k_by_hand():
-    assert pass_at_k([[True, False]]) == {"pass@1": 0.5, "pass@2": 1.0}
-    assert pass_at_k([[False] * 3]) == {"pass@1": 0.0, "pass@2": 0.0, "pass@3": 0.0}
-    found = pass_at_k([[True, True, False, False], [True, False, False, False]])  # 1 - C(2,k)/C(4,k) and 1 - C(3,k)/C(4,k)
+    def of(*tasks):
+        return pass_at_k([Trajectory(group_id=str(i), info={"success": solved}) for i, task in enumerate(tasks) for solved in task])
+
+    assert of([True, False]) == {"pass@1": 0.5, "pass@2": 1.0}
+    assert of([False] * 3) == {"pass@1": 0.0, "pass@2": 0.0, "pass@3": 0.0}
+    found = of([True, True, False, False], [True, False, False, False])  # 1 - C(2,k)/C(4,k) and 1 - C(3,k)/C(4,k)
     assert found == pytest.approx({"pass@1": (1 / 2 + 1 / 4) / 2, "pass@2": (5 / 6 + 1 / 2) / 2, "pass@3": (1 + 3 / 4) / 2, "pass@4": 1.0})
 
 

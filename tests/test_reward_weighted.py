@@ -106,6 +106,16 @@ def test_filter_weights_by_hand():
     assert rw.filter_weights(double(1, 1, 0, 1), [0] * 4, top_share=0.5).tolist() == [1, 1, 0, 1]  # ties stay together
 
 
+@pytest.mark.parametrize("options, kept", [
+    ({"weighting": "filter", "min_reward": 1.0}, [1, 1]), ({"weighting": "filter", "top_share": 0.3}, [1, 1]), ({"weighting": "linear"}, [0, 0])])
+def test_rewards_that_only_rounding_tells_apart_are_equal(options, kept):
+    """--rewards a=0.6,b=0.3,c=0.1 pays who earns all of them 0.9999999999999999. --min_reward 1 kept none of them, top_share told such ties apart,
+    and so did linear, with full weights, because the largest is divided by itself."""
+    episodes = [Trajectory(rewards=[r], reward=r, group_id="g") for r in (0.6 + 0.3 + 0.1, 1.0)]
+    assert episodes[0].reward < episodes[1].reward
+    assert rw.weigh(episodes, rw.settle(rw.Config(weight_per="episode", **options)))[0] == [[weight] for weight in kept]
+
+
 def test_effective_sample_size():
     assert rw.effective_sample_size(double(2, 2, 2)) == pytest.approx(3) and rw.effective_sample_size(double(5, 0)) == 1
     assert rw.effective_sample_size(double(1, 3)) == pytest.approx(16 / 10)

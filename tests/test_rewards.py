@@ -275,6 +275,8 @@ def test_who_pays_by_several_functions_is_told_what_success_is(functions, capsys
 def test_success_is_a_reward_where_nothing_else_says_it(functions):
     assert paid(f"{functions}:half", said("a"), pays=False).info["success"] is True
     assert not paid(f"{functions}:half", said("a")).info["success"]
+    nothing = paid(f"exact=0.1,{functions}:half=0.4,{functions}:yes=-0.3", said("a", task={"answer": "a"}), pays=False)
+    assert abs(nothing.reward) < 1e-15 and not nothing.info["success"]  # 0.1 + 0.2 - 0.3
     assert paid("exact=veto,format", said("a", task={"answer": "a"}), pays=False).info["success"]
     solved, polite = (paid("exact,format=0.1,length", said(text, mask=[0] + [1] * 13, task={"answer": "a"}), pays=False) for text in "ab")
     assert (solved.reward, solved.info["success"]) == (pytest.approx(0.1), True) and paid("exact=veto,format", said("b", task={"answer": "a"}), pays=False).info["success"] is False

@@ -285,11 +285,15 @@ def test_of_a_step_some_episodes_are_logged_and_the_numbers_of_all(tmp_path):
 
 
 def test_tokens_per_second_are_those_of_all_episodes_of_the_step(tmp_path):
-    """Of the rollout also those that nothing is learned from: with a success band it seemed to slow down as groups were dropped."""
-    book = started(tmp_path)
+    """Of the rollout also those that nothing is learned from: with a success band it seemed to slow down as groups were dropped.
+
+    Of the update those of each pass: with four updates a step it seemed to take four times as long for a token.
+    """
+    book = started(tmp_path, batch_size=4)
     book.line, book.rollout_seconds, book.rollout_tokens = {"episodes": 6, "tokens": 100, "sampled_tokens": 30}, 4.0, 240
+    assert [len([*book.micro_batches(6, 0, update)]) for update in range(4)] == [2] * 4
     timing = book._timing(10.0)
-    assert (timing["update_seconds"], timing["update_tokens_per_second"], timing["rollout_tokens_per_second"]) == (6, 100, 60)
+    assert (timing["update_seconds"], timing["update_tokens_per_second"], timing["rollout_tokens_per_second"]) == (6, 400, 60)
     book.line["staleness"] = 1  # they were played during another step
     assert "rollout_tokens_per_second" not in book._timing(10.0)
 
@@ -301,7 +305,7 @@ def test_a_laptop_that_sleeps_in_a_step_does_not_make_it_longer(tmp_path, monkey
     now = time.time()
     for step in book.steps(3, state, dict):
         book.log(episodes=1, tokens=10, sampled_tokens=5)
-        book.rollout_seconds = 1e-9
+        book.rollout_seconds, book.passed = 1e-9, 1
         monkeypatch.setattr(time, "time", lambda: now + (3600, -60, 0)[step])
     timing = strict(tmp_path / "timing.jsonl")
     assert all(0 < row["update_seconds"] < 60 and row["update_tokens_per_second"] > 0 for row in timing)

@@ -96,6 +96,20 @@ def shop(watch=None):
     return Session(watch or Watch(10.0), "shop", Shop, {})
 
 
+def test_a_reward_that_cancels_out_is_no_success():
+    """It was 0.1 + 0.2 - 0.3 = 5.6e-17, above 0, and counted in the success of a run and in pass@k."""
+    class Cancels:
+        def reset(self):
+            return "Go."
+
+        def get_reward(self):
+            return 0.1 + 0.2 - 0.3
+    session = Session(Watch(10.0), "cancels", Cancels, {})
+    session.start()
+    total, _, success = session.score()
+    assert 0 < total < 1e-15 and success is False
+
+
 def sell(session, *names):
     session.submit([{"name": "sell", "arguments": {"name": name}} for name in names])
     return [text for text, _, _ in session.results()]

@@ -24,6 +24,7 @@ from experiment.program import main
 from llm.chat import Chat
 from llm.engine import Engine, Row
 from window import chat as talk
+from window import traces as window_traces
 from window.traces import Traces
 
 
@@ -413,6 +414,15 @@ def test_what_is_played_is_said_and_summed_up_within_80_columns(tmp_path):
     assert "0.9 million weights, float32, on cpu" in lines and max(map(len, lines)) <= 80
     summary = dict(line.split() for line in lines[-lines[::-1].index(""):])
     assert summary["episodes"] == "4" and summary["turns"] == "1" and float(summary["sampled_tokens"]) <= 4
+
+
+def test_the_summary_counts_the_episodes_of_a_benchmark_to_the_last(monkeypatch, capsys):
+    """GSM8K's 1,319 test problems, eight episodes each, were 1.055e+04 episodes."""
+    played = [Trajectory([5, 6], [0, 1], [0.0, -1.0], [0.0], group_id=str(i // 8), stop_reason="done", info={"success": i % 8 == 0}) for i in range(10_552)]
+    monkeypatch.setattr(window_traces, "rollout", lambda *_, **__: played)
+    window_traces.play_tasks(talk.settle(talk.Config(env="equations", group_size=8)), MODEL, TOKENIZER, [], Traces(None, len(played)))
+    summary = dict(line.split() for line in capsys.readouterr().out.splitlines()[-24:] if len(line.split()) == 2)
+    assert (summary["episodes"], summary["success"], summary["pass@8"]) == ("10552", "0.125", "1")
 
 
 def test_who_asks_for_more_tasks_than_a_split_has_is_told(tmp_path, capsys):
