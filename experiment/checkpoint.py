@@ -22,9 +22,8 @@ NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or removed
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
-# What state.json holds: attributes of a run, which a resumed run takes from there, and others.
+# Attributes of a run, which a resumed run takes from state.json.
 RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
-STATE = (*RESTORED, "algorithm", "score", "lines", "files", "checksum")
 
 
 def checkpoints(output_dir):
@@ -86,15 +85,12 @@ def _checksum(state):
 
 
 def _own_state(checkpoint):
-    """Return the content of state.json, or raise UserError if no run of this version wrote it."""
+    """Return the content of state.json, or raise UserError if no run of ours wrote it."""
     path = Path(checkpoint) / "state.json"
     state = read_json(path)
-    for name in STATE:
-        if name not in state:
-            raise UserError(f"{path}: not written by a run of this version of the project: "
-                            f"{name} is missing")
-    if state.pop("checksum") != _checksum(state):
-        raise UserError(f"{path}: damaged (its checksum differs)")
+    if state.pop("checksum", None) != _checksum(state):
+        raise UserError(f"{path}: damaged (its checksum differs), or of another program or a much "
+                        "older version; renamed, the weights are loaded without any check")
     return state
 
 
@@ -184,7 +180,7 @@ def check_base(checkpoint, base):
     """
     paths = _model_files(base)
     is_ours = Path(checkpoint, "state.json").exists()
-    recorded = _own_state(checkpoint)["made_of"] if is_ours else {}
+    recorded = _own_state(checkpoint).get("made_of", {}) if is_ours else {}
     for label in recorded:
         is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
         # Of a hub model only some files may be on this machine.

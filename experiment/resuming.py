@@ -2,7 +2,8 @@
 import os
 from itertools import takewhile
 
-from experiment.checkpoint import checkpoints, fingerprints, newest_checkpoint, read_state
+from experiment.checkpoint import (RESTORED, checkpoints, fingerprints, newest_checkpoint,
+                                   read_state)
 from experiment.config import ONCE, convert, options
 from experiment.data import read_json, read_yaml
 from experiment.errors import UserError
@@ -48,6 +49,11 @@ def continue_run(folder, config, values, paths):
     except UserError as error:
         raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
                         "checkpoint before") from None
+    for name in RESTORED:
+        if name not in state:
+            raise UserError(f"{checkpoint}: another version of the project wrote it ({name} is "
+                            "missing); continue with that version, or begin anew from these "
+                            "weights (--model_path) with another --output_dir")
     check_ingredients(state["made_of"], paths)
     print(f"{folder.path}: continues after step {state['step']}")
     return None, checkpoint, state

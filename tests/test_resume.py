@@ -27,7 +27,7 @@ from episodes.tasks import load_tasks
 from episodes.demonstrations import read_trajectories
 from episodes.imitation import demonstrate
 from experiment import run
-from experiment.checkpoint import base_of, checkpoints, newest_checkpoint, read_state
+from experiment.checkpoint import _checksum, base_of, checkpoints, newest_checkpoint, read_state
 from experiment.run import Run
 from experiment.command_line import parse
 from experiment.errors import UserError
@@ -456,6 +456,21 @@ def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, ch
         sft.train(again)
     path.write_bytes(data)
     assert sft.train(again)["steps"] == 3
+
+
+def test_a_checkpoint_of_another_version_is_played_but_not_continued(place, tmp_path, monkeypatch):
+    """Of three days ago: its state.json, whole and with its checksum, lacked names that only --resume reads. Nothing loaded it."""
+    again = toy(place, tmp_path / "run", lora_r=2)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    path = newest_checkpoint(again.output_dir) / "state.json"
+    state = json.loads(path.read_text())
+    del state["checksum"], state["schedule"]
+    path.write_text(to_json({**state, "checksum": _checksum(state)}))
+    load_model(again.output_dir, train=False)
+    again.resume = True
+    with pytest.raises(UserError, match=rf"{path.parent}: another version of the project wrote it \(schedule is missing\); continue with that"):
+        sft.train(again)
 
 
 def test_an_adapter_whose_base_was_replaced_is_refused_and_one_that_moved_with_it_is_not(place, tmp_path, monkeypatch):
