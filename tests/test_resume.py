@@ -33,7 +33,7 @@ from experiment.command_line import parse
 from experiment.errors import UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder
-from experiment.resuming import _sequences
+from experiment.resuming import ENVIRONMENTS, _sequences, check_ingredients
 from llm import load_model, merge, save_model
 from llm.tiny import make_tiny
 
@@ -456,6 +456,13 @@ def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, ch
         sft.train(again)
     path.write_bytes(data)
     assert sft.train(again)["steps"] == 3
+
+
+def test_a_new_version_of_an_environment_of_ours_is_noted_as_one_of_the_program_is(capsys):
+    """It was refused as another environment: after a pull that changed one docstring there, no run could be continued."""
+    paths = {"environment code.py": ENVIRONMENTS / "code.py"}
+    check_ingredients({"environment code.py": "of before"}, paths)
+    assert capsys.readouterr().out == "note: environment code.py is not the file this run began with: from here on it may learn something else\n"
 
 
 def test_a_checkpoint_of_another_version_is_played_but_not_continued(place, tmp_path, monkeypatch):
