@@ -180,7 +180,7 @@ def check_base(checkpoint, base):
     """
     paths = _model_files(base)
     is_ours = Path(checkpoint, "state.json").exists()
-    recorded = _own_state(checkpoint).get("made_of", {}) if is_ours else {}
+    recorded = _own_state(checkpoint)["made_of"] if is_ours else {}
     for label in recorded:
         is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
         # Of a hub model only some files may be on this machine.
@@ -208,7 +208,7 @@ def _model_files(model):
 
 
 def base_of(adapter):
-    """Return the folder or hub id of an adapter's base model, or raise UserError if none is named.
+    """Return the folder or hub id of an adapter's base model, or raise UserError if none is found.
 
     A base/ in its own or its run's folder comes first: the recorded place may now hold another.
     """
@@ -218,13 +218,10 @@ def base_of(adapter):
         if (place / "base").is_dir():
             return str(place / "base")
     path = folder / "adapter_config.json"
-    base = read_json(path).get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        raise UserError(f"{path}: no base_model_name_or_path; "
-                        "write the base model's folder or hub id there")
+    base = str(read_json(path).get("base_model_name_or_path") or "")
     if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        raise UserError(f"{path}: its base model {base}: no such folder; "
-                        "write its folder or hub id as base_model_name_or_path")
+        raise UserError(f"{path}: base_model_name_or_path {base}: no such folder; write the base "
+                        "model's folder or hub id there")
     return base
 
 
