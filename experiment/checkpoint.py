@@ -22,9 +22,8 @@ NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or removed
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
-# What state.json holds: attributes of a run, which a resumed run takes from there, and others.
+# Attributes of a run, which a resumed run takes from state.json.
 RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
-STATE = (*RESTORED, "algorithm", "score", "lines", "files", "checksum")
 
 
 def checkpoints(output_dir):
@@ -86,15 +85,12 @@ def _checksum(state):
 
 
 def _own_state(checkpoint):
-    """Return the content of state.json, or raise UserError if no run of this version wrote it."""
+    """Return the content of state.json, or raise UserError if no run of ours wrote it."""
     path = Path(checkpoint) / "state.json"
     state = read_json(path)
-    for name in STATE:
-        if name not in state:
-            raise UserError(f"{path}: not written by a run of this version of the project: "
-                            f"{name} is missing")
-    if state.pop("checksum") != _checksum(state):
-        raise UserError(f"{path}: damaged (its checksum differs)")
+    if state.pop("checksum", None) != _checksum(state):
+        raise UserError(f"{path}: damaged (its checksum differs), or of another program or a much "
+                        "older version; renamed, the weights are loaded without any check")
     return state
 
 
@@ -213,7 +209,7 @@ def _model_files(model):
 
 
 def base_of(adapter):
-    """Return the folder or hub id of an adapter's base model, or raise UserError if none is named.
+    """Return the folder or hub id of an adapter's base model, or raise UserError if none is found.
 
     A base/ in its own or its run's folder comes first: the recorded place may now hold another.
     """
@@ -223,13 +219,10 @@ def base_of(adapter):
         if (place / "base").is_dir():
             return str(place / "base")
     path = folder / "adapter_config.json"
-    base = read_json(path).get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        raise UserError(f"{path}: no base_model_name_or_path; "
-                        "write the base model's folder or hub id there")
+    base = str(read_json(path).get("base_model_name_or_path") or "")
     if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        raise UserError(f"{path}: its base model {base}: no such folder; "
-                        "write its folder or hub id as base_model_name_or_path")
+        raise UserError(f"{path}: base_model_name_or_path {base}: no such folder; write the base "
+                        "model's folder or hub id there")
     return base
 
 

@@ -1,8 +1,9 @@
 """Resuming: what a run must have in common with the one it continues, and the way back to it."""
 import os
 from itertools import takewhile
+from pathlib import Path
 
-from experiment.checkpoint import fingerprints, newest_checkpoint, read_state
+from experiment.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert
 from experiment.data import read_json, read_yaml
 from experiment.errors import UserError
@@ -12,6 +13,7 @@ from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
+ENVIRONMENTS = Path(__file__).parents[1] / "envs"
 
 
 def continue_run(folder, flags, paths):
@@ -47,6 +49,11 @@ def continue_run(folder, flags, paths):
     except UserError as error:
         raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
                         "checkpoint before") from None
+    for name in RESTORED:
+        if name not in state:
+            raise UserError(f"{checkpoint}: another version of the project wrote it ({name} is "
+                            "missing); continue with that version, or begin anew from these "
+                            "weights (--model_path) with another --output_dir")
     check_ingredients(state["made_of"], paths)
     print(f"{folder.path}: continues after step {state['step']}")
     return None, checkpoint, state
@@ -108,14 +115,16 @@ def _sequences(values):
 def check_ingredients(recorded, paths):
     """Refuse to continue a run with other weights, data or another environment.
 
-    A program that has changed is noted. `recorded` is what `fingerprints` returned when it began.
+    A program that has changed is noted, an environment of this project among them: it changes with
+    every new version. `recorded` is what `fingerprints` returned when the run began.
     """
     now = fingerprints(paths)
     for label in sorted(recorded.keys() | now.keys()):
         if recorded.get(label) == now.get(label):
             continue
-        if not label.startswith("program "):
-            raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
+        path = paths.get(label, label)
+        if not label.startswith("program ") and Path(path).parent != ENVIRONMENTS:
+            raise UserError(f"{path}: is not the file this run began with; put "
                             "that back (a model of the hub has to be loaded here before), or begin "
                             "anew with another --output_dir (from its weights: --model_path)")
         # Which modules are imported may depend on the caller.

@@ -489,7 +489,7 @@ def test_noise_of_the_base_model_is_off_while_it_trains(tmp_path, family, noise)
     ({"lora_alpha": 0}, "lora_alpha and r must be above 0"), ({"r": 0}, "lora_alpha and r must be above 0"),
     ({"r": -4, "lora_alpha": -8}, "lora_alpha and r must be above 0"), ({"lora_alpha": "8"}, "adapter_config.json: "),
     ({"target_modules": ["no_such_proj"]}, "adapter_config.json: --lora_target_modules: no Linear called no_such_proj"),
-    ({"base_model_name_or_path": ["x"]}, "no base_model_name_or_path"), ({"init_lora_weights": ["x"]}, "init_lora_weights")], ids=str)
+    ({"base_model_name_or_path": ["x"]}, "base_model_name_or_path ['x']: no such folder"), ({"base_model_name_or_path": None}, "base_model_name_or_path : no such folder"), ({"init_lora_weights": ["x"]}, "init_lora_weights")], ids=str)
 def test_an_adapter_config_that_is_not_understood_is_refused(tiny, tmp_path, changes, says):
     save_model(load(tiny, lora_r=4), tmp_path)
     edit_json(tmp_path / "adapter_config.json", **changes)

@@ -27,13 +27,13 @@ from episodes.tasks import load_tasks
 from episodes.demonstrations import read_trajectories
 from episodes.imitation import demonstrate
 from experiment import run
-from experiment.checkpoint import base_of, checkpoints, newest_checkpoint, read_state
+from experiment.checkpoint import _checksum, base_of, checkpoints, newest_checkpoint, read_state
 from experiment.run import Run
 from experiment.command_line import parse
 from experiment.errors import UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder
-from experiment.resuming import _sequences
+from experiment.resuming import ENVIRONMENTS, _sequences, check_ingredients
 from llm import load_model, merge, save_model
 from llm.tiny import make_tiny
 
@@ -457,6 +457,28 @@ def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, ch
         sft.train(again)
     path.write_bytes(data)
     assert sft.train(again)["steps"] == 3
+
+
+def test_a_new_version_of_an_environment_of_ours_is_noted_as_one_of_the_program_is(capsys):
+    """It was refused as another environment: after a pull that changed one docstring there, no run could be continued."""
+    paths = {"environment code.py": ENVIRONMENTS / "code.py"}
+    check_ingredients({"environment code.py": "of before"}, paths)
+    assert capsys.readouterr().out == "note: environment code.py is not the file this run began with: from here on it may learn something else\n"
+
+
+def test_a_checkpoint_of_another_version_is_played_but_not_continued(place, tmp_path, monkeypatch):
+    """Of three days ago: its state.json, whole and with its checksum, lacked names that only --resume reads. Nothing loaded it."""
+    again = toy(place, tmp_path / "run", lora_r=2)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    path = newest_checkpoint(again.output_dir) / "state.json"
+    state = json.loads(path.read_text())
+    del state["checksum"], state["schedule"]
+    path.write_text(to_json({**state, "checksum": _checksum(state)}))
+    load_model(again.output_dir, train=False)
+    again.resume = True
+    with pytest.raises(UserError, match=rf"{path.parent}: another version of the project wrote it \(schedule is missing\); continue with that"):
+        sft.train(again)
 
 
 def test_an_adapter_whose_base_was_replaced_is_refused_and_one_that_moved_with_it_is_not(place, tmp_path, monkeypatch):
