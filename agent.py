@@ -310,7 +310,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run.rollout_seconds += time.monotonic() - began
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.watch = watch
-    return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
+    return without_too_long(trajectories, limits, or_raise=is_first)
 
 
 def decoded_here(model):

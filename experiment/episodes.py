@@ -3,6 +3,7 @@ import json
 import math
 from collections import defaultdict
 
+from experiment.bars import say_once
 from experiment.errors import UserError, printable
 
 
@@ -132,11 +133,13 @@ def pass_at_k(successes: list[list[bool]]) -> dict:
     return out
 
 
-def without_too_long(trajectories: list, max_tokens: int, or_raise: bool = True) -> list:
+def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
     """Drop the episodes that could not start, and print how many were dropped or failed.
 
-    Raises UserError if none could, unless `or_raise` is False.
+    Where a limit that is no flag (`envs.Limits`) ends more than a fifth, a note names it. Raises
+    UserError if no episode could start, unless `or_raise` is False.
     """
+    max_tokens = limits.max_tokens
     kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
     if or_raise and trajectories and not kept:
         shortest = min(len(t.token_ids) for t in trajectories)
@@ -148,6 +151,10 @@ def without_too_long(trajectories: list, max_tokens: int, or_raise: bool = True)
     if failed:
         print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
               f"the first: {failed[0]}")
+    for name in ("max_tool_calls", "max_tool_tokens"):
+        if sum(t.stop_reason == name for t in kept) > 0.2 * len(kept):
+            say_once(f"note: {name} {getattr(limits, name)} ends more than a fifth of the episodes "
+                     "played at once; the environment may state more in its `limits`")
     return kept
 
 

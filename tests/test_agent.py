@@ -383,11 +383,13 @@ def test_max_tokens_of_an_episode(monkeypatch):
         play(monkeypatch, whole, limits=Limits(max_tokens=prompt))
 
 
-def test_max_tool_calls(monkeypatch):
+def test_max_tool_calls(monkeypatch, capsys):
+    """The note: an environment of 60 turns had every episode, its expert's too, ended at call 33, and nothing said by what."""
     t = play(monkeypatch, [call("pay", amount=1)] * 2, [call("pay", amount=1)] * 2, limits=Limits(max_new_tokens=400, max_tool_calls=3, max_tokens=2000))
     assert t.stop_reason == "max_tool_calls" and t.rewards == [2.0, 0.0] and len(results_of(t)) == 2
+    assert capsys.readouterr().out.count("note: max_tool_calls 3 ends more than a fifth") == 1
     t = play(monkeypatch, [call("pay", amount=1)] * 3, "fine", limits=Limits(max_new_tokens=400, max_tool_calls=3, max_tokens=2000))
-    assert t.stop_reason == "done" and t.reward == 3.0
+    assert t.stop_reason == "done" and t.reward == 3.0 and "note" not in capsys.readouterr().out
 
 
 def test_max_tool_tokens(monkeypatch):
