@@ -265,8 +265,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
         env_options, rewards: what `envs.options_of` and `envs.rewards_of` return.
-        run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
-            a share of the tasks and gets all episodes.
+        run: a `Run`. Its check() is called before every decode step and while calls run, and each
+            of its ranks plays a share of the tasks and gets all episodes.
         engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
         on_end: a function that is called with each `Episode` as it ends, before `rewards` pays it.
 
@@ -280,7 +280,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes, groups = {}, {}
     # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
-    watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
+    watch = Watch(limits.tool_timeout, run)
     with getattr(engine, "load_policy", decoded_here)(model), watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)

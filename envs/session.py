@@ -23,6 +23,7 @@ from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
+SIGNAL_SECONDS = 1  # a signal that comes while a call runs stops the run in so many
 HANG_SECONDS = 30  # beyond the time-out in which no thread ran: a call holds Python's lock
 MIXED = ("tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other episodes "
          "ran, in threads of the same process, so that their results are mixed up; hold a "
@@ -38,11 +39,14 @@ class Watch:
     other threads run, one of them starts it anew each second.
 
     Args:
-        earlier: the Watch of the run's previous rollout, whose count continues.
+        run: a `Run`, whose previous Watch's count continues, and which a signal stops while a call
+            runs.
     """
 
-    def __init__(self, timeout: float, earlier=None):
+    def __init__(self, timeout: float, run=None):
         self.timeout = timeout
+        self.run = run
+        earlier = run and run.watch
         self.is_open = self.is_closed = False  # /solve plays with a Watch that it never enters
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
@@ -317,7 +321,9 @@ class Session:
                 self.worker.env = None
                 self.watch.abandoned.append(self.place(self.member))
                 break
-            futures.wait([self.outcome], left)
+            if self.watch.run:
+                self.watch.run.check()
+            futures.wait([self.outcome], min(left, SIGNAL_SECONDS))
 
     def _check(self):
         """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""
