@@ -1,7 +1,7 @@
 """Episodes: what is wrong with one, one as text to read, and many of them in numbers."""
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from experiment.bars import say_once
 from experiment.errors import UserError, printable
@@ -136,7 +136,7 @@ def pass_at_k(successes: list[list[bool]]) -> dict:
 def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
     """Drop the episodes that could not start, and print how many were dropped or failed.
 
-    Where a limit that is no flag (`envs.Limits`) ends more than a fifth, a note names it. Raises
+    A note names a limit that is no flag (`envs.Limits`) and that more than a fifth met. Raises
     UserError if no episode could start, unless `or_raise` is False.
     """
     max_tokens = limits.max_tokens
@@ -151,10 +151,12 @@ def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
     if failed:
         print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
               f"the first: {failed[0]}")
-    for name in ("max_tool_calls", "max_tool_tokens"):
-        if sum(t.stop_reason == name for t in kept) > 0.2 * len(kept):
-            say_once(f"note: {name} {getattr(limits, name)} ends more than a fifth of the episodes "
-                     "played at once; the environment may state more in its `limits`")
+    met = Counter(t.stop_reason for t in kept)
+    met["tool_timeout"] = sum(t.info["timeouts"] > 0 for t in kept)
+    for name in ("max_tool_calls", "max_tool_tokens", "tool_timeout"):
+        if met[name] > 0.2 * len(kept):
+            say_once(f"note: more than a fifth of the episodes played at once met {name} "
+                     f"{getattr(limits, name)}; the environment may state more in its `limits`")
     return kept
 
 

@@ -387,7 +387,7 @@ def test_max_tool_calls(monkeypatch, capsys):
     """The note: an environment of 60 turns had every episode, its expert's too, ended at call 33, and nothing said by what."""
     t = play(monkeypatch, [call("pay", amount=1)] * 2, [call("pay", amount=1)] * 2, limits=Limits(max_new_tokens=400, max_tool_calls=3, max_tokens=2000))
     assert t.stop_reason == "max_tool_calls" and t.rewards == [2.0, 0.0] and len(results_of(t)) == 2
-    assert capsys.readouterr().out.count("note: max_tool_calls 3 ends more than a fifth") == 1
+    assert capsys.readouterr().out.count("met max_tool_calls 3; the environment may state more") == 1
     t = play(monkeypatch, [call("pay", amount=1)] * 3, "fine", limits=Limits(max_new_tokens=400, max_tool_calls=3, max_tokens=2000))
     assert t.stop_reason == "done" and t.reward == 3.0 and "note" not in capsys.readouterr().out
 
@@ -906,9 +906,10 @@ def test_a_time_out_takes_back_nothing_that_was_paid(monkeypatch):
     assert t.rewards == [1.0, 0.0, 0.0, 0.0] and t.reward == 1.0 and t.info["timeouts"] == 1
 
 
-def test_a_hanging_async_tool(monkeypatch):
+def test_a_hanging_async_tool(monkeypatch, capsys):
     t = play(monkeypatch, [call("doze", seconds=30)], "fine", limits=HASTY)
     assert "TimeoutError" in results_of(t)[0] and t.info["timeouts"] == 1
+    assert "met tool_timeout 0.3; the environment may state more" in capsys.readouterr().out
 
 
 def test_too_many_hanging_tools_stop_the_run(monkeypatch):
