@@ -47,7 +47,7 @@ class Watch:
         self.timeout = timeout
         self.run = run
         earlier = run and run.watch
-        self.is_open = self.is_closed = False  # /solve plays with a Watch that it never enters
+        self.is_open = None  # until it is entered: /solve never does
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
@@ -64,7 +64,7 @@ class Watch:
 
     def __exit__(self, *_):
         with self.lock:
-            self.is_open, self.is_closed = False, True
+            self.is_open = False
             faulthandler.cancel_dump_traceback_later()
             # Calls that overlap and each put back what they met leave another's buffer behind.
             if isinstance(sys.stdout, io.StringIO) and sys.stdout is not self.stdout:
@@ -86,7 +86,7 @@ class Watch:
 
     def call_began(self, session):
         """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
-        if session.stuck or self.is_closed:
+        if session.stuck or self.is_open is False:
             # This thread was left behind. It must not change anything any more.
             raise SystemExit
         with self.lock:

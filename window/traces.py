@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from agent import Trajectory, rollout, rollout_options
-from experiment.episodes import members, pass_at_k, summarise, transcript
+from agent import Trajectory, numbers, rollout, rollout_options
+from experiment.episodes import transcript
 from experiment.errors import UserError, printable
 from experiment.files import replace_file, set_aside, to_json
 
@@ -34,9 +34,7 @@ def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
     traces.replace(episodes)
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
-    solved = [[episodes[i].info["success"] for i in group]
-              for group in members(t.group_id for t in episodes)]
-    for name, value in {**summarise(episodes), **pass_at_k(solved)}.items():
+    for name, value in numbers(episodes).items():
         print(f"{name:24}{value:>10.4g}")
     if traces.path:
         print(f"written: {printable(str(traces.path))}")
