@@ -198,8 +198,8 @@ class Episode:
         for call, text, (_, error, gain) in zip(self.calls, texts, results, strict=True):
             t.info["tool_errors"] += error
             t.rewards[-1] += gain
-            result = {"role": "tool", "name": call["name"], "content": text, "reward": gain}
-            t.messages.append(result)
+            t.messages.append(
+                {"role": "tool", "name": call["name"], "content": text, "reward": gain})
         for error in self.errors:
             t.messages.append({"role": "tool", "name": "", "content": error, "reward": 0.0})
         if self.session.done:

@@ -23,7 +23,6 @@ from llm.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
-SIGNAL_SECONDS = 1  # a signal that comes while a call runs stops the run in so many
 HANG_SECONDS = 30  # beyond the time-out in which no thread ran: a call holds Python's lock
 MIXED = ("tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other episodes "
          "ran, in threads of the same process, so that their results are mixed up; hold a "
@@ -323,7 +322,7 @@ class Session:
                 break
             if self.watch.run:
                 self.watch.run.check()
-            futures.wait([self.outcome], min(left, SIGNAL_SECONDS))
+            futures.wait([self.outcome], min(left, 1))  # s
 
     def _check(self):
         """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""

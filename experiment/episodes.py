@@ -40,9 +40,9 @@ def call_text(call: dict) -> str:
 
 def transcript(episode: dict) -> str:
     """Return the lines of an episode (a row of trajectories.jsonl), and how it ended."""
-    end = f"{episode.get('stop_reason')}; success {episode['info'].get('success')}"
-    end = printable(f"[{end}; reward {episode['reward']:.2f}]")
-    return "\n".join([*message_lines(episode["messages"]), end])
+    end = (f"[{episode.get('stop_reason')}; success {episode['info'].get('success')}; "
+           f"reward {episode['reward']:.2f}]")
+    return "\n".join([*message_lines(episode["messages"]), printable(end)])
 
 
 def problem(episode: dict) -> str | None:
