@@ -193,12 +193,13 @@ class Episode:
         results = self.session.results()
         t.info["timeouts"] = int(self.session.stuck)
         left = self.limits.max_tool_tokens - self.tool_tokens
-        texts, ids = shortened([text for text, _, _ in results], left, self.tokens_of)
+        texts = [text for text, _, _ in results]
+        texts, ids = shortened(texts, self.limits.max_tool_text, left, self.tokens_of)
         for call, text, (_, error, gain) in zip(self.calls, texts, results, strict=True):
             t.info["tool_errors"] += error
             t.rewards[-1] += gain
-            result = {"role": "tool", "name": call["name"], "content": text, "reward": gain}
-            t.messages.append(result)
+            t.messages.append(
+                {"role": "tool", "name": call["name"], "content": text, "reward": gain})
         for error in self.errors:
             t.messages.append({"role": "tool", "name": "", "content": error, "reward": 0.0})
         if self.session.done:
@@ -265,23 +266,20 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
         env_options, rewards: what `envs.options_of` and `envs.rewards_of` return.
-        run: a `Run`. Its check() is called before every decode step, and each of its ranks plays
-            a share of the tasks and gets all episodes.
+        run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
         engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
         on_end: a function that is called with each `Episode` as it ends, before `rewards` pays it.
 
-    Episodes whose prompt has max_tokens or more are dropped and counted; if the first rollout of a
-    run has no others, that is a UserError. A fault of an environment ends its episode with the
-    stop_reason "error", and too many faults raise EnvironmentFault.
+    Prompts of max_tokens or more are dropped and counted; if the first rollout of a run has no
+    others, it raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
     """
     began = time.monotonic()
     is_first = run is None or not (run.watch or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes, groups = {}, {}
-    # The watch counts faults over all rollouts of a run, and raises if an environment is broken.
-    watch = Watch(limits.tool_timeout, earlier=run.watch if run else None)
-    with getattr(engine, "load_policy", decoded_here)(model), watch:
+    load_policy = getattr(engine, "load_policy", decoded_here)
+    with load_policy(model), Watch(limits.tool_timeout, run) as watch:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", env_name)
             if name not in classes:
@@ -302,6 +300,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature, top_k=top_k, top_p=top_p)
+            if run and is_first:
+                print(f"playing {len(started)} episodes: at most {limits.max_tokens} tokens each, "
+                      f"{limits.max_new_tokens} a turn")
             play_all(engine, started, run, on_end, rewards)
     watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
@@ -310,7 +311,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run.rollout_seconds += time.monotonic() - began
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.watch = watch
-    return without_too_long(trajectories, limits.max_tokens, or_raise=is_first)
+    return without_too_long(trajectories, limits, or_raise=is_first)
 
 
 def decoded_here(model):
@@ -320,10 +321,6 @@ def decoded_here(model):
 
 def play_all(engine, episodes, run, on_end=None, rewards=None):
     """Play the episodes (row -> Episode) to their ends, with a progress bar, and pay them."""
-    if run and not (run.watch or run.checkpoint):
-        limits = next(iter(episodes.values())).limits
-        print(f"playing {len(episodes)} episodes: at most {limits.max_tokens} tokens each, "
-              f"{limits.max_new_tokens} a turn")
     with EpisodeBar(episodes) as bar:
         try:
             for _ in play_turns(engine, episodes, run, on_end):

@@ -102,6 +102,7 @@ class Limits:
     max_tokens: int = 2048  # the whole episode, prompt included
     max_tool_calls: int = 32
     max_tool_tokens: int = 512  # of all tool results of the episode
+    max_tool_text: int = 4000  # characters of one result, without its middle if it is longer
     tool_timeout: float = 10.0  # seconds of one call into the environment
 
 

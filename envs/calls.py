@@ -206,13 +206,14 @@ def _event_loop():
     return loop
 
 
-def shortened(texts: list[str], tokens: int, encode) -> tuple[list[str], list[int]]:
+def shortened(texts: list[str], most: int, tokens: int, encode) -> tuple[list[str], list[int]]:
     """Return the results of a turn, shortened until `encode` makes few enough tokens of them.
 
-    Returns the texts and their ids, more than `tokens` only if SHORTEST characters of each are.
+    Each has at most `most` characters. Returns the texts and their ids, more than `tokens` only if
+    SHORTEST characters of each are.
     """
     # A token has about three characters. Numbers and Chinese have fewer.
-    limit = 3 * tokens // max(len(texts), 1)
+    limit = min(most, 3 * tokens // max(len(texts), 1))
     while True:
         shown = [shorten(text, limit) for text in texts]
         ids = encode(shown)
@@ -223,7 +224,7 @@ def shortened(texts: list[str], tokens: int, encode) -> tuple[list[str], list[in
 
 def shorten(text: str, limit: int) -> str:
     """Return about `limit` characters of a tool's result: its head, how much was cut, its tail."""
-    limit = min(max(limit, SHORTEST), 4000)
+    limit = max(limit, SHORTEST)
     if len(text) <= limit:
         return text
     cut = f"\n[... {len(text) - limit} characters cut ...]\n"

@@ -80,8 +80,8 @@ class Game:
         """Play a turn. Return what is shown after it, as pairs of text and gain of reward."""
         if calls:
             self.session.submit(calls)
-            shown = [(shorten(result, 3 * self.limits.max_tool_tokens), gain)
-                     for result, _, gain in self.session.results()]
+            most = min(self.limits.max_tool_text, 3 * self.limits.max_tool_tokens)
+            shown = [(shorten(result, most), gain) for result, _, gain in self.session.results()]
         else:
             shown = [self.session.reply(text)]
         self.turns_left -= 1

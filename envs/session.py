@@ -38,12 +38,15 @@ class Watch:
     other threads run, one of them starts it anew each second.
 
     Args:
-        earlier: the Watch of the run's previous rollout, whose count continues.
+        run: a `Run`, whose previous Watch's count continues, and which a signal stops while a call
+            runs.
     """
 
-    def __init__(self, timeout: float, earlier=None):
+    def __init__(self, timeout: float, run=None):
         self.timeout = timeout
-        self.is_open = self.is_closed = False  # /solve plays with a Watch that it never enters
+        self.run = run
+        earlier = run and run.watch
+        self.is_open = None  # until it is entered: /solve never does
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row
@@ -60,7 +63,7 @@ class Watch:
 
     def __exit__(self, *_):
         with self.lock:
-            self.is_open, self.is_closed = False, True
+            self.is_open = False
             faulthandler.cancel_dump_traceback_later()
             # Calls that overlap and each put back what they met leave another's buffer behind.
             if isinstance(sys.stdout, io.StringIO) and sys.stdout is not self.stdout:
@@ -82,7 +85,7 @@ class Watch:
 
     def call_began(self, session):
         """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
-        if session.stuck or self.is_closed:
+        if session.stuck or self.is_open is False:
             # This thread was left behind. It must not change anything any more.
             raise SystemExit
         with self.lock:
@@ -317,7 +320,9 @@ class Session:
                 self.worker.env = None
                 self.watch.abandoned.append(self.place(self.member))
                 break
-            futures.wait([self.outcome], left)
+            if self.watch.run:
+                self.watch.run.check()
+            futures.wait([self.outcome], min(left, 1))  # s
 
     def _check(self):
         """Raise EnvironmentFault if the thread was left behind, or ended by an exception."""

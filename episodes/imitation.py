@@ -169,7 +169,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
             trajectories.append(episode.trajectory)
             watch.check_abandoned()
     watch.check()
-    return without_faults(without_too_long(trajectories, limits.max_tokens))
+    return without_faults(without_too_long(trajectories, limits))
 
 
 @ends_on_fault

@@ -1,8 +1,9 @@
 """Episodes: what is wrong with one, one as text to read, and many of them in numbers."""
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
+from experiment.bars import say_once
 from experiment.errors import UserError, printable
 
 
@@ -39,9 +40,9 @@ def call_text(call: dict) -> str:
 
 def transcript(episode: dict) -> str:
     """Return the lines of an episode (a row of trajectories.jsonl), and how it ended."""
-    end = f"{episode.get('stop_reason')}; success {episode['info'].get('success')}"
-    end = printable(f"[{end}; reward {episode['reward']:.2f}]")
-    return "\n".join([*message_lines(episode["messages"]), end])
+    end = (f"[{episode.get('stop_reason')}; success {episode['info'].get('success')}; "
+           f"reward {episode['reward']:.2f}]")
+    return "\n".join([*message_lines(episode["messages"]), printable(end)])
 
 
 def problem(episode: dict) -> str | None:
@@ -135,11 +136,13 @@ def pass_at_k(trajectories: list) -> dict:
     return out
 
 
-def without_too_long(trajectories: list, max_tokens: int, or_raise: bool = True) -> list:
+def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
     """Drop the episodes that could not start, and print how many were dropped or failed.
 
-    Raises UserError if none could, unless `or_raise` is False.
+    A note names a limit that is no flag (`envs.Limits`) and that more than a fifth met. Raises
+    UserError if no episode could start, unless `or_raise` is False.
     """
+    max_tokens = limits.max_tokens
     kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
     if or_raise and trajectories and not kept:
         shortest = min(len(t.token_ids) for t in trajectories)
@@ -151,6 +154,12 @@ def without_too_long(trajectories: list, max_tokens: int, or_raise: bool = True)
     if failed:
         print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
               f"the first: {failed[0]}")
+    met = Counter(t.stop_reason for t in kept)
+    met["tool_timeout"] = sum(t.info["timeouts"] > 0 for t in kept)
+    for name in ("max_tool_calls", "max_tool_tokens", "tool_timeout"):
+        if met[name] > 0.2 * len(kept):
+            say_once(f"note: more than a fifth of the episodes played at once met {name} "
+                     f"{getattr(limits, name)}; the environment may state more in its `limits`")
     return kept
 
 

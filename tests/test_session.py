@@ -7,6 +7,7 @@ import sqlite3
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import programs
 import pytest
@@ -15,7 +16,7 @@ import envs
 from agent import Limits, rollout
 from envs.session import Session, Watch
 from episodes.imitation import demonstrate
-from experiment.errors import EnvironmentFault
+from experiment.errors import EnvironmentFault, Stop
 from llm.tiny import make_tiny
 
 
@@ -421,3 +422,24 @@ def test_an_instance_that_is_kept_has_to_begin_anew():
                 assert session.done
             del session
             gc.collect()
+
+
+def test_a_signal_does_not_wait_for_a_slow_tool():
+    """A run in whose tool a minute passed saved nothing before the minute was over; who stops it from outside waits for half of one."""
+    class Sleeps(Shop):
+        def sleep(self) -> str:
+            """Sleep."""
+            time.sleep(20)
+
+    began = time.monotonic()
+    signals = iter([None, None, None])
+
+    def check():
+        if next(signals, "SIGTERM"):
+            raise Stop("stopped by SIGTERM", 143)
+    session = Session(Watch(60.0, SimpleNamespace(watch=None, check=check)), "sleeps", Sleeps, {})
+    session.start()
+    session.submit([{"name": "sleep", "arguments": {}}])
+    with pytest.raises(Stop):
+        session.results()
+    assert time.monotonic() - began < 15
