@@ -110,7 +110,7 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
     for pool in members(pools):  # the indices of its values
         # In floating point 0.07 x 100 exceeds 7.
         best = values[pool].topk(math.ceil(top_share * len(pool) - 1e-9)).values
-        out[pool] = filter_weights(values[pool], pools, min_reward=best[-1])
+        out[pool] = (values[pool] >= best[-1]).to(values)
     return out
 
 
