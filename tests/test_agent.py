@@ -1137,6 +1137,14 @@ def test_the_agent_plays_the_tasks_of_its_run_and_not_what_it_learned_from(tmp_p
     assert (config.dataset, config.eval_dataset) == played
 
 
+@pytest.mark.parametrize("stated, given, is_noted", [("0.7", 1.0, True), ("0.7", 0.0, False), ("1.0", 1.0, False)])
+def test_another_temperature_than_the_runs_is_noted(tmp_path, capsys, stated, given, is_noted):
+    """Trained and evaluated at 0.7, a policy succeeds less often at 1."""
+    folder = run_folder(tmp_path / "run", env="equations", temperature=stated)
+    assert talk.settle(talk.Config(model_path=str(folder), temperature=given)).temperature == given
+    assert ("note: the run sampled at --temperature 0.7; this is at 1\n" in capsys.readouterr().out) == is_noted
+
+
 @pytest.mark.parametrize("stated, given, played", [
     ("bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32"), ("null", "auto", "auto"), ("int8", "auto", "auto")])
 def test_the_agent_plays_in_the_dtype_that_its_run_trained_in(tmp_path, stated, given, played):

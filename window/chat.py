@@ -136,6 +136,9 @@ def as_the_run(config: Config) -> Config:
     # The policy that is played is the one that was trained, in the same dtype.
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
+    sampled_at = run.get("temperature") or "1.0"
+    if config.temperature == 1 and sampled_at != "1.0":
+        print(f"note: the run sampled at --temperature {printable(sampled_at)}; this is at 1")
     if taken:
         words = " ".join(f"--{name} {value}" for name, value in taken.items())
         print(f"as in {written}: {printable(words)}")
