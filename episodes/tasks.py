@@ -88,7 +88,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
         with reading(place):
             if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
                 continue
-            if ".csv:" in place:
+            if ".csv:" in place.lower():
                 row = import_module(CELLS).read_cells(cls.reset, row)
             in_split = is_whole or is_held_out(row) == (split == "test")
             # Rows of the other split are checked as well.

@@ -121,7 +121,7 @@ def read_rows(path: str):
 
     The cells of a .csv file are text. Reading .parquet needs pyarrow, hub:owner/name datasets.
     """
-    is_jsonl = path.endswith(".jsonl")
+    is_jsonl = path.lower().endswith(".jsonl")
     read = json_rows if is_jsonl else importlib.import_module(TABLES).reader_of(path)
     number = None
     for number, row in read(path):

@@ -1,6 +1,6 @@
 """Data sets as a flag names them: files, data sets of the hub, lists of rows, several of them.
 
-    a.jsonl                                     also .csv, .parquet
+    a.jsonl                                     also .json, .csv, .parquet
     hub:owner/name[@revision][:config][:split]  of the Hugging Face hub; the split is "train"
     ["What is 2 + 3?", {"prompt": ...}]         the rows themselves, in YAML or JSON
     a.jsonl,b.csv                               all rows of both

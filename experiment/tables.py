@@ -166,7 +166,8 @@ def rows_as_json(node):
     A row that is one word or number is text.
     """
     files = [str(row.value) for row in node.value]
-    if all(name.startswith("hub:") or name.endswith((".jsonl", *READERS)) for name in files):
+    kinds = (".jsonl", *READERS)
+    if all(name.startswith("hub:") or name.lower().endswith(kinds) for name in files):
         return ",".join(files)
     for row in node.value:
         row.style = "quoted"

@@ -5,6 +5,7 @@ from decimal import Decimal
 
 import pytest
 
+from episodes.tasks import load_tasks
 from experiment.data import read_json, read_yaml, reading
 from experiment.data import read_rows as rows_of
 from experiment.errors import Stop, UserError, printable
@@ -101,6 +102,16 @@ def test_csv_of_excel_and_pandas(tmp_path, text):
     path = tmp_path / "X.CSV"
     path.write_bytes(text.encode())
     assert read_rows(str(path)) == [(2, {"Question": "2,5; or\n3?", "b": "x"})]
+
+
+def test_the_name_of_a_file_may_be_in_capitals(tmp_path):
+    """The rows of an X.CSV of tasks were read as a .csv, but its cells stayed text whatever the hints of `reset` say; X.JSONL was an unknown type."""
+    (tmp_path / "env.py").write_text("class Env:\n    def reset(self, n: int): return 'a'")
+    for name, text in (("X.CSV", "n\n7\n"), ("X.JSONL", '{"n": 7}')):
+        task, = load_tasks(f"{tmp_path}/env.py:Env", "train", None, 0, write(tmp_path, text, name), holds_out=False)
+        assert task["n"] == 7
+        path = write(tmp_path, f"tasks: [{tmp_path / name}]", "x.yaml")
+        assert list(read_yaml(path)) == [(1, "tasks", str(tmp_path / name))]
 
 
 def test_a_json_file_is_a_list_or_an_object_a_line(tmp_path):
