@@ -11,7 +11,8 @@ from contextlib import suppress
 from experiment.data import json_rows, lines_of, parse_object, read_text, reading
 from experiment.errors import UserError
 
-LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+LIKE_MESSAGES = re.compile(
+    r"""\s*\[\s*\{\s*['"](role|from|(content|value)['"].*['"](role|from))['"]\s*:""", re.DOTALL)
 
 
 def csv_rows(path):
@@ -60,9 +61,11 @@ def messages_of(cell: str):
     if not LIKE_MESSAGES.match(cell):
         return cell
     try:
-        return json.loads(cell)
+        messages = json.loads(cell)
     except ValueError:
-        return ast.literal_eval(cell)
+        messages = ast.literal_eval(cell)
+    # An answer in JSON may have objects with a "role" or a "from", too.
+    return messages if {"content", "value", "tool_calls"} & messages[0].keys() else cell
 
 
 def parquet_rows(path):

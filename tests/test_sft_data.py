@@ -26,6 +26,7 @@ from episodes.imitation import read_split
 from episodes.pairs import preference
 from episodes.tasks import is_held_out, load_tasks, recorded_env
 from envs.session import Session, Watch
+from experiment.data import as_messages
 from experiment.errors import UserError
 from llm.chat import Chat
 from llm.recorded import recorded_ids
@@ -506,6 +507,8 @@ def test_messages_that_a_table_holds_as_text_are_messages(tokenizer, tmp_path, s
         assert ours.token_ids == theirs.token_ids and ours.loss_mask == theirs.loss_mask
     with pytest.raises(UserError, match="cannot be read .SyntaxError"):  # a numpy array
         read(write(tmp_path, [{"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant', 'content': 'b'}]"}]), tokenizer)
+    for answer in ('[{"value": 5, "unit": "kg"}]', '[{"value": 5}] is all.', '[{"from": "Bonn", "to": "Rome"}]', '[{"content": "x"}]'):
+        assert as_messages(answer, "completion", "assistant") == [{"role": "assistant", "content": answer}]
     csv = tmp_path / "tasks.csv"
     csv.write_text(f'prompt,answer\n"{spell([ASK]).replace(chr(34), chr(34) * 2)}",4\n')
     task, = load_tasks("envs.prompts:Prompts", "train", None, 0, str(csv), holds_out=False)
