@@ -105,7 +105,8 @@ def filter_weights(values, pools, top_share=None, min_reward=None):
     the pools do not matter.
     """
     if min_reward is not None:
-        return (values >= min_reward).to(values)
+        # `weigh` has rounded the values, and 1/3 not.
+        return (values >= min_reward - 1e-9).to(values)
     out = torch.zeros_like(values)
     for pool in members(pools):  # the indices of its values
         # In floating point 0.07 x 100 exceeds 7.

@@ -106,6 +106,13 @@ def test_filter_weights_by_hand():
     assert rw.filter_weights(double(1, 1, 0, 1), [0] * 4, top_share=0.5).tolist() == [1, 1, 0, 1]  # ties stay together
 
 
+def test_a_threshold_that_decimals_do_not_hold_is_reached():
+    """min_reward=1/3 kept no episode that was paid 1/3, because its reward was rounded to nine decimals."""
+    episodes = [Trajectory(rewards=[r], reward=r, group_id="g") for r in (1 / 3, 0.3)]
+    config = rw.settle(rw.Config(weight_per="episode", weighting="filter", min_reward=1 / 3))
+    assert rw.weigh(episodes, config)[0] == [[1], [0]]
+
+
 @pytest.mark.parametrize("options, kept", [
     ({"weighting": "filter", "min_reward": 1.0}, [1, 1]), ({"weighting": "filter", "top_share": 0.3}, [1, 1]), ({"weighting": "linear"}, [0, 0])])
 def test_rewards_that_only_rounding_tells_apart_are_equal(options, kept):
