@@ -11,7 +11,8 @@ class Prompts:
     @classmethod
     def _row(cls, row: dict) -> dict:
         """Return the row. Raises ValueError for a prompt that no episode can begin with."""
-        opening(cls.reset, row, "")
+        if not any(message["content"] for message in opening(cls.reset, row, "")):
+            raise ValueError('"prompt" is empty')
         return row
 
     @staticmethod

@@ -133,7 +133,7 @@ def test_a_row_chooses_among_the_environments_that_were_named(tmp_path, column):
     assert len({task["env"] for task in tasks[:8]}) == 2  # mixed
 
 
-@pytest.mark.parametrize("prompt", [3, [], [{"role": "user", "content": [{"type": "text", "text": "a"}]}], [{"role": "assistant", "content": "a"}], None])
+@pytest.mark.parametrize("prompt", [3, [], [{"role": "user", "content": [{"type": "text", "text": "a"}]}], [{"role": "assistant", "content": "a"}], None, "", [{"role": "user", "content": ""}]])
 def test_a_prompt_without_tools_that_no_episode_can_begin_with_is_refused_by_its_line(tmp_path, prompt):
     """It was a fault of the environment in the middle of the run, which went on without these rows."""
     path = tmp_path / "tasks.jsonl"
