@@ -5,7 +5,7 @@ from envs.trl import opening
 
 
 class Prompts:
-    def reset(self, prompt: str | list[dict], **_):
+    def reset(self, prompt: str | list[dict], answer: str | list = "", **_):
         """Add nothing to the row's prompt."""
 
     @classmethod

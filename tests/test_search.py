@@ -73,6 +73,9 @@ def test_a_list_of_answers_in_a_csv_file(tmp_path):
     path = tmp_path / "questions.csv"
     path.write_text('question,answer,archive\nWhere?,"[""Rome"", ""Roma""]",abcd\nWho?,[sic],abcd\n')
     assert sorted(str(task["answer"]) for task in load_tasks("search", "train", None, 0, str(path), holds_out=False)) == ["['Rome', 'Roma']", "[sic]"]
+    path.write_text('prompt,answer\nWhere?,"[""Rome"", ""Roma""]"\nWhat?,72\nWho?,\n')
+    tasks = load_tasks("envs.prompts:Prompts", "train", None, 0, str(path), holds_out=False)  # --rewards exact reads it
+    assert sorted(str(task["answer"]) for task in tasks) == ["", "72", "['Rome', 'Roma']"]
 
 
 def test_an_answer_as_pandas_and_parquet_write_it():
