@@ -92,8 +92,9 @@ def normalized(text: str) -> list[str]:
 
 def exact(t) -> float | None:
     """1 if the final answer equals the reference: SQuAD's exact match (arXiv 1606.05250)."""
-    references = references_of(t)
-    return float(normalized(answer_of(t)) in map(normalized, references)) if references else None
+    # A reference without a word would pay for silence.
+    references = list(filter(None, map(normalized, references_of(t))))
+    return float(normalized(answer_of(t)) in references) if references else None
 
 
 def well_formed(t) -> float:
