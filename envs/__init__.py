@@ -92,9 +92,9 @@ LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  
 class Limits:
     """Budgets of an episode, which ends with the name of the one it meets as its stop_reason.
 
-    After tool_timeout a tool call returns an error text; any other call into the environment ends
-    the episode with "error". The first three are flags. An environment's `limits` may state all but
-    max_turns. What it leaves out has the default below.
+    Only max_tool_text ends nothing. After tool_timeout a tool call returns an error text; any other
+    call into the environment ends the episode with "error". The first three are flags. An
+    environment's `limits` may state all but max_turns. What it leaves out has the default below.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from envs.calls import fit, hint_name, needed
 
+
 def read_cells(method, row: dict) -> dict:
     """Return a row of a CSV file, whose cells are text, as the type hints of a method want it.
 
