@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
 
-TABLES = "experiment.tables"  # most data is .jsonl
+TABLES = "experiment.tables"  # what reads no data needs no reader
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
                   "observation": "tool"}
@@ -121,10 +121,8 @@ def read_rows(path: str):
 
     The cells of a .csv file are text. Reading .parquet needs pyarrow, hub:owner/name datasets.
     """
-    is_jsonl = path.lower().endswith(".jsonl")
-    read = json_rows if is_jsonl else importlib.import_module(TABLES).reader_of(path)
     number = None
-    for number, row in read(path):
+    for number, row in importlib.import_module(TABLES).reader_of(path)(path):
         yield number, row
     if number is None:
         raise UserError(f"{path}: no rows")

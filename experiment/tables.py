@@ -1,7 +1,4 @@
-"""Rows of other files than .jsonl, of data sets of the Hugging Face hub, and of lists in YAML.
-
-`read_rows` loads this module when it meets one of them.
-"""
+"""Rows of all kinds of files, of data sets of the Hugging Face hub, and of lists in YAML."""
 import ast
 import csv
 import json
@@ -169,7 +166,7 @@ def rows_as_json(node):
     A row that is one word or number is text.
     """
     files = [str(row.value) for row in node.value]
-    kinds = (".jsonl", *READERS)
+    kinds = tuple(READERS)
     if all(name.startswith("hub:") or name.lower().endswith(kinds) for name in files):
         return ",".join(files)
     for row in node.value:
@@ -191,8 +188,8 @@ def as_json(node):
     return json.dumps(node.value)
 
 
-READERS = {".csv": csv_rows, ".parquet": parquet_rows, ".json": json_file_rows, "hub:": hub_rows,
-           "[": list_rows}
+READERS = {".jsonl": json_rows, ".csv": csv_rows, ".parquet": parquet_rows, ".json": json_file_rows,
+           "hub:": hub_rows, "[": list_rows}
 
 
 def reader_of(source):
