@@ -268,7 +268,7 @@ class Rewards:
                 return episode.spoil(f"--rewards {name} is {value} on task {t.info['task']}"[:300])
             t.reward_parts[name] = math.fsum(turns)
             if weight == "veto":
-                vetoed = vetoed or not any(turns)
+                vetoed |= not any(turns)
             else:
                 t.rewards = [a + weight * b for a, b in zip(t.rewards, turns)]
                 if name not in MANNERS:
