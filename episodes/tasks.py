@@ -59,7 +59,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
 
 
 def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
-    """Return tasks for a config. `files` are a task file and that of test rows in place of its."""
+    """Return tasks for a config. `files`: (dataset, eval_dataset) in place of the config's."""
     dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
     return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
                       envs.options_of(config), config.fields, holds_out)
