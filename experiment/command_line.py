@@ -17,8 +17,8 @@ from experiment.output_folder import CONFIG, algorithm_of
 
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "false"}
 # A flag of ours, and the names that TRL, transformers, PEFT, verl and OpenRLHF give to it.
-SYNONYMS = dict(line.split(": ") for line in Path(__file__).with_name(
-    "synonyms.txt").read_text("utf-8").splitlines())
+LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
+SYNONYMS = dict(line.split(": ") for line in LINES)
 
 
 def parse(config_class, argv, description=""):
