@@ -162,7 +162,8 @@ def ranks_of(agent):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [1, 0])
 def test_a_rank_is_killed_in_a_step_the_others_end_and_the_run_resumes(place, tmp_path, dead):  # noqa: F811
     words = (f"--model_path {place}/base --output_dir r --max_samples 200 --tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 "
              "--eval_tasks 0 --lora_r 2 --updates_per_step 1 --max_steps 5000").split()

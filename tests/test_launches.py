@@ -85,7 +85,7 @@ GRADIENTS = {"blocking copy to the host": 56}
 ROLLOUT_WAITS = {"torch.tensor on the device": 13, "indices from the host": 2, "tolist": 42, "blocking copy to the device": 40}
 
 
-@pytest.fixture(params=["plain", pytest.param("4bit", marks=pytest.mark.slow), "small"])
+@pytest.fixture(params=["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("4bit", "small"))])
 def memory(request):
     return request.param
 

@@ -135,6 +135,7 @@ def test_the_schooling_has_the_flags_of_its_run_and_only_tasks_that_are_played(t
     assert {name: getattr(schooling, name) for name in flags} == flags and schooling.tasks == ("tasks.jsonl" if plays else None)
 
 
+@pytest.mark.slow
 def test_success_is_measured_on_the_way_and_before_if_the_model_comes_taught(tmp_path):
     short = {"max_samples": 64, "batch_size": 8, "eval_tasks": 6, "seed": 1}
     made = sft.train(sft.Config(output_dir=str(tmp_path / "a"), max_steps=4, eval_every=2, **short))
