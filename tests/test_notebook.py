@@ -13,10 +13,12 @@ import pytest
 import envs
 import grpo
 import sft
+from agent import evaluate, rollout
 from episodes.tasks import load_tasks
 from experiment.config import convert, options
 from experiment.errors import UserError
 from experiment.run import Run
+from llm import load_model
 
 ROOT = Path(__file__).parent.parent
 CELL = '''
@@ -164,3 +166,23 @@ def test_a_result_is_the_dict_of_its_file_and_shows_nothing_of_another_run(tmp_p
     assert result == {"steps": 3, "success_after": 0.5} and repr(result) == repr(dict(result)) and "loss" in result._repr_html_()
     (tmp_path / "result.json").write_text('{"steps": 4}\n')
     assert result._repr_html_() is None
+
+
+class Guess:
+    def reset(self, number=5, **_):
+        return f"Guess {number}."
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_the_parts_take_a_class_as_well_as_its_name(tiny):
+    """Config(env=Guess) takes the class; rollout and evaluate died with "type object 'Guess' has no attribute 'split'"."""
+    model, tokenizer = load_model(tiny)
+    limits = envs.Limits(max_new_tokens=4, max_tokens=400)
+    play = partial(rollout, model, tokenizer, group_size=2, limits=limits)
+    assert envs.limits(Guess) == envs.LIMITS
+    assert play(Guess, [{"number": 3}]) == play(f"{__name__}:Guess", [{"number": 3}])
+    assert evaluate(model, tokenizer, [Guess, "equations"], [{"env": f"{__name__}:Guess"}], limits=limits)["reward"] == 1
+    with pytest.raises(UserError, match=f"which is none of {__name__}:Guess,envs.equations:Equations$"):
+        play([Guess, envs.load("equations")], [{"env": "gsm8k"}])
