@@ -38,6 +38,7 @@ WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 REPORT = "window.report"  # the room that shows a run, entered when it has finished
 RESUMING = "experiment.resuming"  # a new run does not need it
+SAME_CALL = "the same call with resume=True"  # continues a run that no command can
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
 
@@ -89,6 +90,9 @@ class Run:
         written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
                                    "--config", written, *code_flags(self.values), "--resume"])
+        # No program finds what a notebook or a script defines: __main__:Class, __mp_main__:Class.
+        if "main__:" in self.command:
+            self.command = SAME_CALL
         self.files = OutputFolder(self.values, algorithm, self.command)
         self.folder = self.files.path
         self.alarms = Alarms(flags, self.has_expert)
@@ -97,7 +101,7 @@ class Run:
         self.rollout_seconds = self.rollout_tokens = self.passed = 0
         self.has_begun = self.updated = False
         self.made_of, self.line, self.endings = {}, {}, []
-        self.watch = self.saved = self.unlogged = self.marks = self.schedule = None
+        self.watch = self.saved = self.unlogged = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
@@ -413,8 +417,7 @@ class Run:
         print_table(self.before, self.after, self.total, self.seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         print(f"written: {self.config.output_dir}")
-        # No program finds the class of a notebook.
-        if not str(self.config.env).startswith("__main__:"):
+        if self.command != SAME_CALL:
             print(f"next:    {next_command(next_step, self.config, *words)}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),

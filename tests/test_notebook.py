@@ -186,3 +186,31 @@ def test_the_parts_take_a_class_as_well_as_its_name(tiny):
     assert evaluate(model, tokenizer, [Guess, "equations"], [{"env": f"{__name__}:Guess"}], limits=limits)["reward"] == 1
     with pytest.raises(UserError, match=f"which is none of {__name__}:Guess,envs.equations:Equations$"):
         play([Guess, envs.load("equations")], [{"env": "gsm8k"}])
+
+
+def test_a_command_that_would_not_find_the_class_is_a_call_and_a_finished_run_shows_its_curves_again(tiny, tmp_path, monkeypatch, capsys):
+    """An interrupted cell was to continue with `grpo.py --env __main__:Guess --resume`, and the cell run again showed a bare dict."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "Guess", type("Guess", (Guess,), {"__module__": "__main__", "__qualname__": "Guess"}), raising=False)
+
+    def pay(episode):
+        return 1.0
+
+    pay.__module__, pay.__qualname__ = "__main__", "pay"
+    monkeypatch.setattr(main, "pay", pay, raising=False)
+    rows = [{"number": i} for i in range(30)]
+    config = grpo.Config(env="tests.test_notebook:Guess", rewards=pay, dataset=rows, model_path=tiny, output_dir=str(tmp_path / "r"), max_steps=1,
+                         tasks_per_step=2, group_size=2, batch_size=4, eval_tasks=2, max_new_tokens=4, max_tokens=400)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(grpo, "total_loss", partial(raise_, KeyboardInterrupt))
+        grpo.train(config)
+    assert stopped.value.__notes__ == ["step 0 is saved; continue with: the same call with resume=True"]
+    config.resume = True
+    result = grpo.train(config)
+    assert "next:" not in capsys.readouterr().out
+    again = grpo.train(config)
+    assert again == result and again._repr_html_() == result._repr_html_() is not None
+
+
+def raise_(error, *_, **__):
+    raise error
