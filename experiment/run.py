@@ -75,8 +75,8 @@ class Run:
         self.config, self.algorithm = config, algorithm
         self.sources = envs.sources(config) if envs else []
         self.data = envs.data_of(config) if envs else []
-        self.has_expert = bool(envs) and envs.has_expert(config.env)
-        self.has_tools = bool(envs) and any(
+        self.has_expert = envs and envs.has_expert(config.env)
+        self.has_tools = envs and any(
             envs.tools(envs.load(name)) for name in envs.names_of(config.env))
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
