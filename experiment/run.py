@@ -87,11 +87,10 @@ class Run:
         self.writes = self.ranks.rank == 0
         # A notebook's own Config has no file.
         self.program = getattr(sys.modules[type(config).__module__], "__file__", f"{algorithm}.py")
-        written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
-                                   "--config", written, *code_flags(self.values), "--resume"])
-        # No program finds what a notebook or a script defines: __main__:Class, __mp_main__:Class.
-        if "main__:" in self.command:
+                                   "--config", os.path.join(config.output_dir, "config.yaml"),
+                                   *code_flags(self.values), "--resume"])
+        if "main__:" in self.command:  # __main__:Class or __mp_main__:Class: no program finds it
             self.command = SAME_CALL
         self.files = OutputFolder(self.values, algorithm, self.command)
         self.folder = self.files.path
