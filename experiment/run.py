@@ -81,8 +81,7 @@ class Run:
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
                        for name in flags}
-        # Python code may say "1e-4", as PyYAML reads it.
-        vars(config).update(self.values)
+        vars(config).update(self.values)  # Python code may say "1e-4", as PyYAML reads it
         self.ranks = join()
         self.writes = self.ranks.rank == 0
         # A notebook's own Config has no file.
