@@ -263,8 +263,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     shares a batch depends on token counts, never on the clock.
 
     Args:
-        env_name: what --env takes, or a class.
-        tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
+        tasks: the arguments of `reset`; where env_name is several, "env" says which.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
         env_options, rewards: what `envs.options_of` and `envs.rewards_of` return.
         run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
