@@ -263,7 +263,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     shares a batch depends on token counts, never on the clock.
 
     Args:
-        tasks: the arguments of `reset`; where env_name is several, "env" says which of them.
+        tasks: the arguments of `reset`; where env_name is several, "env" says which.
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
         env_options, rewards: what `envs.options_of` and `envs.rewards_of` return.
         run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
@@ -277,13 +277,13 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     is_first = run is None or not (run.watch or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
-    episodes, groups = {}, {}
+    episodes, groups, names = {}, {}, ",".join(classes)
     load_policy = getattr(engine, "load_policy", decoded_here)
     with load_policy(model), Watch(limits.tool_timeout, run) as watch:
         for i, sample in product(share, range(group_size)):
-            name = tasks[i].get("env", env_name)
+            name = tasks[i].get("env", names)
             if name not in classes:
-                raise UserError(f"a task names environment {name!r}, which is none of {env_name}")
+                raise UserError(f"a task names environment {name!r}, which is none of {names}")
             session = Session(watch, name, classes[name], tasks[i])
             episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.

@@ -63,7 +63,7 @@ from modulefinder import ModuleFinder
 from types import ModuleType
 
 from envs.calls import accepts, needed, schemas, tools
-from experiment.config import nearest
+from experiment.config import named, nearest
 from experiment.errors import UserError
 
 __all__ = ["needed", "schemas", "tools"]  # of envs/calls.py
@@ -117,9 +117,9 @@ def __getattr__(name):
 
 
 # ------------------------------------------------------------------------------------- loading
-def names_of(env_names: str | None) -> list[str]:
-    """Return the names in "equations, gsm8k", and none for None."""
-    return [] if env_names is None else [name.strip() for name in env_names.split(",")]
+def names_of(env_names) -> list[str]:
+    """Return the names in "equations, gsm8k", or of a class or a list; none for None."""
+    return [] if env_names is None else [name.strip() for name in named(env_names).split(",")]
 
 
 def load(name: str) -> type:

@@ -268,10 +268,10 @@ class RunFlags:
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
             elif isinstance(value, dict):
-                value = ",".join(f"{_named(k)}={json.dumps(v) if isinstance(v, AS_JSON) else v}"
+                value = ",".join(f"{named(k)}={json.dumps(v) if isinstance(v, AS_JSON) else v}"
                                  for k, v in value.items())
             elif name in CODE:
-                value = _named(value)
+                value = named(value)
             elif name in LISTS and not isinstance(value, str | None):
                 value = json.dumps(value if isinstance(value, list) else value.to_list())
             elif hasattr(value, "item"):
@@ -280,10 +280,10 @@ class RunFlags:
         self.output_dir = os.path.expanduser(self.output_dir)
 
 
-def _named(value):
+def named(value):
     """Return the name by which a class or function is found again, with commas those of a list."""
     if isinstance(value, list):
-        return ",".join(map(_named, value))
+        return ",".join(map(named, value))
     name = getattr(value, "__qualname__", value)  # an instance that is called has none
     return f"{value.__module__}:{name}" if callable(value) else value and str(value)
 

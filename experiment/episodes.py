@@ -9,9 +9,10 @@ from experiment.errors import UserError, printable
 
 def members(ids) -> list[list[int]]:
     """Return the indices of each id, in the order of their first appearance."""
-    indices = {}
-    for i, name in enumerate(ids):
-        indices.setdefault(name, []).append(i)
+    indices = defaultdict(list)
+    # The elements of a tensor are hashed by identity: each would be alone in its group.
+    for i, name in enumerate(ids.tolist() if hasattr(ids, "tolist") else ids):
+        indices[name].append(i)
     return list(indices.values())
 
 

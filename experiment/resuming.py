@@ -1,11 +1,12 @@
 """Resuming: what a run must have in common with the one it continues, and the way back to it."""
 import os
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 
 from experiment.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert
-from experiment.data import read_json, read_yaml
+from experiment.data import read_yaml
 from experiment.errors import UserError
 from experiment.files import set_aside
 from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_of
@@ -36,7 +37,7 @@ def continue_run(folder, flags, paths):
         raise UserError(f"{folder.path}: holds a {algorithm} run, not one of {folder.algorithm}")
     longer = _compare(folder, flags)
     if (folder.path / "result.json").exists() and not longer:
-        result = read_json(folder.path / "result.json")
+        result = import_module("window.report").Result(folder.path)
         print(f"{folder.path}: finished after {result['steps']} steps; a larger --max_steps "
               "continues it")
         return result, None, None
@@ -80,7 +81,7 @@ def _compare(folder, flags):
         differences = [f"--{name} is {values[name]!s:.200} and was {changed[name]!s:.200}"
                        for name in changed]
         raise UserError(f"{folder.path}: --resume continues the run as it began (max_steps may "
-                        f"grow), but {', '.join(differences)}; the same command: {folder.command}")
+                        f"grow), but {', '.join(differences)}; continue with: {folder.command}")
     return longer
 
 

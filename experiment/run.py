@@ -38,6 +38,7 @@ WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 REPORT = "window.report"  # the room that shows a run, entered when it has finished
 RESUMING = "experiment.resuming"  # a new run does not need it
+SAME_CALL = "the same call with resume=True"  # continues a run that no command can
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
 
@@ -74,21 +75,22 @@ class Run:
         self.config, self.algorithm = config, algorithm
         self.sources = envs.sources(config) if envs else []
         self.data = envs.data_of(config) if envs else []
-        self.has_expert = bool(envs) and envs.has_expert(config.env)
-        self.has_tools = bool(envs) and any(
+        self.has_expert = envs and envs.has_expert(config.env)
+        self.has_tools = envs and any(
             envs.tools(envs.load(name)) for name in envs.names_of(config.env))
         flags = options(type(config))
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
                        for name in flags}
-        # Python code may say "1e-4", as PyYAML reads it.
-        vars(config).update(self.values)
+        vars(config).update(self.values)  # Python code may say "1e-4", as PyYAML reads it
         self.ranks = join()
         self.writes = self.ranks.rank == 0
         # A notebook's own Config has no file.
         self.program = getattr(sys.modules[type(config).__module__], "__file__", f"{algorithm}.py")
-        written = os.path.join(config.output_dir, "config.yaml")
         self.command = shlex.join([*self.ranks.launcher(), os.path.relpath(self.program),
-                                   "--config", written, *code_flags(self.values), "--resume"])
+                                   "--config", os.path.join(config.output_dir, "config.yaml"),
+                                   *code_flags(self.values), "--resume"])
+        if "main__:" in self.command:  # __main__:Class or __mp_main__:Class: no program finds it
+            self.command = SAME_CALL
         self.files = OutputFolder(self.values, algorithm, self.command)
         self.folder = self.files.path
         self.alarms = Alarms(flags, self.has_expert)
@@ -97,7 +99,7 @@ class Run:
         self.rollout_seconds = self.rollout_tokens = self.passed = 0
         self.has_begun = self.updated = False
         self.made_of, self.line, self.endings = {}, {}, []
-        self.watch = self.saved = self.unlogged = self.marks = self.schedule = None
+        self.watch = self.saved = self.unlogged = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
@@ -413,8 +415,7 @@ class Run:
         print_table(self.before, self.after, self.total, self.seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         print(f"written: {self.config.output_dir}")
-        # No program finds the class of a notebook.
-        if not str(self.config.env).startswith("__main__:"):
+        if self.command != SAME_CALL:
             print(f"next:    {next_command(next_step, self.config, *words)}")
         result = {"success_before": self.before.get("success"),
                   "success_after": self.after.get("success"),

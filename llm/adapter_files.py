@@ -73,6 +73,7 @@ class TrainingState:
 def save_model(model, folder: str):
     """Write the adapter in PEFT's format, or, when all weights train, a model folder.
 
+    A model folder needs `tokenizer.save_pretrained(folder)`, too, before `load_model` reads it.
     PEFT adds an adapter to a 16-bit base by rounding to the nearest, which loses small updates
     (bench/adapter_rounding.py): play the folder of `lora.py merge --dtype bfloat16` instead. What a
     fork has added to the model, a value head for instance, goes into a file of its own.

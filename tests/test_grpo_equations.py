@@ -637,3 +637,9 @@ def test_turn_credit_under_a_sequence_ratio():
     tokens = b["mask"].sum(1, keepdim=True)
     s = ((b["logprobs"] - b["old"]).detach() * b["mask"]).sum(1, keepdim=True).div(tokens).exp()
     assert close(grad, -s * b["advantages"] * b["mask"] / tokens / 6, 1e-12)
+
+
+def test_group_ids_may_be_a_tensor():
+    """A loop of one's own has torch.arange(2).repeat_interleave(2): hashed by identity, each was a group of one, and all advantages 0."""
+    rewards, ids = torch.tensor([1.0, 2, 3, 5]), [0, 0, 1, 1]
+    assert torch.equal(group_advantages(rewards, torch.tensor(ids)), group_advantages(rewards, ids))

@@ -13,10 +13,12 @@ import pytest
 import envs
 import grpo
 import sft
+from agent import evaluate, rollout
 from episodes.tasks import load_tasks
 from experiment.config import convert, options
 from experiment.errors import UserError
 from experiment.run import Run
+from llm import load_model
 
 ROOT = Path(__file__).parent.parent
 CELL = '''
@@ -164,3 +166,51 @@ def test_a_result_is_the_dict_of_its_file_and_shows_nothing_of_another_run(tmp_p
     assert result == {"steps": 3, "success_after": 0.5} and repr(result) == repr(dict(result)) and "loss" in result._repr_html_()
     (tmp_path / "result.json").write_text('{"steps": 4}\n')
     assert result._repr_html_() is None
+
+
+class Guess:
+    def reset(self, number=5, **_):
+        return f"Guess {number}."
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_the_parts_take_a_class_as_well_as_its_name(tiny):
+    """Config(env=Guess) takes the class; rollout and evaluate died with "type object 'Guess' has no attribute 'split'"."""
+    model, tokenizer = load_model(tiny)
+    limits = envs.Limits(max_new_tokens=4, max_tokens=400)
+    play = partial(rollout, model, tokenizer, group_size=2, limits=limits)
+    assert envs.limits(Guess) == envs.LIMITS
+    assert play(Guess, [{"number": 3}]) == play(f"{__name__}:Guess", [{"number": 3}])
+    assert evaluate(model, tokenizer, [Guess, "equations"], [{"env": f"{__name__}:Guess"}], limits=limits)["reward"] == 1
+    with pytest.raises(UserError, match=f"which is none of {__name__}:Guess,envs.equations:Equations$"):
+        play([Guess, envs.load("equations")], [{"env": "gsm8k"}])
+
+
+def test_a_command_that_would_not_find_the_class_is_a_call_and_a_finished_run_shows_its_curves_again(tiny, tmp_path, monkeypatch, capsys):
+    """An interrupted cell was to continue with `grpo.py --env __main__:Guess --resume`, and the cell run again showed a bare dict."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "Guess", type("Guess", (Guess,), {"__module__": "__main__", "__qualname__": "Guess"}), raising=False)
+
+    def pay(episode):
+        return 1.0
+
+    pay.__module__, pay.__qualname__ = "__main__", "pay"
+    monkeypatch.setattr(main, "pay", pay, raising=False)
+    rows = [{"number": i} for i in range(30)]
+    config = grpo.Config(env="tests.test_notebook:Guess", rewards=pay, dataset=rows, model_path=tiny, output_dir=str(tmp_path / "r"), max_steps=1,
+                         tasks_per_step=2, group_size=2, batch_size=4, eval_tasks=2, max_new_tokens=4, max_tokens=400)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(grpo, "total_loss", partial(raise_, KeyboardInterrupt))
+        grpo.train(config)
+    assert stopped.value.__notes__ == ["step 0 is saved; continue with: the same call with resume=True"]
+    config.resume = True
+    result = grpo.train(config)
+    assert "next:" not in capsys.readouterr().out
+    again = grpo.train(config)
+    assert again == result and again._repr_html_() == result._repr_html_() is not None
+
+
+def raise_(error, *_, **__):
+    raise error

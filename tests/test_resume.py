@@ -224,7 +224,7 @@ def stopped(place, tmp_path_factory):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"learning_rate": 0.5}, "but --learning_rate is 0.5 and was 0.001; the same command: python"),
+    ({"learning_rate": 0.5}, "but --learning_rate is 0.5 and was 0.001; continue with: python"),
     ({"max_steps": 2}, "--max_steps is 2 and was 3"),
     ({"seed": 1, "batch_size": 2}, "--batch_size is 2 and was 4, --seed is 1 and was 0")])
 def test_another_config_is_refused_by_name_and_changes_nothing(stopped, tmp_path, change, words):
@@ -534,7 +534,7 @@ def test_a_fork_prints_commands_that_run_the_fork_and_notices_that_it_changed(pl
     done = programs.run("mysft.py", *words, "--max_steps", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     done = programs.run("mysft.py", *words, "--max_steps", 1, "--learning_rate", "0.5", "--resume", cwd=tmp_path)
-    assert done.returncode == 2 and "the same command: python mysft.py --config r/config.yaml --resume" in done.stderr
+    assert done.returncode == 2 and "continue with: python mysft.py --config r/config.yaml --resume" in done.stderr
     for name in ("mysft.py", "mylosses.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text() + "# another loss\n")
     done = programs.run("mysft.py", *words, "--max_steps", 2, "--resume", cwd=tmp_path)

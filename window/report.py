@@ -37,7 +37,7 @@ class Result(dict):
     """What result.json of an output folder holds. A notebook shows it as tiles and curves."""
 
     def __init__(self, folder):
-        super().__init__(read_json(folder / "result.json"))
+        super().__init__(result_of(folder))
         self.folder = folder
 
     def _repr_html_(self):
