@@ -46,12 +46,12 @@ def test_there_are_four_forks():
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
 def test_every_patch_applies(patch, tmp_path):
-    """The runs of three forks are slow tests: a page that moved under one of them is seen here."""
+    """The runs of the forks are slow tests: a page that moved under one of them is seen here."""
     fork(patch, tmp_path)
 
 
-@pytest.mark.parametrize("patch", [
-    pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem != "value_head" else []) for p in PATCHES])
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
 def test_a_fork_applies_runs_and_is_resumed(patch, base, tmp_path):
     (tmp_path / "fork").mkdir()
     folder = fork(patch, tmp_path / "fork")

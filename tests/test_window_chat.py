@@ -319,7 +319,8 @@ def kept(out, said):
     return episodes
 
 
-@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_the_finished_episodes(tmp_path, signum, status):
     out = tmp_path / "traces.jsonl"
     out.write_text("hours of work\n")
