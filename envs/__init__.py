@@ -211,12 +211,14 @@ def sources(config) -> list[str]:
             finder.run_script(path)
             for name, module in finder.modules.items():
                 file = module.__file__
+                if not file:
+                    # Python brings it itself.
+                    continue
                 loaded = getattr(sys.modules.get(name), "__file__", None) or file
                 if file != loaded and name != "__main__" and loaded.startswith(tuple(FOLDERS)):
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
                 paths.append(file)
-    # What Python brings itself has no file.
-    return list(filter(None, paths))
+    return paths
 
 
 def data_of(config) -> list[str]:

@@ -5,6 +5,7 @@ from envs.trl import opening
 
 
 class Prompts:
+    # `answer` is named for its type: a .csv cell may hold a list of accepted ones.
     def reset(self, prompt: str | list[dict], answer: str | list = "", **_):
         """Add nothing to the row's prompt."""
 

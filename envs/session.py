@@ -38,15 +38,15 @@ class Watch:
     other threads run, one of them starts it anew each second.
 
     Args:
-        run: a `Run`, whose previous Watch's count continues, and which a signal stops while a call
-            runs.
+        run: a `Run`. The count of its previous Watch continues, and a signal to it ends the wait
+            for a call.
     """
 
     def __init__(self, timeout: float, run=None):
         self.timeout = timeout
         self.run = run
         earlier = run and run.watch
-        self.is_open = None  # until it is entered: /solve never does
+        self.is_open = None  # until it is entered, which /solve never does; afterwards False
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
         self.faults = earlier.faults if earlier else Counter()  # kind of call -> faults in a row

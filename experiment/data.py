@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from experiment.errors import UserError, first_line
 
-TABLES = "experiment.tables"  # what reads no data needs no reader
+TABLES = "experiment.tables"  # a run without data files needs no reader of them
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
                   "observation": "tool"}
