@@ -23,6 +23,8 @@ from struct import pack
 NAME = "main.py"  # of the code, in error messages
 DEPTH = 100  # of nested values
 TEXT = 200  # characters of a value as Python shows it
+NUMBERS = type(None), bool, int, float
+PLAIN = *NUMBERS, str, list, tuple, set, frozenset, dict
 
 # Every system call that is allowed, by purpose, with its numbers on x86_64 and aarch64 (- where
 # there is none). A process with these computes, and reads what Landlock lets it open. It cannot
@@ -200,16 +202,18 @@ def describe(error: BaseException) -> str:
 
 
 def encode(value, depth: int = DEPTH) -> str:
-    """Return a plain value as JSON, or raise ValueError. Its type must be exact, not a subclass."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float):
+    """Return a plain value as JSON, or raise ValueError. A Counter is the dict that it holds."""
+    kind = next(filter(PLAIN.__contains__, type(value).__mro__), None)
+    if kind in NUMBERS:
         words = {"None": "null", "True": "true", "False": "false",
                  "nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-        return words.get(repr(value), repr(value))
+        text = kind.__repr__(value)
+        return words.get(text, text)
     if kind is str:
         return encode_basestring_ascii(value)
-    if kind not in (list, tuple, set, frozenset, dict) or not depth:
-        raise ValueError(f"{kind.__name__} is not a plain value, or it is nested too deeply")
+    if not (kind and depth):
+        name = type(value).__name__
+        raise ValueError(f"{name} is not a plain value, or it is nested too deeply")
     items = value.items() if kind is dict else value
     text = f"[{','.join([encode(item, depth - 1) for item in items])}]"
     names = {dict: "dict", set: "set", frozenset: "set"}

@@ -321,6 +321,14 @@ def test_rows_of_humaneval_and_mbpp():
     assert read_row({**MBPP, "test_list": ["assert add(x, 1)"]}) is None and read_row({**HUMANEVAL, "test": "def check(candidate):\n    pass"}) is None
 
 
+def test_a_counter_is_the_dict_that_it_holds():
+    """MBPP's solutions return Counter, defaultdict and namedtuple where the test says dict or tuple: 0 was paid for them."""
+    code = "from collections import *\nfrom enum import IntEnum\nclass E(IntEnum):\n    A = 1\nP = namedtuple('P', 'x y')\n"
+    for value, wanted in [("Counter('aab')", "{'a': 2, 'b': 1}"), ("defaultdict(list, a=[1])", "{'a': [1]}"), ("OrderedDict(a=E.A)", "{'a': 1}"), ("P(1, True)", "(1, True)")]:
+        row = read_row({**MBPP, "code": f"{code}def f(x):\n    return {value}", "test_list": [f"assert f(1) == {wanted}", f"assert f(2) == {wanted}"]})
+        assert expert(row)[0]._check(), value
+
+
 def test_a_row_that_is_hostile_is_never_run(tmp_path):
     """Its tests are data: what is no literal is left out, and its reference solution runs in the sandbox only."""
     target = tmp_path / "ran"

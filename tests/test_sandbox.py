@@ -358,7 +358,7 @@ ATTACKS = {
     "a generator": ("return (i for i in range(3))", "generator is not a plain value"),
     "an object": ("return object()", "object is not a plain value"),
     "always equal": ("class A:\n    def __eq__(self, other): return True\nreturn A()", "A is not a plain value"),
-    "an int that is always equal": ("class A(int):\n    def __eq__(self, other): return True\nreturn A(3)", "A is not a plain value"),
+    "an int that is always equal": ("class A(int):\n    def __eq__(self, other): return True\n    def __repr__(self): return '4'\nreturn A(3)", '"value": 3'),  # compared as 3, outside
     "an exception that cannot be shown": ("class A(Exception):\n    def __str__(self): raise A\nraise A", "crash|error"),
     "an exception of long text": ("raise ValueError('x' * 10**6)", "ValueError: xxx"),
     "a value after the report": ("class A:\n    def __del__(self): print('late')\nglobal a\na = A()\nreturn 1", '"value": 1'),
