@@ -14,6 +14,7 @@ A row has the columns of HumanEval, but that its "prompt" is our "question": in 
 import ast
 import inspect
 import random
+import re
 import zlib
 from contextlib import suppress
 from functools import cache
@@ -237,8 +238,11 @@ def read_row(row: dict) -> dict | None:
         name, test = row["entry_point"], row["test"]
         question = row.get("question") or row["prompt"]
         if f"def {name}(" not in solution:
-            # HumanEval's solutions continue the prompt, which may import and define helpers.
-            solution, setup = question + solution, question
+            # HumanEval's solutions continue the prompt, which may import and define helpers. The
+            # head of the function alone is no code where it has no docstring.
+            head = re.search(rf"(?m)^(@.*\n)*def {name}\(", question)
+            setup = question[:head.start()] if head else ""
+            solution = solution and question + solution
     tests = read_tests(test, name)
     if not tests:
         return None

@@ -321,6 +321,15 @@ def test_rows_of_humaneval_and_mbpp():
     assert read_row({**MBPP, "test_list": ["assert add(x, 1)"]}) is None and read_row({**HUMANEVAL, "test": "def check(candidate):\n    pass"}) is None
 
 
+@pytest.mark.parametrize("head", ["def f(x):\n", "def f(x):\n    # twice\n", "@functools.cache\ndef f(x):\n"])
+def test_a_prompt_may_be_a_head_without_a_docstring(head):
+    """It is no code by itself, and as what runs before the model's code it failed every solution."""
+    row = read_row({**HUMANEVAL, "entry_point": "f", "prompt": f"import functools\n\ndef helper(x):\n    return 2 * x\n\n{head}", "canonical_solution": "    return helper(x)\n", "test": "assert f(1) == 2\nassert f(3) == 6"})
+    assert expert(row)[0]._check() and submitted(row, "def f(x):\n    return helper(x)")._check() and "def f" not in row["setup"]
+    unsolved = read_row({**row, "prompt": "Write f, which doubles.", "question": None, "canonical_solution": None})
+    assert submitted(unsolved, "def f(x):\n    return x + x")._check() and unsolved["canonical_solution"] == ""
+
+
 def test_a_counter_is_the_dict_that_it_holds():
     """MBPP's solutions return Counter, defaultdict and namedtuple where the test says dict or tuple: 0 was paid for them."""
     code = "from collections import *\nfrom enum import IntEnum\nclass E(IntEnum):\n    A = 1\nP = namedtuple('P', 'x y')\n"
@@ -346,7 +355,8 @@ def test_a_row_that_is_hostile_is_never_run(tmp_path):
 
 
 def test_files(tmp_path, capsys):
-    rows = [HUMANEVAL, MBPP, {**MBPP, "test_list": ["assert add(x) == y"]}]
+    solvable = {**HUMANEVAL, "test": HUMANEVAL["test"].replace("not candidate([1, 0])", "not candidate([1, False])")}
+    rows = [solvable, MBPP, {**MBPP, "test_list": ["assert add(x) == y"]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
     assert sorted(task["entry_point"] for task in tasks) == ["add", "second"] and {task["env"] for task in tasks} == {"code"}
