@@ -11,11 +11,13 @@ values that it never saw.
 import ast
 import random
 import re
+from functools import cache
 from typing import Literal
 
 from envs.code_style import style_findings
 from envs.code_tasks import generate, read_row, read_tests
 from envs.sandbox import check_sandbox, parse, run, same
+from experiment.bars import say_once
 
 CODE = 8000  # characters of a function
 SLACK = 1.5  # times the reference's operations count as efficient
@@ -192,8 +194,23 @@ class Code:
 
     @classmethod
     def _row(cls, row: dict) -> dict | None:
+        """Return the task in a row, or None if no test can be read or its own solution fails."""
         check_sandbox(cls.options["unsafe_code"])
-        return read_row(row)
+        task = read_row(row)
+        return task and cls._if_solved(**task)
+
+    @classmethod
+    @cache
+    def _if_solved(cls, **task) -> dict | None:
+        env = cls()
+        env.reset(**task)
+        env._examples += env._hidden
+        env._code = env._solution
+        said = " ".join(env.run_tests().split())
+        if env._examples_pass or not env._code:
+            return task
+        say_once(f"note: task {task['task_id']} is left out, as its own solution fails: {said:.200}")
+        return None
 
     def _run(self, code: str, tests=(), count=False):
         calls = [(self._name, arguments) for arguments, _ in tests]

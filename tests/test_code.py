@@ -330,6 +330,18 @@ def test_a_prompt_may_be_a_head_without_a_docstring(head):
     assert submitted(unsolved, "def f(x):\n    return x + x")._check() and unsolved["canonical_solution"] == ""
 
 
+def test_a_row_whose_own_solution_fails_is_left_out_and_named(tmp_path, capsys):
+    """Nobody could solve it: the module or the size of its results is not of the sandbox, or its test is wrong."""
+    rows = [MBPP, {**MBPP, "task_id": 8, "code": "import numpy\ndef add(a, b):\n    return a + b"}, {**MBPP, "task_id": 9, "test_list": ["assert add(1, 1) == 3", "assert add(1, 2) == 3"]},
+            {**HUMANEVAL, "canonical_solution": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
+    assert sorted(task["task_id"] for task in tasks) == ["7", "X/0"]
+    out = capsys.readouterr().out
+    assert "note: task 8 is left out, as its own solution fails: 0 of 3 pass error: line 1: ModuleNotFoundError: No module named 'numpy'\n" in out
+    assert "note: task 9 is left out, as its own solution fails: 1 of 2 pass add(1, 1) == 3, not 2\n" in out and "2 rows have nothing that can be played" in out
+
+
 def test_a_counter_is_the_dict_that_it_holds():
     """MBPP's solutions return Counter, defaultdict and namedtuple where the test says dict or tuple: 0 was paid for them."""
     code = "from collections import *\nfrom enum import IntEnum\nclass E(IntEnum):\n    A = 1\nP = namedtuple('P', 'x y')\n"
