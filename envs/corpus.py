@@ -9,8 +9,11 @@ from unicodedata import normalize
 from experiment.data import read_rows, read_text
 from experiment.errors import UserError
 
-MAX_DOCUMENT = 1200  # characters; a longer text becomes several documents
+# Of a document at most 1200 characters. A longer text becomes several, cut at white space if it can.
+PIECE = re.compile(r"\S.{0,1199}(?!\S)|\S.{1199}", re.DOTALL)
 K1, B, TITLE_WEIGHT = 1.2, 0.75, 3  # of BM25 as in Lucene; a word of the title counts thrice
+# Chinese and Japanese have no spaces: there each character counts as a word.
+WORD = re.compile(r"[\u3041-\u9fff]|[^\W_\u3041-\u9fff]+")
 
 
 class Corpus:
@@ -41,7 +44,9 @@ class Corpus:
 
 
 def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    """Return the words of a text without case and accents, however it is encoded."""
+    text = normalize("NFKD", text.casefold())
+    return WORD.findall(re.sub(r"[\u0300-\u036f]", "", text))
 
 
 def files_of(path: str) -> list[Path]:
@@ -70,9 +75,13 @@ def read_corpus(path: str) -> Corpus:
             texts[title] = f"{texts.get(title, '')}\n{row.get('text') or ''}".strip()
     documents = {}
     for title, text in texts.items():
-        for start in range(0, len(text), MAX_DOCUMENT):
-            number = f" ({start // MAX_DOCUMENT + 1})" if start else ""
-            documents[title + number] = text[start:start + MAX_DOCUMENT]
+        name = title
+        pieces = PIECE.findall(text)
+        for next_number, piece in enumerate(pieces, 2):
+            following = f"{title} ({next_number})"
+            more = f" [continues in {following}]" if next_number <= len(pieces) else ""
+            documents[name] = piece + more
+            name = following
     if not documents:
         raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
                         'file of rows {"title", "text"}')

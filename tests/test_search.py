@@ -6,7 +6,7 @@ import pytest
 
 import envs
 import grpo
-from envs.corpus import MAX_DOCUMENT, Corpus, read_corpus
+from envs.corpus import Corpus, read_corpus
 from envs.search import FORMS, Search, draw_facts, f1, normalized, read_archive
 from episodes.tasks import load_tasks
 from experiment.checkpoint import fingerprints
@@ -168,7 +168,8 @@ def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
     env.reset(**question)
     assert env.search("who barks at night") == "[deep/dogs.md] Dogs bark at night."
     assert env.open_document("deep/dogs.md") == "Dogs bark at night."
-    assert len(env.open_document("cats.txt")) == len(env.open_document("cats.txt (2)")) == MAX_DOCUMENT
+    first, second = env.open_document("cats.txt"), env.open_document("cats.txt (2)")
+    assert first == "Cats sleep. " * 99 + "Cats sleep. [continues in cats.txt (2)]" and second == "Cats sleep. " * 100  # whole words, and where they go on
     assert max(map(len, env.search("cats sleep").splitlines())) < 130
     with pytest.raises(ValueError, match="no document 'birds'"):
         env.open_document("birds")
@@ -176,6 +177,14 @@ def test_your_own_documents_from_a_folder_and_from_a_file(tmp_path):
     env.reset(**question)
     assert env.open_document("Olm") == "The olm lives in caves.\nIt is blind."  # passages of one title, as in Wikipedia's corpora
     assert env.search("olm") == "[Olm] The olm lives in caves. It is blind." and env.search("title") == "[2] No title."
+
+
+@pytest.mark.parametrize("text, query", [("北京是中国的首都。", "首都"), ("富士山は日本で一番高い山です。", "富士山"), ("Die Straße in Köln", "STRASSE"), ("Cafe\u0301 Zu\u0308rich", "Zürich"), ("l'École normale", "ecole"),
+                                         ("Ο ΟΔΥΣΣΕΥΣ ήταν", "Οδυσσεύς"), ("서울은 한국의 수도", "한국의"), ("my_old_notes", "old notes")])
+def test_words_of_other_languages_are_found(text, query):
+    """Chinese without spaces was one word a clause, and no search found anything."""
+    corpus = Corpus({"a": text, "b": "something else"})
+    assert corpus.best(query, 2) == ["a"]
 
 
 def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tmp_path):
