@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
+from unicodedata import normalize
 
 import envs
 from envs.calls import awaited, message_of, needed
@@ -35,7 +36,9 @@ NGRAM = 3  # words of what counts as repeated
 # How it was done: it does not say that a task was solved.
 MANNERS = ("format", "tool_used", "length", "repetition")
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
-PUNCTUATION = re.compile(rf"(?!(?<!\w)-[$.]?\d|[./]\d)[{re.escape(string.punctuation)}]")
+# SQuAD's, and those of other languages: 北京。 is 北京.
+MARKS = re.escape(string.punctuation + "。、·「」『』“”„‘’«»–—¿¡")
+PUNCTUATION = re.compile(rf"(?!(?<!\w)-[$.]?\d|[./]\d)[{MARKS}]")
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
 ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
 
@@ -84,7 +87,7 @@ def normalized(text: str) -> list[str]:
 
     But a number keeps its sign, its point and its fraction bar: -7 is not 7, nor 1.5 15.
     """
-    text = PUNCTUATION.sub("", text.lower())
+    text = PUNCTUATION.sub("", normalize("NFKC", text).casefold())
     words = text.split()
     # An answer may be the letter A.
     return words if len(words) == 1 else re.sub(r"\b(a|an|the)\b", " ", text).split()
