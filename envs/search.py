@@ -233,6 +233,9 @@ class Search:
     def _row(cls, row: dict) -> dict:
         """Return a row of --tasks. Raises UserError if there are no documents to search."""
         cls._documents(row.get("archive"), row.get("level", 1))
+        if isinstance(row["answer"], dict | bool) or row["answer"] in ("", []):
+            raise ValueError('"answer" must be text, such as yes, or a list of texts; a field of '
+                             "an object is named by --fields answer=answer.aliases")
         return row
 
     @classmethod

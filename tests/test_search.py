@@ -1,4 +1,5 @@
 """envs/search.py and envs/corpus.py: BM25 and SQuAD's scores by hand, archives, one's own documents, and agents that must earn less than the expert."""
+import json
 import math
 import re
 
@@ -215,6 +216,10 @@ def test_the_command_line_needs_documents_and_questions_together(tmp_path):
     options = (str(path), str(path))
     (task,) = load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path)})
     assert task["answer"] == "in caves"
+    for answer in ({"value": "caves", "aliases": ["in caves"]}, True, []):  # TriviaQA's and BoolQ's: no answer could be right
+        (tmp_path / "objects.jsonl").write_text(json.dumps({"question": "Does it?", "answer": answer}) + "\n")
+        with pytest.raises(UserError, match="objects.jsonl:1: \"answer\" must be text, such as yes, or a list"):
+            load_tasks("search", "test", None, 0, *[str(tmp_path / "objects.jsonl")] * 2, {"corpus": str(tmp_path)})
     env = envs.with_options(Search, {"corpus": str(tmp_path)})()
     env.reset(**task)
     with pytest.raises(UserError, match="cannot answer"):
