@@ -12,6 +12,7 @@ import ast
 import random
 import re
 from functools import cache
+from itertools import zip_longest
 from typing import Literal
 
 from envs.code_style import style_findings
@@ -206,10 +207,10 @@ class Code:
         env.reset(**task)
         env._examples += env._hidden
         env._code = env._solution
-        said = " ".join(env.run_tests().split())
+        said = env.run_tests()
         if env._examples_pass or not env._code:
             return task
-        say_once(f"note: task {task['task_id']} is left out, as its own solution fails: {said:.200}")
+        say_once(f"note: task {task['task_id']} is left out, as its own solution fails: {said!r:.200}")
         return None
 
     def _run(self, code: str, tests=(), count=False):
@@ -226,9 +227,8 @@ class Code:
 
 def verdicts(result, tests) -> list[bool]:
     """Return which of the tests passed. One that was not reached did not."""
-    reached = ["value" in outcome and same(outcome["value"], wanted)
-               for outcome, (_, wanted) in zip(result.outcomes, tests)]
-    return reached + [False] * (len(tests) - len(reached))
+    return ["value" in outcome and same(outcome["value"], wanted)
+            for outcome, (_, wanted) in zip_longest(result.outcomes, tests, fillvalue={})]
 
 
 def count_operations(result) -> int | None:

@@ -251,22 +251,26 @@ def read_row(row: dict) -> dict | None:
                   for node in ast.walk(parse(test)))
     return {"task_id": str(row.get("task_id", "")), "question": question, "entry_point": name,
             "canonical_solution": solution, "test": test, "setup": setup,
-            "dropped_tests": asserts - len(tests)}
+            "dropped_tests": max(asserts - len(tests), 0)}
 
 
 def read_tests(test: str, name: str) -> list[tuple[list, object]]:
     """Return (arguments, wanted value) of every assert that calls the function with literals.
 
-    The forms are f(x) == y, f(x), not f(x), and abs(f(x) - y) < 1e-6 or less. The text is never
-    run, and asserts of other forms are left out, as are those of values that no result can be.
+    The forms are f(x) == y, f(x), not f(x), and abs(f(x) - y) < 1e-6 or less, and the lists `inputs`
+    and `results` of HumanEval+, of which the first 100 are taken. The text is never run, and asserts
+    of other forms are left out, as are those of values that no result can be.
     """
-    tests = []
+    tests, lists = [], {"inputs": [], "results": []}
     for node in ast.walk(parse(test)):
-        if isinstance(node, ast.Assert):
-            # What is no literal, such as a variable or a function's value.
-            with suppress(ValueError, TypeError):
-                tests.append(_read_assert(node.test, {name, "candidate"}))
-    return tests
+        # What is no literal, such as a variable or a function's value.
+        with suppress(ValueError, TypeError):
+            match node:
+                case ast.Assert(assertion):
+                    tests.append(_read_assert(assertion, {name, "candidate"}))
+                case ast.Assign([ast.Name("inputs" | "results" as column)], values):
+                    lists[column] = ast.literal_eval(values)
+    return tests + list(zip(*lists.values()))[:100]
 
 
 def _read_assert(node: ast.expr, names: set[str]) -> tuple[list, object]:

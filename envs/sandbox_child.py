@@ -212,8 +212,7 @@ def encode(value, depth: int = DEPTH) -> str:
     if kind is str:
         return encode_basestring_ascii(value)
     if not (kind and depth):
-        name = type(value).__name__
-        raise ValueError(f"{name} is not a plain value, or it is nested too deeply")
+        raise ValueError(f"{type(value).__name__} is not a plain value, or nested too deeply")
     items = value.items() if kind is dict else value
     text = f"[{','.join([encode(item, depth - 1) for item in items])}]"
     names = {dict: "dict", set: "set", frozenset: "set"}

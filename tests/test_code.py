@@ -338,8 +338,8 @@ def test_a_row_whose_own_solution_fails_is_left_out_and_named(tmp_path, capsys):
     tasks = load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
     assert sorted(task["task_id"] for task in tasks) == ["7", "X/0"]
     out = capsys.readouterr().out
-    assert "note: task 8 is left out, as its own solution fails: 0 of 3 pass error: line 1: ModuleNotFoundError: No module named 'numpy'\n" in out
-    assert "note: task 9 is left out, as its own solution fails: 1 of 2 pass add(1, 1) == 3, not 2\n" in out and "2 rows have nothing that can be played" in out
+    assert "note: task 8 is left out, as its own solution fails: \"0 of 3 pass\\nerror: line 1: ModuleNotFoundError: No module named 'numpy'\"\n" in out
+    assert "note: task 9 is left out, as its own solution fails: '1 of 2 pass\\nadd(1, 1) == 3, not 2'\n" in out and "2 rows have nothing that can be played" in out
 
 
 def test_a_counter_is_the_dict_that_it_holds():
@@ -348,6 +348,17 @@ def test_a_counter_is_the_dict_that_it_holds():
     for value, wanted in [("Counter('aab')", "{'a': 2, 'b': 1}"), ("defaultdict(list, a=[1])", "{'a': [1]}"), ("OrderedDict(a=E.A)", "{'a': 1}"), ("P(1, True)", "(1, True)")]:
         row = read_row({**MBPP, "code": f"{code}def f(x):\n    return {value}", "test_list": [f"assert f(1) == {wanted}", f"assert f(2) == {wanted}"]})
         assert expert(row)[0]._check(), value
+
+
+def test_rows_of_humaneval_plus():
+    """Its tests are two lists and a loop over them; all its rows were dropped."""
+    loop = "    for i, (inp, exp) in enumerate(zip(inputs, results)):\n        assertion(candidate(*inp), exp, 0)\n"
+    test = (f"import numpy as np\n\ndef assertion(out, exp, atol):\n    assert out == exp, f'{{out}}'\n\ndef check(candidate):\n    results = {[[x] for x in range(300)]}\n    inputs = {[[[x, x]] for x in range(300)]}\n{loop}")
+    row = read_row({**HUMANEVAL, "test": test, "canonical_solution": "    return [x[k]]\n"})
+    assert read_tests(row["test"], "second")[1] == ([[1, 1]], [1]) and row["dropped_tests"] == 0
+    env, _ = expert(row)
+    assert env._check() and len(env._hidden) == 98 and not submitted(row, "def second(x, k=1):\n    return [min(x[0], 90)]")._check()
+    assert read_row({**HUMANEVAL, "test": test.replace("results = [", "results = [f(), ")}) is None  # no literal
 
 
 def test_a_row_that_is_hostile_is_never_run(tmp_path):
