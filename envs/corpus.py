@@ -75,13 +75,11 @@ def read_corpus(path: str) -> Corpus:
             texts[title] = f"{texts.get(title, '')}\n{row.get('text') or ''}".strip()
     documents = {}
     for title, text in texts.items():
-        name = title
         pieces = PIECE.findall(text)
-        for next_number, piece in enumerate(pieces, 2):
-            following = f"{title} ({next_number})"
-            more = f" [continues in {following}]" if next_number <= len(pieces) else ""
-            documents[name] = piece + more
-            name = following
+        for number, piece in enumerate(pieces, 1):
+            # So the title says where a document goes on, in what a search shows, too.
+            part = f" ({number} of {len(pieces)})" if len(pieces) > 1 else ""
+            documents[title + part] = piece
     if not documents:
         raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
                         'file of rows {"title", "text"}')

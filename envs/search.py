@@ -150,7 +150,10 @@ class Search:
         """
         lines = []
         for title in self._corpus.best(query, self._results):
-            text = textwrap.shorten(self._corpus.documents[title], MAX_SHOWN)
+            text = " ".join(self._corpus.documents[title].split())
+            if len(text) > MAX_SHOWN:
+                # Where there are no spaces, as in Chinese, textwrap.shorten leaves nothing.
+                text = f"{textwrap.wrap(text, MAX_SHOWN - 6)[0]} [...]"
             self._read.setdefault(title, text)
             lines.append(f"[{title}] {text}")
         return "\n".join(lines) or "nothing found"
