@@ -129,13 +129,12 @@ class Code:
             return "nothing was written"
         if not self._hidden:
             return "There are no tests."
-        result = self._run(self._code, self._hidden, count=True)
-        passed = verdicts(result, self._hidden)
+        passed = verdicts(self._run(self._code, self._hidden), self._hidden)
         if not all(passed):
             self._reward_parts["correctness"] = ATTEMPT * sum(passed) / len(passed)
             return f"wrong: {sum(passed)} of {len(passed)} hidden tests pass"
         self._reward_parts = {"correctness": CORRECT,
-                              "efficiency": EFFICIENCY * self._efficiency(result),
+                              "efficiency": EFFICIENCY * self._efficiency(),
                               "style": STYLE * max(0.0, 1 - len(self._findings) / 4)}
         return "right"
 
@@ -146,18 +145,28 @@ class Code:
     def _check(self) -> bool:
         return self._reward_parts["correctness"] == CORRECT
 
-    def _efficiency(self, result) -> float:
+    def _efficiency(self) -> float:
         """Return 1 for at most SLACK times the reference's operations, less in proportion.
 
         The counter runs beside the model's code, which can stop it. Code that does so in a way that
         the counter cannot notice gains this part of the reward only.
         """
-        spent = count_operations(result)
+        spent = self._count(self._code)
         if spent is None:
             return 0.0
-        reference = count_operations(self._run(self._solution, self._hidden, count=True))
+        reference = self._count(self._solution)
         # A reference that is a built-in function executes no line.
         return min(1.0, SLACK * reference / max(spent, 1)) if reference else 1.0
+
+    def _count(self, code: str) -> int | None:
+        """Return the lines that code executes in the hidden tests, or None if that is not known.
+
+        The counter takes most of the time, and whether code is right is decided without it.
+        """
+        result = self._run(code, self._hidden, count=True)
+        counts = [outcome.get("operations") for outcome in result.outcomes]
+        is_known = all(verdicts(result, self._hidden)) and None not in counts
+        return sum(counts) if is_known else None
 
     # ------------------------------------------------------------------------- the rest of it
     def _reply(self, text: str) -> str | None:
@@ -229,9 +238,3 @@ def verdicts(result, tests) -> list[bool]:
     """Return which of the tests passed. One that was not reached did not."""
     return ["value" in outcome and same(outcome["value"], wanted)
             for outcome, (_, wanted) in zip_longest(result.outcomes, tests, fillvalue={})]
-
-
-def count_operations(result) -> int | None:
-    """Return the executed lines of all calls, or None if one failed or stopped the counter."""
-    counts = [outcome.get("operations") for outcome in result.outcomes]
-    return None if None in counts else sum(counts)

@@ -166,9 +166,16 @@ def test_gaming_earns_nothing(text):
 def test_efficiency_by_hand(operations, efficiency, monkeypatch):
     """The reference takes 4 lines for each of two calls. None: the counter was stopped."""
     env = play({**DOUBLE, "test": "\n".join(DOUBLE["test"].splitlines()[:5])}, "def double(x):\n    return 2 * x\n")
-    counts = iter([operations, [4, 4]])
+    counts = iter([[0, 0], operations, [4, 4]])  # whether it is right comes first, without the counter
     monkeypatch.setattr(env, "_run", lambda *_, **__: sandbox.Result("ok", outcomes=[{"value": 2 * x, "operations": n} for (x,), n in zip([test[0] for test in env._hidden], next(counts))]))
     assert env.submit() == "right" and env._reward_parts["efficiency"] == pytest.approx(efficiency)
+
+
+def test_code_that_only_the_counter_makes_too_slow_is_right(monkeypatch):
+    """It slows a loop down eight times, so that right code of 0.7 s was killed at the limit of 5 s, and paid as wrong."""
+    env = play(DOUBLE, "def double(x):\n    return 2 * x\n")
+    monkeypatch.setattr(env, "_run", lambda *args, count=False, ran=env._run: sandbox.Result("timeout") if count else ran(*args))
+    assert env.submit() == "right" and env._reward_parts == {"correctness": 0.7, "efficiency": 0.0, "style": 0.1}
 
 
 def test_efficiency_is_not_paid_to_code_that_stops_the_counter():
