@@ -158,12 +158,10 @@ class Business:
         return {"feasibility": feasibility, "risk": risk, "return": gain,
                 "fees": -FEE * len(self._looks)}
 
-    @property
-    def reward(self) -> float:
+    def get_reward(self) -> float:
         return sum(self._reward_parts.values())
 
-    def get_reward(self) -> float:
-        return self.reward
+    reward = property(get_reward)
 
     def _check(self) -> bool:
         """Return whether the best option was chosen."""

@@ -35,8 +35,8 @@ class Corpus:
         scores = Counter()
         for word in sorted(set(words_of(query)) & self.counts.keys()):
             counts = self.counts[word]
-            # Lucene adds the 1, so that a word that most documents have never counts against them.
-            idf = math.log(1 + (len(self.lengths) - len(counts) + 0.5) / (len(counts) + 0.5))
+            # Lucene's, with N + 1: a word that most documents have never counts against them.
+            idf = math.log((len(self.lengths) + 1) / (len(counts) + 0.5))
             for title, count in counts.items():
                 norm = 1 - B + B * self.lengths[title] / mean_length
                 scores[title] += idf * count * (K1 + 1) / (count + K1 * norm)
