@@ -228,7 +228,7 @@ def read_row(row: dict) -> dict | None:
     if "test_list" in row:
         solution = str(row["code"])
         setup = str(row.get("test_setup_code") or "")
-        test = "\n".join([*row["test_list"], *row.get("challenge_test_list", [])])
+        test = "\n".join(_listed(row["test_list"]) + _listed(row.get("challenge_test_list")))
         # The function that the tests call. Others that the solution defines are its helpers.
         counts = {node.name: len(read_tests(test, node.name)) for node in parse(solution).body
                   if isinstance(node, ast.FunctionDef)}
@@ -252,6 +252,11 @@ def read_row(row: dict) -> dict | None:
     return {"task_id": str(row.get("task_id", "")), "question": question, "entry_point": name,
             "canonical_solution": solution, "test": test, "setup": setup,
             "dropped_tests": max(asserts - len(tests), 0)}
+
+
+def _listed(tests: list | str | None) -> list[str]:
+    """Return a list, which in a cell of a CSV file is as Python writes it, and may be missing."""
+    return ast.literal_eval(tests) if isinstance(tests, str) else tests or []
 
 
 def read_tests(test: str, name: str) -> list[tuple[list, object]]:

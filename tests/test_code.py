@@ -320,6 +320,8 @@ def test_rows_of_humaneval_and_mbpp():
     assert row["entry_point"] == "add" and "Name the function add." in row["question"] and "prompt" not in row and len(read_tests(row["test"], "add")) == 3
     env, _ = expert(row)
     assert env._check() and len(env._examples) == 1 and env.get_reward() == pytest.approx(1.0)
+    for missing in (None, [], "[]"):  # a null was told as a missing entry_point
+        assert read_row({**MBPP, "challenge_test_list": missing, "test_list": repr(MBPP["test_list"])}) == row  # as pandas writes a CSV file
     halved = {**MBPP, "code": "def half(x):\n    return x / 2", "test_list": ["assert half(4) == 2", "assert half(6) == 3", "assert half(5) == 2.5"]}
     assert expert(read_row(halved))[0]._check()  # 2.0 == 2, as in MBPP's find_Volume
     assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["question"] == row["question"]
