@@ -219,7 +219,7 @@ class Code:
         said = env.run_tests()
         if env._examples_pass or not env._code:
             return task
-        say_once(f"note: task {task['task_id']} is left out, as its own solution fails: {said!r:.200}")
+        say_once(f"note: task {task['task_id']} is left out: its own solution fails, {said!r:.200}")
         return None
 
     def _run(self, code: str, tests=(), count=False):

@@ -9,7 +9,7 @@ from unicodedata import normalize
 from experiment.data import read_rows, read_text
 from experiment.errors import UserError
 
-# Of a document at most 1200 characters. A longer text becomes several, cut at white space if it can.
+# A document has at most 1200 characters. A longer text becomes several, cut at white space.
 PIECE = re.compile(r"\S.{0,1199}(?!\S)|\S.{1199}", re.DOTALL)
 K1, B, TITLE_WEIGHT = 1.2, 0.75, 3  # of BM25 as in Lucene; a word of the title counts thrice
 # Chinese and Japanese have no spaces: there each character counts as a word.

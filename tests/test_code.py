@@ -347,8 +347,8 @@ def test_a_row_whose_own_solution_fails_is_left_out_and_named(tmp_path, capsys):
     tasks = load_tasks("code", "test", None, 0, str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.jsonl"))
     assert sorted(task["task_id"] for task in tasks) == ["7", "X/0"]
     out = capsys.readouterr().out
-    assert "note: task 8 is left out, as its own solution fails: \"0 of 3 pass\\nerror: line 1: ModuleNotFoundError: No module named 'numpy'\"\n" in out
-    assert "note: task 9 is left out, as its own solution fails: '1 of 2 pass\\nadd(1, 1) == 3, not 2'\n" in out and "2 rows have nothing that can be played" in out
+    assert "note: task 8 is left out: its own solution fails, \"0 of 3 pass\\nerror: line 1: ModuleNotFoundError: No module named 'numpy'\"\n" in out
+    assert "note: task 9 is left out: its own solution fails, '1 of 2 pass\\nadd(1, 1) == 3, not 2'\n" in out and "2 rows have nothing that can be played" in out
 
 
 def test_a_counter_is_the_dict_that_it_holds():
