@@ -212,6 +212,7 @@ class Code:
     @classmethod
     @cache
     def _if_solved(cls, **task) -> dict | None:
+        """Return the task, or None and a note if its own solution, where there is one, fails."""
         env = cls()
         env.reset(**task)
         env._examples += env._hidden

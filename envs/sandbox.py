@@ -79,7 +79,6 @@ def run(code: str, calls=(), *, seconds: float = SECONDS, count: bool = False,
 
     Raises UserError if the process cannot be started or cannot be confined.
     """
-    calls = list(calls)
     job = {"code": code, "calls": calls, "count": count, "unsafe": unsafe,
            "limits": LIMITS, "parent": os.getpid()}
     try:
