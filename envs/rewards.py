@@ -177,9 +177,11 @@ def load(config) -> "Rewards":
         if name in weights or (name == "environment" and target != name):
             raise UserError(f"--rewards {item}: another function has this name")
         with reading(f"--rewards {item}"):
-            weights[name] = weight if weight == "veto" else float(weight or 1)
-            if weight != "veto" and not is_finite(weights[name]):
-                raise ValueError("a weight is a finite number, or veto")
+            if weight != "veto":
+                weight = float(weight or 1)
+                if not is_finite(weight):
+                    raise ValueError("a weight is a finite number, or veto")
+            weights[name] = weight
         functions[name] = _function(target)
         if target == "math_verify" and not find_spec(target):
             raise UserError("--rewards math_verify: pip install math-verify")
