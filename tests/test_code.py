@@ -172,7 +172,7 @@ def test_efficiency_by_hand(operations, efficiency, monkeypatch):
 
 
 def test_code_that_only_the_counter_makes_too_slow_is_right(monkeypatch):
-    """It slows a loop down eight times, so that right code of 0.7 s was killed at the limit of 5 s, and paid as wrong."""
+    """It slows a loop down eight to twelve times, so that right code of about half a second was killed at the limit of 5 s, and paid as wrong."""
     env = play(DOUBLE, "def double(x):\n    return 2 * x\n")
     monkeypatch.setattr(env, "_run", lambda *args, count=False, ran=env._run: sandbox.Result("timeout") if count else ran(*args))
     assert env.submit() == "right" and env._reward_parts == {"correctness": 0.7, "efficiency": 0.0, "style": 0.1}
