@@ -13,6 +13,7 @@ from envs.play import Config, Setup, run
 
 # Nobody can tell more than 83 % of the meetings: the outcome is drawn.
 EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
+SPEED = "speed of making tasks"
 
 
 @pytest.fixture(autouse=True)
@@ -57,16 +58,17 @@ ONCE, COPY = "answering at once pays less", "copying tool output pays less"
 
 def test_a_good_one_conforms():
     told, reasons = verdicts("sums:Sums")
-    assert set(told.values()) == {"pass"} and len(told) == 12, reasons
-    assert reasons["valid tool schemas"] == "answer, look" and reasons[SPLIT] == "40 test tasks are new; of 0 the first message is also in training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
+    assert set(told.values()) == {"pass"} and len(told) == 13, reasons
+    assert reasons["valid tool schemas"] == "answer, look" and reasons[SPEED].startswith("fast enough") and reasons[SPLIT] == "40 test tasks are new; of 0 the first message is also in training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
 
 
 @pytest.mark.parametrize("cls, failed", [
     (sums.Luck, {SAME, SHARED}), (sums.Remembers, {SHARED}), (sums.Shares, {SHARED}), (sums.Leaks, {SPLIT}), (sums.NewTasks, {SEED}), (sums.Hashed, {SEED}), (sums.BadExpert, {EXPERT}),
-    (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.NumpyTasks, set())])
+    (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.NumpyTasks, set()), (sums.Slow, set())])
 def test_what_is_broken_fails(cls, failed):
     told, reasons = verdicts(f"sums:{cls.__name__}")
     assert those(told, "FAIL") == failed, reasons
+    assert reasons[SPEED].startswith("slow") or cls is not sums.Slow
     assert (reasons[SPLIT] == "40 test tasks are new; of 40 the first message is also in training") == (cls is sums.AsksAlike)
 
 
@@ -145,7 +147,7 @@ class Counter:
 def test_of_a_strangers_class_what_can_be_checked_is_checked(tmp_path):
     (tmp_path / "stranger.py").write_text(STRANGER)
     told, reasons = verdicts(f"{tmp_path / 'stranger.py'}:Counter")
-    assert those(told, "pass") == {"valid tool schemas", SAME, SHARED, RANDOM} and len(those(told, "-")) == 8, reasons
+    assert those(told, "pass") == {"valid tool schemas", SAME, SHARED, RANDOM} and len(those(told, "-")) == 9, reasons
     assert reasons[SPLIT] == "there is no _tasks" and reasons[COPY] == "there is no _expert"
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps({"start": i}) + "\n" for i in range(60)))
@@ -159,7 +161,7 @@ def test_the_command(name, status, says, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         run(command, "")
     out, err = capsys.readouterr()
-    assert ended.value.code == status and says in out + err and len(out.splitlines()) == (0 if status == 2 else 12 + (status == 1))
+    assert ended.value.code == status and says in out + err and len(out.splitlines()) == (0 if status == 2 else 13 + (status == 1))
 
 
 def test_an_environment_without_content_is_one_too():
