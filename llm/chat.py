@@ -58,6 +58,7 @@ class Chat:
         tools, tool_names: the schemas of the functions by their names, and these names.
         native_tools: True if the template shows tools, results, and calls that we can read.
             Otherwise tools go into the first user message, calls and results are Hermes text.
+        opened_thought: the beginning of a thought that the prompt writes for the model, or "".
         stop_ids: the tokens that end a turn.
         start_ids: the tokens that open a message. None occurs inside a turn, so a turn in which the
             model sampled one is malformed.
@@ -245,6 +246,7 @@ class Chat:
             raise ValueError(f"the chat template of {template.name} does not show user and "
                              "assistant messages given as text")
         before, _, self._opening = template.render(answered[:1]).rpartition(USER)
+        self.opened_thought = "<think>\n" if self._opening.rstrip().endswith("<think>") else ""
         # The last control token before a first question: what follows it holds no tools.
         opened = template.controls(before)
         self._first_user = (opened[-1], opened.count(opened[-1])) if opened else None
