@@ -150,10 +150,7 @@ def _read_message(message, tools):
     calls = message.get("tool_calls") or []
     content = message.get("content")
     text = "" if content is None and calls else _text_of(content)
-    thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
-    thought = str(next(filter(None, thoughts), "")).strip()
-    if thought:
-        text = f"<think>\n{thought}\n</think>\n\n{text}"
+    text = with_thought(message, text)
     if not isinstance(calls, list) or (calls and not is_assistant):
         raise ValueError("tool_calls must be a list, in an assistant message")
     if calls or not is_assistant:
@@ -163,6 +160,13 @@ def _read_message(message, tools):
         problem = errors[0].removeprefix("error: ")
         raise ValueError(f"{problem}; a text that opens a tool call must hold a whole one")
     return (content, calls) if calls else (text, [])
+
+
+def with_thought(message: dict, text: str) -> str:
+    """Return the text of a message behind the thought in a field of it, if it has none itself."""
+    thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
+    thought = str(next(filter(None, thoughts), "")).strip()
+    return f"<think>\n{thought}\n</think>\n\n{text}" if thought and "</think>" not in text else text
 
 
 def _as_json(call):

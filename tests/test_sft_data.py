@@ -283,7 +283,8 @@ def test_a_conversation_that_no_rollout_makes_is_refused(chat, messages, problem
 def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
     chat = Chat(real(case[5:]) if case.startswith("real:") else small(case), [])
     named = [{"content": "So:", name: "Half."} for name in ("reasoning_content", "thinking", "reasoning")]
-    for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, *named):
+    both = {"content": "<think>\nHalf.\n</think>\n\nSo:", "reasoning_content": "Half."}
+    for message in (both, {"content": both["content"]}, *named):
         ids, mask = recorded_ids(chat, [ASK, {"role": "assistant", **message}])
         assert chat.text([i for i, m in zip(ids, mask) if m]) == shown
 
