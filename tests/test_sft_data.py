@@ -289,6 +289,15 @@ def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
         assert chat.text([i for i, m in zip(ids, mask) if m]) == shown
 
 
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_5_think", "glm4moe", "lfm2_2_5", "deepseek_r1_distill", "llama3_1"])
+def test_a_thought_in_the_text_of_an_earlier_turn_is_cut_as_the_template_cuts_it(case):
+    """Of Qwen3's, GLM's and LFM's the two lines after </think> were left in the prompt, of sft.py, dpo.py and grpo.py alike."""
+    tokenizer = real(case)
+    talk = [ASK, {"role": "assistant", "content": "<think>\nHalf.\n</think>\n\n42"}, {"role": "user", "content": "Why?"}]
+    own = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(Chat(tokenizer, []).prompt(talk)) == own
+
+
 def test_a_thought_before_a_call_is_trained_as_well():
     chat = Chat(small("hermes"), [])
     for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
