@@ -228,7 +228,8 @@ def thoughtful_ids(chat, text, calls):
     # The prompt opens a thought that the template leaves out of its own turns (DeepSeek-R1).
     if hidden[: len(closing)] == closing:
         return chat.turn(thought.strip("\n") + "\n", [])[len(closing) : -1] + hidden
+    said = text.strip().removeprefix(chat.opened_thought).lstrip()
     for turn in (hidden, chat.turn(text, calls)):
-        if chat.text(turn).lstrip().startswith(text.strip()):
+        if chat.text(turn).lstrip().startswith(said):
             return turn
     raise ValueError("the chat template does not show a thought where the model would write it")
