@@ -55,7 +55,7 @@ class Chat:
         generation_config: the model's; its eos_token_id ends a turn too.
 
     Attributes:
-        tools, tool_names: the schemas of the functions by their names, and these names.
+        tools: the schemas of the functions by their names.
         native_tools: True if the template shows tools, results, and calls that we can read.
             Otherwise tools go into the first user message, calls and results are Hermes text.
         opened_thought: the beginning of a thought that the prompt writes for the model, or "".
@@ -72,7 +72,6 @@ class Chat:
         self._template = Template(tokenizer)
         tools = self._template.clean(tools)
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.tool_names = list(self.tools)
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
         eos = eos if isinstance(eos, (list, tuple)) else [eos]

@@ -50,7 +50,10 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
             text, new_calls = _read_message(message, chat.tools)
             loss = _loss(message)
             if message["role"] == "tool":
-                _check_result_id(message.get("tool_call_id"), call_ids[len(since)])
+                result_id, call_id = message.get("tool_call_id"), call_ids[len(since)]
+                if result_id and call_id and str(result_id) != str(call_id):
+                    raise ValueError("results must stand in the order of their calls, by their "
+                                     "tool_call_id")
             last = message["role"]
             if message["role"] != "assistant":
                 since.append({"role": message["role"], "content": text})
@@ -81,11 +84,9 @@ def without_result_tags(messages):
     bare = []
     for message in messages:
         text = message.get("content")
-        results = []
-        if message.get("role") == "tool" and isinstance(text, str):
-            results = TAGGED_RESULT.findall(text)
-        if results and not TAGGED_RESULT.sub("", text):
-            bare += [{**message, "content": result} for result in results]
+        is_result = text and message.get("role") == "tool" and isinstance(text, str)
+        if is_result and not TAGGED_RESULT.sub("", text):
+            bare += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
         else:
             bare.append(message)
     return bare
@@ -116,12 +117,6 @@ def _check_role(role, last, needs_result):
         roles, place = ["tool"], "after a tool call"
     if role not in roles:
         raise ValueError(f"need {' or '.join(roles)} {place}, got {role}")
-
-
-def _check_result_id(result_id, call_id):
-    """Raise ValueError if a result names another call than the one in whose place it stands."""
-    if result_id and call_id and str(result_id) != str(call_id):
-        raise ValueError("results must stand in the order of their calls, by their tool_call_id")
 
 
 def _loss(message):
@@ -200,8 +195,8 @@ def _ids_before_turn(chat, since, calls, ids):
 def _turn_ids(chat, text, calls, loss):
     """Return the ids of an assistant message."""
     for call in calls:
-        if chat.tool_names and call["name"] not in chat.tool_names:
-            raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tool_names)}")
+        if chat.tools and call["name"] not in chat.tools:
+            raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tools)}")
     if loss and not calls and not text.strip():
         raise ValueError("is empty: nothing to train on")
     return thoughtful_ids(chat, text, calls)
