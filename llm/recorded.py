@@ -199,6 +199,9 @@ def _turn_ids(chat, text, calls, loss):
             raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tools)}")
     if loss and not calls and not text.strip():
         raise ValueError("is empty: nothing to train on")
+    if loss and text.lstrip().startswith("<think>") and "</think>" not in text:
+        raise ValueError("a thought without </think>, of a text that was cut; leave such rows out, "
+                         'or give the message "loss": 0')
     return thoughtful_ids(chat, text, calls)
 
 

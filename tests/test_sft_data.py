@@ -305,6 +305,16 @@ def test_a_thought_before_a_call_is_trained_as_well():
         assert chat.text([i for i, m in zip(ids, mask) if m]).startswith("<think>\nHalf.\n</think>\n\nSo:<tool_call>")
 
 
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_r1_distill", "qwen2_5"])
+def test_a_thought_that_was_cut_is_refused(case):
+    """Qwen3's template puts an empty thought before it: the model learned to think again after that, and to stop amid it."""
+    chat = Chat(real(case), [])
+    cut = {"role": "assistant", "content": "<think>\nHalf of"}
+    with pytest.raises(ValueError, match="^message 1: a thought without </think>, of a text that was cut; leave such rows out"):
+        recorded_ids(chat, [ASK, cut])
+    recorded_ids(chat, [ASK, {**cut, "loss": 0}, ASK, ANSWER])
+
+
 def test_a_thought_that_the_template_drops_is_refused():
     with pytest.raises(ValueError, match="message 1: the chat template does not show a thought where"):
         recorded_ids(Chat(real("llama3_1"), []), [ASK, {**CALLING, "reasoning_content": "Half."}, TOOL, ANSWER])
