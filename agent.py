@@ -149,7 +149,7 @@ class Episode:
         t.loss_mask += [1] * len(ids)
         t.logprobs += logprobs
         t.rewards.append(0.0)
-        text = self.chat.text(ids)
+        text = self.chat.opened_thought + self.chat.text(ids)
         t.messages.append({"role": "assistant", "content": text.strip()})
         # Only the template may open a message, by <|im_start|> or the like.
         if self.chat.start_ids & set(ids):

@@ -19,6 +19,7 @@ from envs.code_style import style_findings
 from envs.code_tasks import generate, read_row, read_tests
 from envs.sandbox import check_sandbox, parse, run, same
 from experiment.bars import say_once
+from llm.tool_calls import after_thought
 
 CODE = 8000  # characters of a function
 SLACK = 1.5  # times the reference's operations count as efficient
@@ -171,7 +172,7 @@ class Code:
     # ------------------------------------------------------------------------- the rest of it
     def _reply(self, text: str) -> str | None:
         """Take a fenced block of code as the function, and submit it."""
-        if blocks := FENCE.findall(text):
+        if blocks := FENCE.findall(after_thought(text)):
             problem = self.write_function(blocks[-1])
             if problem.startswith("error"):
                 return problem

@@ -22,6 +22,7 @@ from envs.sandbox import check_sandbox, parse, run
 from experiment.data import read_rows
 from experiment.errors import UserError
 from experiment.seeds import shuffled
+from llm.tool_calls import after_thought
 
 URL = ("https://raw.githubusercontent.com/openai/grade-school-math/"
        "3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data")
@@ -199,7 +200,7 @@ class GSM8K:
         return again or ("Correct." if self._check() else "Wrong.")
 
     def _reply(self, text: str) -> str | None:
-        return None if self.done else self._grade(_marked(text))
+        return None if self.done else self._grade(_marked(after_thought(text)))
 
     def _grade(self, values: set) -> str | None:
         """Count one answer. Return the words that ask for another one, or None at the end."""

@@ -15,6 +15,7 @@ from reasoning_gym.utils import extract_answer
 from envs.numbered import Numbered
 from experiment.config import nearest
 from experiment.errors import UserError
+from llm.tool_calls import after_thought
 
 
 class Puzzle(Numbered):
@@ -33,7 +34,8 @@ class Puzzle(Numbered):
         """Score the answer in a text, which ends the episode."""
         # Some verifiers raise an exception of their own for what they cannot read.
         with suppress(Exception):
-            self.reward = float(self._entries().score_answer(extract_answer(text), self._entry))
+            answer = extract_answer(after_thought(text))
+            self.reward = float(self._entries().score_answer(answer, self._entry))
         self._solved = self.reward >= 1
 
     def _expert(self) -> str:

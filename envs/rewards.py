@@ -31,6 +31,7 @@ from experiment.config import nearest
 from experiment.data import reading
 from experiment.episodes import is_finite
 from experiment.errors import UserError
+from llm.tool_calls import after_thought
 
 NGRAM = 3  # words of what counts as repeated
 # How it was done: it does not say that a task was solved.
@@ -50,13 +51,16 @@ def environment(t) -> list[float]:
 
 
 def answer_of(t) -> str:
-    """Return an episode's final answer: in its last text, or the only argument of its last call."""
+    """Return an episode's final answer: the only argument of its last call, or in its last text.
+
+    What a thought says is no answer.
+    """
     last = t.messages[turns_of(t)[-1]]
     for call in last.get("tool_calls", [])[-1:]:
         if len(call["arguments"]) == 1:
             [value] = call["arguments"].values()
             return str(value)
-    return marked(last["content"])
+    return marked(after_thought(last["content"]))
 
 
 def marked(text: str) -> str:

@@ -55,9 +55,10 @@ class Chat:
         generation_config: the model's; its eos_token_id ends a turn too.
 
     Attributes:
-        tools, tool_names: the schemas of the functions by their names, and these names.
+        tools: the schemas of the functions by their names.
         native_tools: True if the template shows tools, results, and calls that we can read.
             Otherwise tools go into the first user message, calls and results are Hermes text.
+        opened_thought: the beginning of a thought that the prompt writes for the model, or "".
         stop_ids: the tokens that end a turn.
         start_ids: the tokens that open a message. None occurs inside a turn, so a turn in which the
             model sampled one is malformed.
@@ -71,7 +72,6 @@ class Chat:
         self._template = Template(tokenizer)
         tools = self._template.clean(tools)
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.tool_names = list(self.tools)
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
         eos = eos if isinstance(eos, (list, tuple)) else [eos]
@@ -94,20 +94,14 @@ class Chat:
         first = next(message for message in shown if message["role"] == "user")
         first["content"] = "\n\n".join([*introduction, first["content"]])
         ids = self._template.ids(self._template.clean(shown))
-        self._note_opening(ids)
-        return ids
-
-    def _note_opening(self, ids):
-        """Say once that a first prompt (its ids) opens the turn in another way than later prompts.
-
-        SmolLM3's and Nemotron's templates obey /no_think in a message. The prompts of later turns
-        are cut out of a conversation that does not say it.
-        """
+        # SmolLM3's and Nemotron's templates obey /no_think in a message. The prompts of later turns
+        # are cut out of a conversation that does not say it.
         if not self._template.decode(ids).endswith(self._opening):
             say_once(f"note: the chat template of {self._template.name} opens the first turn in "
                      f"another way than those after it, {self._opening.strip()!r}; what its "
                      "messages switch, such as /no_think, set for all turns at the top of "
                      "chat_template.jinja: {% set enable_thinking = false %}")
+        return ids
 
     def turn(self, content: str, calls: list[dict], **fields: str) -> list[int]:
         """Return an assistant turn as the model would sample it, its stop token included.
@@ -203,7 +197,8 @@ class Chat:
     def _message(self, role, content, calls=(), **fields):
         message = {"role": role, "content": content, **fields}
         if calls:
-            message["tool_calls"] = [{"id": _call_id(i), "type": "function", "function": call}
+            # Mistral's templates want nine letters and digits.
+            message["tool_calls"] = [{"id": f"call{i:05d}", "type": "function", "function": call}
                                      for i, call in enumerate(calls)]
         return self._template.clean(message)
 
@@ -218,7 +213,7 @@ class Chat:
         shown = calls if self._many_calls else calls[:1]
         messages = [self._message("user", USER), self._message("assistant", "", shown)]
         for i, (name, result) in enumerate(zip(names, results, strict=True)):
-            messages.append(self._message("tool", result, tool_call_id=_call_id(i), name=name))
+            messages.append(self._message("tool", result, tool_call_id=f"call{i:05d}", name=name))
         return messages
 
     def _probe(self, tools):
@@ -245,6 +240,7 @@ class Chat:
             raise ValueError(f"the chat template of {template.name} does not show user and "
                              "assistant messages given as text")
         before, _, self._opening = template.render(answered[:1]).rpartition(USER)
+        self.opened_thought = "<think>\n" if self._opening.rstrip().endswith("<think>") else ""
         # The last control token before a first question: what follows it holds no tools.
         opened = template.controls(before)
         self._first_user = (opened[-1], opened.count(opened[-1])) if opened else None
@@ -297,8 +293,3 @@ class Chat:
         rendering = template.render(thoughtful, generate=False)
         inside = template.controls(rendering.partition(THOUGHT)[2].partition(ANSWER)[0])
         return frozenset({*opening[:1], *followed[1:2]}.difference(inside))
-
-
-def _call_id(i):
-    """Return the id of a turn's i-th call: nine letters and digits, as Mistral's templates ask."""
-    return f"call{i:05d}"

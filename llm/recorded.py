@@ -50,7 +50,10 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
             text, new_calls = _read_message(message, chat.tools)
             loss = _loss(message)
             if message["role"] == "tool":
-                _check_result_id(message.get("tool_call_id"), call_ids[len(since)])
+                result_id, call_id = message.get("tool_call_id"), call_ids[len(since)]
+                if result_id and call_id and str(result_id) != str(call_id):
+                    raise ValueError("results must stand in the order of their calls, by their "
+                                     "tool_call_id")
             last = message["role"]
             if message["role"] != "assistant":
                 since.append({"role": message["role"], "content": text})
@@ -81,11 +84,9 @@ def without_result_tags(messages):
     bare = []
     for message in messages:
         text = message.get("content")
-        results = []
-        if message.get("role") == "tool" and isinstance(text, str):
-            results = TAGGED_RESULT.findall(text)
-        if results and not TAGGED_RESULT.sub("", text):
-            bare += [{**message, "content": result} for result in results]
+        is_result = text and message.get("role") == "tool" and isinstance(text, str)
+        if is_result and not TAGGED_RESULT.sub("", text):
+            bare += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
         else:
             bare.append(message)
     return bare
@@ -118,12 +119,6 @@ def _check_role(role, last, needs_result):
         raise ValueError(f"need {' or '.join(roles)} {place}, got {role}")
 
 
-def _check_result_id(result_id, call_id):
-    """Raise ValueError if a result names another call than the one in whose place it stands."""
-    if result_id and call_id and str(result_id) != str(call_id):
-        raise ValueError("results must stand in the order of their calls, by their tool_call_id")
-
-
 def _loss(message):
     """Return 1 if a message is trained, else 0. OpenAI calls the field "weight"."""
     is_assistant = message["role"] == "assistant"
@@ -150,10 +145,7 @@ def _read_message(message, tools):
     calls = message.get("tool_calls") or []
     content = message.get("content")
     text = "" if content is None and calls else _text_of(content)
-    thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
-    thought = str(next(filter(None, thoughts), "")).strip()
-    if thought:
-        text = f"<think>\n{thought}\n</think>\n\n{text}"
+    text = with_thought(message, text)
     if not isinstance(calls, list) or (calls and not is_assistant):
         raise ValueError("tool_calls must be a list, in an assistant message")
     if calls or not is_assistant:
@@ -163,6 +155,13 @@ def _read_message(message, tools):
         problem = errors[0].removeprefix("error: ")
         raise ValueError(f"{problem}; a text that opens a tool call must hold a whole one")
     return (content, calls) if calls else (text, [])
+
+
+def with_thought(message: dict, text: str) -> str:
+    """Return the text of a message behind the thought in a field of it, if it has none itself."""
+    thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
+    thought = str(next(filter(None, thoughts), "")).strip()
+    return f"<think>\n{thought}\n</think>\n\n{text}" if thought and "</think>" not in text else text
 
 
 def _as_json(call):
@@ -196,10 +195,13 @@ def _ids_before_turn(chat, since, calls, ids):
 def _turn_ids(chat, text, calls, loss):
     """Return the ids of an assistant message."""
     for call in calls:
-        if chat.tool_names and call["name"] not in chat.tool_names:
-            raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tool_names)}")
+        if chat.tools and call["name"] not in chat.tools:
+            raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tools)}")
     if loss and not calls and not text.strip():
         raise ValueError("is empty: nothing to train on")
+    if loss and text.lstrip().startswith("<think>") and "</think>" not in text:
+        raise ValueError("a thought without </think>, of a text that was cut; leave such rows out, "
+                         'or give the message "loss": 0')
     return thoughtful_ids(chat, text, calls)
 
 
@@ -224,7 +226,8 @@ def thoughtful_ids(chat, text, calls):
     # The prompt opens a thought that the template leaves out of its own turns (DeepSeek-R1).
     if hidden[: len(closing)] == closing:
         return chat.turn(thought.strip("\n") + "\n", [])[len(closing) : -1] + hidden
+    said = text.strip().removeprefix(chat.opened_thought).lstrip()
     for turn in (hidden, chat.turn(text, calls)):
-        if chat.text(turn).lstrip().startswith(text.strip()):
+        if chat.text(turn).lstrip().startswith(said):
             return turn
     raise ValueError("the chat template does not show a thought where the model would write it")

@@ -41,7 +41,9 @@ class Template:
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._control = re.compile(pattern)
-        self._marked = re.compile(f"{BEGIN}({pattern}){END}|[{BEGIN}{END}]")
+        # With the lines after it: templates strip them where they cut a thought out of a text.
+        self._spelled = re.compile(f"(?:{pattern})\n{{0,2}}")
+        self._marked = re.compile(f"{BEGIN}({self._spelled.pattern}){END}|[{BEGIN}{END}]")
         self._newline = self.encode("\n")
         # The episodes of a group often see the same results.
         self._cached_ids = lru_cache(256)(self._render_ids)
@@ -66,7 +68,7 @@ class Template:
         normalized = self._normalized(text)
         if len(self._control.findall(normalized)) > len(self._control.findall(text)):
             text = normalized
-        return self._control.sub(f"{BEGIN}\\g<0>{END}", text)
+        return self._spelled.sub(f"{BEGIN}\\g<0>{END}", text)
 
     def render(self, messages: list[dict], generate: bool = True) -> str:
         """Return the template's text for messages, or raise ValueError in one line."""

@@ -38,6 +38,11 @@ _TAG_VALUE = re.compile(
     r"(?(1)\n?)((?:(?!\n<parameter=).)*?)(?(1)\n?)(?:</(?:atem:)?parameter>|</arg_value>)\s*", re.S)
 _GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
+# How thoughts begin and end in the markup of the families, and in gpt-oss's and Muse's channels.
+_THOUGHT = re.compile(
+    r"\s*(?:<think>|\[THINK\]|<\|channel>thought|(?:<\|channel\|>analysis|to=self)<\|message\|>)")
+_THOUGHT_END = re.compile(
+    r"</think>|\[/THINK\]|<channel\|>|(?:<\|channel\|>final|to=user)<\|message\|>")
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -123,21 +128,28 @@ def _error(problem):
     return f"error: {problem}"[:300]
 
 
+def after_thought(text: str) -> str:
+    """Return what follows the thought at the start of a text: nothing if the thought never ends."""
+    end = _end_of_thought(text)
+    return text[end:] if end or not _THOUGHT.match(text) else ""
+
+
 def _end_of_thought(text):
     """Return where a closed thought at the start of the text ends, or 0 if there is none."""
-    before, tag, _ = text.partition("</think>")
-    if not tag:
+    closer = _THOUGHT_END.search(text)
+    if not closer:
         return 0
-    if not text.lstrip().startswith("<think>"):
+    if not _THOUGHT.match(text):
         # The generation prompt may have opened the thought. But a </think> inside a call, as the
         # value of an argument, closes none, nor does that of a later thought.
-        if "<think>" in before:
+        if _THOUGHT.search(text, 0, closer.start()):
             return 0
-        for opener in islice(chain([_NO_TAG.match(text)], _OPENER.finditer(before)), MAX_CALLS):
+        openers = chain([_NO_TAG.match(text)], _OPENER.finditer(text, 0, closer.start()))
+        for opener in islice(openers, MAX_CALLS):
             calls, _, end = _attempt(text, opener)
-            if calls and end > len(before):
+            if calls and end > closer.start():
                 return 0
-    return len(before + tag)
+    return closer.end()
 
 
 def _attempt(text, opener, tools=None):

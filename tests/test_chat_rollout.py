@@ -15,7 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
 import envs
-from agent import collate, rollout
+from agent import Episode, Limits, collate, rollout
+from envs.session import Session, Watch
 from llm.chat import Chat
 from llm.engine import Row
 from llm.logprobs import token_logprobs
@@ -158,3 +159,16 @@ def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(ca
     with torch.no_grad():
         recomputed, _ = token_logprobs(model, ids, mask)
     assert (recomputed - sampled).abs().max() < 1e-4 and (sampled[mask == 1] < 0).all()
+
+
+@pytest.mark.parametrize("case", ["opens", "real:deepseek_r1_distill", "real:qwen3_5_think"])
+def test_a_thought_that_the_prompt_opens_begins_in_the_text_of_its_turn(case):
+    """A turn whose thought never ends is no answer: without the tag that the prompt has, it looked like one."""
+    env = envs.load("gsm8k")
+    for said, content, solved in (("#### 71?\n</think>\n\n#### 72", "<think>\n#### 71?\n</think>\n\n#### 72", True), ("#### 72", "<think>\n#### 72", False)):
+        chat = Chat(tokenizer_of(case), envs.schemas(env))
+        episode = Episode(Session(Watch(10.0), "gsm8k", env, {"question": "?", "answer": "72"}), chat, Limits(max_tokens=10**5), "0")
+        ids = [*chat.encode(said), chat.answer_stop_id]
+        episode.take_turn(ids, [0.0] * len(ids))
+        t = episode.trajectory
+        assert t.token_ids[-len(ids):] == ids and (t.messages[-1]["content"], t.info["success"], t.reward) == (content, solved, solved)

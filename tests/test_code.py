@@ -270,6 +270,7 @@ def test_code_in_text():
     env = play(DOUBLE)
     assert env._reply("I think it is easy.") == "Use write_function, and then submit." and not env.done
     assert "SyntaxError" in env._reply("```python\ndef double(\n```") and not env.done
+    assert env._reply("<think>\n```python\ndef double(x):\n    return x\n```\n</think>\n\nI am not sure.") == "Use write_function, and then submit." and not env.done
     assert env._reply("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.") is None and env._check()
 
 

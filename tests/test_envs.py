@@ -369,7 +369,7 @@ def test_options_of_an_environment_reach_its_class(monkeypatch):
     assert Shelf().reset() == "" and not envs.tools(Shelf) and envs.with_options(Shelf, {"noise": 1}) is envs.with_options(Shelf, None) is Shelf
     assert load_tasks("shelf", "train", 9, 0, env_options=options) == [{"book": f"2024 train {i}", "env": "shelf", **options} for i in (0, 1)]
     classes, chats = load_environments(make_tiny()[1], "equations,shelf", None, options)
-    assert chats["shelf"].tool_names == ["take"] and classes["equations"] is envs.load("equations")
+    assert list(chats["shelf"].tools) == ["take"] and classes["equations"] is envs.load("equations")
     assert inspect.getsourcefile(cls) == __file__
     for text, says in [("limits=3", "did you mean limit"), ("limit=x", "cannot be read as int"), ("limit=1.5", "cannot be read as int"),
                        ("open=1", "cannot be read as bool"), ("unsafe_code=true", "did you mean --unsafe_code")]:

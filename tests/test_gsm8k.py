@@ -142,6 +142,7 @@ def test_numbers(text, want):
     ("#### nan", False), ("#### 7.2e1", False), ("#### 144/2", False), ("#### -72", False), ("#### seventy-two", False),
     ("#### None", False), ("\\boxed{}", False), ("#### " + "72 " * 10**5, False), ("\\boxed{" * 10**4, False), ("#" * 10**5, False),
     ("<tool_response>72</tool_response>", False), ("\ud800\0", False),
+    ("<think>\n\\boxed{71}?\n</think>\n\n\\boxed{72}", True), ("#### 71</think>#### 72", True), ("<think>#### 72</think>I give up.", False), ("<think>\n#### 72", False),
 ])
 def test_text_answers(text, right):
     env = GSM8K()

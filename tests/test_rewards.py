@@ -50,6 +50,7 @@ def call(name, **arguments):
 @pytest.mark.parametrize("text, answer", [
     ("It is 7.", "It is 7."), ("so #### 7", " 7"), (r"<answer> \boxed{7} </answer>", "7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"it is \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
     ([call("look", at="a", by="b"), call("submit", value=7)], "7"), ([call("done")], ""), ("", ""),
+    ("<think>\n6? <answer>5</answer>\n</think>\n\n7", "\n\n7"), ("7? \\boxed{6}</think>7", "7"), ("<think>\n\\boxed{7}", ""),
     ([call("answer", value=6), call("answer", value=7)], "7"), ([call("answer", value=7, unit="m")], "")])
 def test_the_final_answer(text, answer):
     assert rewards.answer_of(said("<answer>0</answer>", text)) == answer

@@ -441,6 +441,9 @@ def test_a_turn_that_comes_back_with_its_thought_has_the_ids_that_were_sampled(n
     messages = [*HELLO, {"role": "assistant", **shown}, *(after or [{"role": "user", "content": "r"}])]
     expected = chat.results(calls, ["r"], turn[-1]) if calls else chat.reply("r", turn[-1])
     assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == chat.prompt(HELLO) + turn + expected
+    for field in ("reasoning_content", "reasoning") if name not in ("thinking", "opens") else ():  # as vLLM's clients send it
+        messages[1] |= {"content": "Yes.", "reasoning_content": None, "reasoning": None} | {field: "Half."}
+        assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == chat.prompt(HELLO) + turn + expected
 
 
 def test_a_thought_that_the_template_hides_is_left_out():

@@ -283,9 +283,19 @@ def test_a_conversation_that_no_rollout_makes_is_refused(chat, messages, problem
 def test_a_thought_is_trained_where_the_model_would_write_it(case, shown):
     chat = Chat(real(case[5:]) if case.startswith("real:") else small(case), [])
     named = [{"content": "So:", name: "Half."} for name in ("reasoning_content", "thinking", "reasoning")]
-    for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, *named):
+    both = {"content": "<think>\nHalf.\n</think>\n\nSo:", "reasoning_content": "Half."}
+    for message in (both, {"content": both["content"]}, *named):
         ids, mask = recorded_ids(chat, [ASK, {"role": "assistant", **message}])
         assert chat.text([i for i, m in zip(ids, mask) if m]) == shown
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_5_think", "glm4moe", "lfm2_2_5", "deepseek_r1_distill", "llama3_1"])
+def test_a_thought_in_the_text_of_an_earlier_turn_is_cut_as_the_template_cuts_it(case):
+    """Of Qwen3's, GLM's and LFM's the two lines after </think> were left in the prompt, of sft.py, dpo.py and grpo.py alike."""
+    tokenizer = real(case)
+    talk = [ASK, {"role": "assistant", "content": "<think>\nHalf.\n</think>\n\n42"}, {"role": "user", "content": "Why?"}]
+    own = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(Chat(tokenizer, []).prompt(talk)) == own
 
 
 def test_a_thought_before_a_call_is_trained_as_well():
@@ -293,6 +303,16 @@ def test_a_thought_before_a_call_is_trained_as_well():
     for message in ({"content": "<think>\nHalf.\n</think>\n\nSo:"}, {"content": "So:", "reasoning_content": "Half."}):
         ids, mask = recorded_ids(chat, [ASK, {**CALLING, **message}, TOOL, ANSWER])
         assert chat.text([i for i, m in zip(ids, mask) if m]).startswith("<think>\nHalf.\n</think>\n\nSo:<tool_call>")
+
+
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_r1_distill", "qwen2_5"])
+def test_a_thought_that_was_cut_is_refused(case):
+    """Qwen3's template puts an empty thought before it: the model learned to think again after that, and to stop amid it."""
+    chat = Chat(real(case), [])
+    cut = {"role": "assistant", "content": "<think>\nHalf of"}
+    with pytest.raises(ValueError, match="^message 1: a thought without </think>, of a text that was cut; leave such rows out"):
+        recorded_ids(chat, [ASK, cut])
+    recorded_ids(chat, [ASK, {**cut, "loss": 0}, ASK, ANSWER])
 
 
 def test_a_thought_that_the_template_drops_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.tool_calls import MAX_CALLS, parse_tool_calls
+from llm.tool_calls import MAX_CALLS, after_thought, parse_tool_calls
 
 CALL = {"name": "f", "arguments": {"a": 1, "b": "x"}}
 GOOD = json.dumps(CALL)
@@ -75,6 +75,15 @@ def test_a_call_that_a_closed_thought_mentions_is_not_made(mentioned):
         thought = f"{begins} write {mentioned} but that is wrong.\n</think>"
         assert parse_tool_calls(f"{thought}\n\nIt is 3.") == (f"{thought}\n\nIt is 3.".strip(), [], [])
         assert parse_tool_calls(f"{thought}\n\n<tool_call>{GOOD}</tool_call>")[1:] == ([CALL], [])
+
+
+@pytest.mark.parametrize("thought, closing", [
+    ("<think>\nA?", "\n</think>\n\n"), ("[THINK]A?", "[/THINK]"), ("<|channel>thought\nA?", "\n<channel|>"), ("\n<think>A?", "</think>\n"),
+    ("<|channel|>analysis<|message|>A?", "<|end|><|start|>assistant<|channel|>final<|message|>"), (" to=self<|message|>A?", "<|eom|><|start|>assistant to=user<|message|>")])
+def test_what_follows_a_thought_in_the_markup_of_every_family(thought, closing):
+    mentioned = f"{thought} <tool_call>{GOOD}</tool_call> {closing}B"
+    assert after_thought(thought + closing + "B").strip() == after_thought(f"A?{closing}B").strip() == "B"
+    assert after_thought(thought) == "" and after_thought(f"B, not {thought}") == f"B, not {thought}" and parse_tool_calls(mentioned) == (mentioned.strip(), [], [])
 
 
 def test_the_end_of_a_thought_inside_an_argument_ends_none():

@@ -218,7 +218,7 @@ def introduce(name: str, cls: type, chat: Chat):
     if not hasattr(cls, "_from_text"):
         reads = ("Press Enter for the task that is shown. Other text is asked in its place, and "
                  "the tools still work on the task.")
-    for text in (f"Environment {name}: {', '.join(chat.tool_names)}.", reads,
+    for text in (f"Environment {name}: {', '.join(chat.tools)}.", reads,
                  "Every task is an episode of its own: nothing is remembered. Ctrl-D ends."):
         print(textwrap.fill(text, WIDTH))
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from experiment.errors import first_line
 from llm.chat import Chat
-from llm.recorded import thoughtful_ids
+from llm.recorded import thoughtful_ids, with_thought
 
 BASE = "base"  # the name of the model that was started
 # The order of messages in an episode.
@@ -126,12 +126,16 @@ class Message(BaseModel):
     content: str | Items[Part] | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
+    # As vLLM and DeepSeek name a thought, and vLLM since 0.12.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        text = self.content or ""
+        if isinstance(text, list):
+            text = "".join(part.text for part in text)
+        return with_thought(vars(self), text)
 
 
 class StreamOptions(Body):

@@ -254,7 +254,9 @@ class Server:
             row = self.row(body, t.token_ids, len(t.rewards), stop_ids=stop_ids,
                            limit=episode.turn_budget)
             await self.finish([row], request)
-            await asyncio.wrap_future(in_thread(take_turn, episode, row))
+            await asyncio.wrap_future(in_thread(episode.take_turn, row.turn, row.logprobs))
+            if episode.calling:
+                await asyncio.wrap_future(in_thread(episode.take_results))
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise Refusal(500, fault)
@@ -377,13 +379,6 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
                            "function": function})
     return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
-
-
-def take_turn(episode, row):
-    """Give the episode what a row sampled, and run its tools."""
-    episode.take_turn(row.turn, row.logprobs)
-    if episode.calling:
-        episode.take_results()
 
 
 def event(content: dict) -> str:
