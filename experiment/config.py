@@ -11,7 +11,6 @@ import json
 import operator
 import os
 import re
-import textwrap
 import typing
 from collections import ChainMap
 from contextlib import suppress
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiment.data import LISTS
-from experiment.errors import UserError
+from experiment.errors import UserError, beginning
 
 # Permissions for one call: a file neither gives nor repeats them.
 ONCE = ("overwrite", "resume", "unsafe_code")
@@ -296,7 +295,7 @@ def convert(value, option, source):
     """
     if value is None and option.optional:
         return None
-    shown = "null" if value is None else textwrap.shorten(str(value), 80)
+    shown = "null" if value is None else beginning(str(value), 80)
     source = f"{source} {shown or repr('')}"
     if isinstance(value, str):
         value = _parse_text(value, option.kind)
