@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from unicodedata import normalize
 
+from envs.rewards import spaced
 from experiment.data import read_rows, read_text
 from experiment.errors import UserError
 
@@ -41,7 +42,7 @@ class Corpus:
 
 
 def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    return re.findall(r"\w+", spaced(text))
 
 
 def files_of(path: str) -> list[Path]:

@@ -15,6 +15,7 @@ import math
 import re
 import string
 import traceback
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,7 +36,16 @@ NGRAM = 3  # words of what counts as repeated
 # How it was done: it does not say that a task was solved.
 MANNERS = ("format", "tool_used", "length", "repetition")
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
-PUNCTUATION = re.compile(rf"(?!(?<!\w)-[$.]?\d|[./]\d)[{re.escape(string.punctuation)}]")
+CHARACTERS = [chr(i) for i in range(2**16)]
+MARKS = "".join(c for c in CHARACTERS if unicodedata.category(c).startswith("P"))
+# Not of a number: its sign, its point or decimal comma (that of 1,000 is), its fraction bar.
+PUNCTUATION = re.compile(r"(?!(?<!\w)-[$.]?\d|[./]\d|,(?!(\d\d,)*\d{3}(?!\d))\d)"
+                         f"[{re.escape(MARKS + string.punctuation)}]")
+# Full-width forms, digits of other scripts, the minus sign, Arabic decimal and thousands marks.
+READ_AS = str.maketrans({chr(0xFEE0 + i): chr(i) for i in range(33, 127)}
+                        | {c: str(int(c)) for c in CHARACTERS if c.isdecimal()}
+                        | dict(zip("\u2212\u066b\u066c", "-.,")))
+UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
 ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
 
@@ -79,12 +89,20 @@ def alternatives(reference) -> list[str]:
             for answer in answers if answer is not None]
 
 
+def spaced(text: str) -> str:
+    """Return a text in lower case and one form of accents, in which Chinese has spaces.
+
+    Each Chinese or Japanese character becomes a word, as in evaluations of these languages.
+    """
+    return UNSPACED.sub(r" \1 ", unicodedata.normalize("NFC", text).lower())
+
+
 def normalized(text: str) -> list[str]:
     """Return the words of a text as SQuAD compares them: no case, punctuation or articles.
 
     But a number keeps its sign, its point and its fraction bar: -7 is not 7, nor 1.5 15.
     """
-    text = PUNCTUATION.sub("", text.lower())
+    text = PUNCTUATION.sub("", spaced(text.translate(READ_AS)))
     words = text.split()
     # An answer may be the letter A.
     return words if len(words) == 1 else re.sub(r"\b(a|an|the)\b", " ", text).split()
@@ -133,7 +151,7 @@ def repetition(t) -> float:
     """Minus the share of an episode's repeated word trigrams, after arXiv 2502.03373, C.2."""
     counts = Counter()
     for turn in turns_of(t):
-        words = t.messages[turn]["content"].lower().split()
+        words = spaced(t.messages[turn]["content"]).split()
         counts.update(zip(*(words[i:] for i in range(NGRAM))))
     return len(counts) / counts.total() - 1 if counts else 0.0
 
