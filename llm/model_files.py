@@ -67,6 +67,8 @@ def _read_from_hub(source, dtype, device, chosen):
 def _read_folder(folder, dtype, device, chosen):
     """Read the model and tokenizer in a folder."""
     from transformers import AutoConfig
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        raise ValueError("no model (config.json) is there, nor a step that a run has saved")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
         raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
