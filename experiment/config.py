@@ -264,8 +264,8 @@ class RunFlags:
         Objects are paths, classes, functions, lists, a datasets.Dataset, dicts, NumPy's numbers.
         """
         for name, value in vars(self).items():
-            if isinstance(value, os.PathLike):
-                value = os.fspath(value)
+            if isinstance(value, str | os.PathLike):
+                value = os.path.expanduser(value)
             elif isinstance(value, dict):
                 value = ",".join(f"{named(k)}={json.dumps(v) if isinstance(v, AS_JSON) else v}"
                                  for k, v in value.items())
@@ -276,7 +276,6 @@ class RunFlags:
             elif hasattr(value, "item"):
                 value = value.item()
             setattr(self, name, value)
-        self.output_dir = os.path.expanduser(self.output_dir)
 
 
 def named(value):

@@ -108,8 +108,9 @@ def test_a_fork_may_have_an_empty_default(tmp_path):
 
 def test_the_home_folder_of_a_yaml_file_is_no_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    (tmp_path / "a.yaml").write_text("output_dir: ~/runs/a\n")
-    assert parse(sft.Config, ["--config", str(tmp_path / "a.yaml")]).output_dir == "/home/me/runs/a"
+    (tmp_path / "a.yaml").write_text("output_dir: ~/runs/a\nmodel_path: ~/model\ntrajectories: ~\n")
+    config = parse(sft.Config, ["--config", str(tmp_path / "a.yaml")])
+    assert (config.output_dir, config.model_path, config.trajectories) == ("/home/me/runs/a", "/home/me/model", None)
     assert parse(sft.Config, ["--output_dir=~/b"]).output_dir == "/home/me/b"
 
 
