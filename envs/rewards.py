@@ -36,13 +36,13 @@ NGRAM = 3  # words of what counts as repeated
 # How it was done: it does not say that a task was solved.
 MANNERS = ("format", "tool_used", "length", "repetition")
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
-CHARACTERS = [chr(i) for i in range(2**16)]
+CHARACTERS = list(map(chr, range(2**16)))
 MARKS = "".join(c for c in CHARACTERS if unicodedata.category(c).startswith("P"))
 # Not of a number: its sign, its point or decimal comma (that of 1,000 is), its fraction bar.
 PUNCTUATION = re.compile(r"(?!(?<!\w)-[$.]?\d|[./]\d|,(?!(\d\d,)*\d{3}(?!\d))\d)"
                          f"[{re.escape(MARKS + string.punctuation)}]")
 # Full-width forms, digits of other scripts, the minus sign, Arabic decimal and thousands marks.
-READ_AS = str.maketrans({chr(0xFEE0 + i): chr(i) for i in range(33, 127)}
+READ_AS = str.maketrans(dict(zip(CHARACTERS[0xFF01:0xFF5F], CHARACTERS[0x21:]))
                         | {c: str(int(c)) for c in CHARACTERS if c.isdecimal()}
                         | dict(zip("\u2212\u066b\u066c", "-.,")))
 UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
@@ -90,11 +90,11 @@ def alternatives(reference) -> list[str]:
 
 
 def spaced(text: str) -> str:
-    """Return a text in lower case and one form of accents, in which Chinese has spaces.
+    """Return a text in lower case, with one form of accents and digits and spaces in Chinese.
 
     Each Chinese or Japanese character becomes a word, as in evaluations of these languages.
     """
-    return UNSPACED.sub(r" \1 ", unicodedata.normalize("NFC", text).lower())
+    return UNSPACED.sub(r" \1 ", unicodedata.normalize("NFC", text.translate(READ_AS)).lower())
 
 
 def normalized(text: str) -> list[str]:
@@ -102,7 +102,7 @@ def normalized(text: str) -> list[str]:
 
     But a number keeps its sign, its point and its fraction bar: -7 is not 7, nor 1.5 15.
     """
-    text = PUNCTUATION.sub("", spaced(text.translate(READ_AS)))
+    text = PUNCTUATION.sub("", spaced(text))
     words = text.split()
     # An answer may be the letter A.
     return words if len(words) == 1 else re.sub(r"\b(a|an|the)\b", " ", text).split()

@@ -92,8 +92,7 @@ def _read_sparingly(folder, config, dtype, device, chosen):
     stored = real_dtype(config.dtype or torch.float32, device)
     model = skeleton(config, stored if dtype == "auto" else dtype)
     # On the meta device there are shapes only.
-    on_meta = device.type == "meta"
-    if on_meta:
+    if device.type == "meta":
         read = model.state_dict().__getitem__
     else:
         read = import_module(READER).tensor_reader(folder, model)
@@ -122,9 +121,9 @@ def auto_class(config):
     """Return the class of transformers that makes a model of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     # Some families are published only with a vision tower. On text they are plain decoders.
-    if type(config) in AutoModelForImageTextToText._model_mapping:
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            return AutoModelForImageTextToText
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
     return AutoModelForCausalLM
 
 
@@ -186,9 +185,7 @@ def fill(model, read, device, chosen: Techniques):
         in_table = chosen.int8_head and module in (embedding, head)
         place = host if module in streamed else device
         quantize_on = host if in_table and chosen.stream_layers else device
-        tensors = {}
-        for key in keys:
-            tensors[key.rpartition(".")[2]] = read(key).to(quantize_on)
+        tensors = {key.rpartition(".")[2]: read(key).to(quantize_on) for key in keys}
         if in_table:
             table = forms.Int8Table(tensors["weight"], on_host=chosen.stream_layers)
             if module is embedding:
