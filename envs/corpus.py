@@ -6,14 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from unicodedata import normalize
 
+from envs.rewards import spaced
 from experiment.data import read_rows, read_text
 from experiment.errors import UserError
 
 # A document has at most 1200 characters. A longer text becomes several, cut at white space.
 PIECE = re.compile(r"\S.{0,1199}(?!\S)|\S.{1199}", re.DOTALL)
 K1, B, TITLE_WEIGHT = 1.2, 0.75, 3  # of BM25 as in Lucene; a word of the title counts thrice
-# Chinese and Japanese have no spaces: there each character counts as a word.
-WORD = re.compile(r"[\u3041-\u9fff]|[^\W_\u3041-\u9fff]+")
 
 
 class Corpus:
@@ -45,8 +44,8 @@ class Corpus:
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text without case and accents, however it is encoded."""
-    text = normalize("NFKD", text.casefold())
-    return WORD.findall(re.sub(r"[\u0300-\u036f]", "", text))
+    text = normalize("NFKD", spaced(text))
+    return re.findall(r"[^\W_]+", re.sub(r"[\u0300-\u036f]", "", text))
 
 
 def files_of(path: str) -> list[Path]:

@@ -15,13 +15,13 @@ import math
 import re
 import string
 import traceback
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
-from unicodedata import normalize
 
 import envs
 from envs.calls import awaited, message_of, needed
@@ -37,9 +37,16 @@ NGRAM = 3  # words of what counts as repeated
 # How it was done: it does not say that a task was solved.
 MANNERS = ("format", "tool_used", "length", "repetition")
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
-# SQuAD's, and those of other languages: 北京。 is 北京.
-MARKS = re.escape(string.punctuation + "。、·「」『』“”„‘’«»–—¿¡")
-PUNCTUATION = re.compile(rf"(?!(?<!\w)-[$.]?\d|[./]\d)[{MARKS}]")
+# Punctuation of all languages, and as in SQuAD the symbols of ASCII.
+MARKS = re.escape(string.punctuation + "".join(
+    c for c in map(chr, range(2**16)) if unicodedata.category(c).startswith("P")))
+# Not of a number: its sign, its point or decimal comma (that of 1,000 is), its fraction bar.
+PUNCTUATION = re.compile(
+    rf"(?!(?<!\w)-[$.]?\d|[./]\d|,(?!(\d\d,)*\d{{3}}(?!\d))\d)[{MARKS}]")
+# Full-width forms, the minus sign, and Arabic's point and thousands mark.
+READ_AS = {**dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F))),
+           0x2212: "-", 0x66B: ".", 0x66C: ","}
+UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
 ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
 
@@ -86,12 +93,22 @@ def alternatives(reference) -> list[str]:
             for answer in answers if answer is not None]
 
 
+def spaced(text: str) -> str:
+    """Return a text without case, with one form of letters and digits, and with spaces in Chinese.
+
+    Each Chinese or Japanese character becomes a word, as in evaluations of these languages.
+    """
+    text = unicodedata.normalize("NFC", text).casefold().translate(READ_AS)
+    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
+    return UNSPACED.sub(r" \1 ", text)
+
+
 def normalized(text: str) -> list[str]:
     """Return the words of a text as SQuAD compares them: no case, punctuation or articles.
 
     But a number keeps its sign, its point and its fraction bar: -7 is not 7, nor 1.5 15.
     """
-    text = PUNCTUATION.sub("", normalize("NFKC", text).casefold())
+    text = PUNCTUATION.sub("", spaced(text))
     words = text.split()
     # An answer may be the letter A.
     return words if len(words) == 1 else re.sub(r"\b(a|an|the)\b", " ", text).split()
@@ -140,7 +157,7 @@ def repetition(t) -> float:
     """Minus the share of an episode's repeated word trigrams, after arXiv 2502.03373, C.2."""
     counts = Counter()
     for turn in turns_of(t):
-        words = t.messages[turn]["content"].lower().split()
+        words = spaced(t.messages[turn]["content"]).split()
         counts.update(zip(*(words[i:] for i in range(NGRAM))))
     return len(counts) / counts.total() - 1 if counts else 0.0
 

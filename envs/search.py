@@ -18,14 +18,13 @@ of .txt and .md files, or a .jsonl file of rows {"title", "text"}. Questions on 
 import random
 import re
 import string
-import textwrap
 from collections import Counter, defaultdict
 from itertools import chain
 from typing import Literal
 
 from envs.corpus import Corpus, files_of, read_corpus
 from envs.rewards import alternatives, normalized
-from experiment.errors import UserError
+from experiment.errors import UserError, beginning
 from experiment.seeds import split_of
 
 # Relation, what has it, the kind of its value, a sentence that states it.
@@ -150,10 +149,7 @@ class Search:
         """
         lines = []
         for title in self._corpus.best(query, self._results):
-            text = " ".join(self._corpus.documents[title].split())
-            if len(text) > MAX_SHOWN:
-                # Where there are no spaces, as in Chinese, textwrap.shorten leaves nothing.
-                text = f"{textwrap.wrap(text, MAX_SHOWN - 6)[0]} [...]"
+            text = beginning(self._corpus.documents[title], MAX_SHOWN)
             self._read.setdefault(title, text)
             lines.append(f"[{title}] {text}")
         return "\n".join(lines) or "nothing found"

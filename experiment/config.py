@@ -11,7 +11,6 @@ import json
 import operator
 import os
 import re
-import textwrap
 import typing
 from collections import ChainMap
 from contextlib import suppress
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiment.data import LISTS
-from experiment.errors import UserError
+from experiment.errors import UserError, beginning
 
 # Permissions for one call: a file neither gives nor repeats them.
 ONCE = ("overwrite", "resume", "unsafe_code")
@@ -265,8 +264,8 @@ class RunFlags:
         Objects are paths, classes, functions, lists, a datasets.Dataset, dicts, NumPy's numbers.
         """
         for name, value in vars(self).items():
-            if isinstance(value, os.PathLike):
-                value = os.fspath(value)
+            if isinstance(value, str | os.PathLike):
+                value = os.path.expanduser(value)
             elif isinstance(value, dict):
                 value = ",".join(f"{named(k)}={json.dumps(v) if isinstance(v, AS_JSON) else v}"
                                  for k, v in value.items())
@@ -277,7 +276,6 @@ class RunFlags:
             elif hasattr(value, "item"):
                 value = value.item()
             setattr(self, name, value)
-        self.output_dir = os.path.expanduser(self.output_dir)
 
 
 def named(value):
@@ -296,7 +294,7 @@ def convert(value, option, source):
     """
     if value is None and option.optional:
         return None
-    shown = "null" if value is None else textwrap.shorten(str(value), 80)
+    shown = "null" if value is None else beginning(str(value), 80)
     source = f"{source} {shown or repr('')}"
     if isinstance(value, str):
         value = _parse_text(value, option.kind)

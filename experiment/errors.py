@@ -20,6 +20,16 @@ def first_line(error) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
+def beginning(text: str, limit: int) -> str:
+    """Return the beginning of a text as one line of at most `limit` characters.
+
+    It is cut at a space, but not in the first half: Chinese, Thai and paths have none.
+    """
+    text = " ".join(text.split())
+    head = text[:limit - 5]
+    return text if len(text) <= limit else head[:head.rfind(" ", limit // 2)] + " [...]"
+
+
 class Printable(BaseException):
     """An exception whose first argument is its message, shown as `printable` text.
 

@@ -67,6 +67,8 @@ def _read_from_hub(source, dtype, device, chosen):
 def _read_folder(folder, dtype, device, chosen):
     """Read the model and tokenizer in a folder."""
     from transformers import AutoConfig
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        raise ValueError("no model (config.json) is there, nor a step that a run has saved")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
         raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
@@ -90,8 +92,7 @@ def _read_sparingly(folder, config, dtype, device, chosen):
     stored = real_dtype(config.dtype or torch.float32, device)
     model = skeleton(config, stored if dtype == "auto" else dtype)
     # On the meta device there are shapes only.
-    on_meta = device.type == "meta"
-    if on_meta:
+    if device.type == "meta":
         read = model.state_dict().__getitem__
     else:
         read = import_module(READER).tensor_reader(folder, model)
@@ -120,9 +121,9 @@ def auto_class(config):
     """Return the class of transformers that makes a model of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     # Some families are published only with a vision tower. On text they are plain decoders.
-    if type(config) in AutoModelForImageTextToText._model_mapping:
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            return AutoModelForImageTextToText
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
     return AutoModelForCausalLM
 
 
@@ -184,9 +185,7 @@ def fill(model, read, device, chosen: Techniques):
         in_table = chosen.int8_head and module in (embedding, head)
         place = host if module in streamed else device
         quantize_on = host if in_table and chosen.stream_layers else device
-        tensors = {}
-        for key in keys:
-            tensors[key.rpartition(".")[2]] = read(key).to(quantize_on)
+        tensors = {key.rpartition(".")[2]: read(key).to(quantize_on) for key in keys}
         if in_table:
             table = forms.Int8Table(tensors["weight"], on_host=chosen.stream_layers)
             if module is embedding:

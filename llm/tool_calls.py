@@ -15,7 +15,7 @@ PYTHON_CALLS = "llm.python_calls"  # which only some families write
 MAX_CALLS = 64  # in one turn
 KEYS = {"name", "id", "type", "index", "function", "parameters"}  # of a call without "arguments"
 MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+NAME = re.compile(r"[^\W\d][\w.-]{0,63}")
 
 _SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*[;,]?\s*")
@@ -28,7 +28,7 @@ _CLOSER = re.compile(
     r"</tool_calls?>|</function>|</(?:atem:)?invoke>|<\|tool_call_end\|>|<(?:\|/)?tool_call\|>")
 _TAG = re.compile(f"{_CLOSER.pattern}|{_OPENER.pattern}")
 _CLOSERS = re.compile(rf"(?:\s*(?:{_CLOSER.pattern}))*")
-_PYTHON_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]{0,63}\(")
+_PYTHON_LIST = re.compile(r"\[\s*[^\W\d][\w.]{0,63}\(")
 _LIKE_A_CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"',
                           re.S)
 _TAG_NAME = re.compile(r'([\w.-]{1,64})(?:">|>|\[ARGS\])?\s*')

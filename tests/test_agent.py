@@ -1070,9 +1070,12 @@ def test_playing_tasks_writes_traces(tmp_path):
     done = cli("--env", "equations", "--num_tasks", 2, "--group_size", 2, "--max_new_tokens", 12, "--output", out)
     assert done.returncode == 0, done.stderr
     found = read_trajectories(str(out))
-    assert len(found) == 4 and {t.info["env"] for t in found} == {"equations"} and [t.group_id for t in found] == ["0-0", "0-0", "0-1", "0-1"]
+    assert len(found) == 4 and {t.info["env"] for t in found} == {"equations"} and [t.group_id for t in found] == ["-1-0", "-1-0", "-1-1", "-1-1"]
     assert done.stdout.count("System: Solve for x") == 4 and "\nturns                            1\n" in done.stdout
     check_logprobs(MODEL, found)
+    # What is played is what a run's evaluation with this seed plays.
+    evaluated = rollout(MODEL, TOKENIZER, "equations", load_tasks("equations", "train", 2, 0), 2, limits=Limits(max_new_tokens=12), step=-1)
+    assert [t.token_ids for t in found] == [t.token_ids for t in evaluated]
 
 
 def test_traces_come_from_the_training_split(tmp_path, monkeypatch):

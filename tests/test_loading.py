@@ -313,7 +313,7 @@ def prompt_tuning(tiny, folder):
 
 
 @pytest.mark.parametrize("make, says", [
-    (missing, "no such folder"), (empty, "cannot be loaded"), (pickle_only, "cannot be loaded"),
+    (missing, "no such folder"), (empty, "cannot be loaded: no model (config.json) is there, nor a step that a run has saved"), (pickle_only, "cannot be loaded"),
     (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no tokenizer could be read"), (no_vocabulary, "tokenizer.json is missing"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
     (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (misshapen, "no weights for model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),
     (unknown_model, "cannot be loaded"), (peft_adapter(use_dora=True), "use_dora"), (peft_adapter(bias="all"), "bias"), (peft_adapter(revision="abc"), "revision"),

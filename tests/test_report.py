@@ -11,7 +11,7 @@ import pytest
 
 from window import report as view
 from window.curves import chart, number
-from experiment.errors import UserError
+from experiment.errors import UserError, beginning
 from bench.comparison import difference
 from window.report import MAX_EPISODES, token_texts, wilson
 
@@ -203,6 +203,13 @@ def test_the_line_of_an_episode_says_what_came_of_it(tmp_path):
     text = page(write(tmp_path / "t.jsonl", [episode(success=False, user="\ud800"), first])).text  # no UTF-8 has it
     assert "✓ success step 7 · reward 1.5 · answer 2 · length -0.5 · 0 calls · max_turns · 4 tokensWhat is x?" in text
     assert "✗ no success reward 1 · 1 calls · done · 7 tokens?" in text
+
+
+def test_a_question_without_spaces_is_shown_up_to_its_width():
+    """textwrap.shorten left nothing of it but "[...]"."""
+    assert beginning("one two three", 13) == "one two three" and beginning("one two three four five", 20) == "one two three [...]"
+    assert beginning("小明有" * 100, 20) == "小明有" * 4 + "小明 [...]"
+    assert beginning("2 " + "小" * 100, 20) == "2 " + "小" * 12 + " [...]"
 
 
 def test_the_tokenizer_is_that_of_the_newest_checkpoint(tmp_path):

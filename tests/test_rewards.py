@@ -65,6 +65,14 @@ def test_exact_match(text, task, value):
     assert rewards.exact(said(text, task=task)) == value
 
 
+@pytest.mark.parametrize("text, answer, value", [
+    ("東京。", "東京", 1.0), ("「東京 塔」！", "東京塔", 1.0), ("北京", "東京", 0.0), ("４２", "42", 1.0), ("－７", "7", 0.0), ("－７。", "-7", 1.0), ("−7", "-7", 1.0),
+    ("Ａ", "A", 1.0), ("٤٢", "42", 1.0), ("४२।", "42", 1.0), ("٣٫٥", "3.5", 1.0), ("القاهرة؟", "القاهرة", 1.0), ("हिन्दी।", "हिन्दी", 1.0), ("हिन्दी", "हनद", 0.0),
+    ("caf\u00e9", "cafe\u0301", 1.0), ("cafe", "caf\u00e9", 0.0), ("¿Sí!", "sí", 1.0), ("3,5", "35", 0.0), ("3,5", "3,5", 1.0), ("1,00,000", "100000", 1.0), ("1,234,567.", "1234567", 1.0), ("10²", "102", 0.0), ("👍🏽", "👍", 0.0)])
+def test_exact_match_in_other_languages(text, answer, value):
+    assert rewards.exact(said(text, task={"answer": answer})) == value
+
+
 def test_format_is_all_or_nothing():
     assert rewards.well_formed(said("a", "b", parsed_turns=2)) == 1.0 and rewards.well_formed(said("a", "b", parsed_turns=1)) == 0.0
 
@@ -91,7 +99,7 @@ def test_the_budget_of_a_turn_is_also_what_the_episode_leaves():
 
 @pytest.mark.parametrize("texts, value", [
     (["a b"], 0.0), (["a b c d"], 0.0), (["a b a b a b"], -0.5),  # aba bab aba bab: 2 of 4
-    (["I will look", "i will LOOK"], -0.5), ([[call("add", n=1)], [call("add", n=1)]], 0.0)])
+    (["I will look", "i will LOOK"], -0.5), (["好好好好"], -0.5), (["好的，我来看"], 0.0), ([[call("add", n=1)], [call("add", n=1)]], 0.0)])
 def test_repetition(texts, value):
     assert rewards.repetition(said(*texts)) == value
 

@@ -99,6 +99,15 @@ def test_bm25_by_hand():
     assert corpus.best("", 3) == corpus.best("nothing", 3) == []
 
 
+def test_documents_in_chinese_are_found_and_shown(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"title": "東京", "text": "東京是日本的首都。%s"}\n{"title": "巴黎", "text": "法国的城市"}\n' % ("长" * 200), encoding="utf-8")
+    env = envs.with_options(Search, {"corpus": str(tmp_path / "c.jsonl")})()
+    env.reset("日本的首都是哪里？", "東京")
+    assert env.search("日本首都是").startswith("[東京] 東京是日本的首都。长")
+    env.answer("京都")
+    assert env._reward_parts == {"exact": 0.0, "f1": 0.25}
+
+
 def test_documents_without_a_title_are_documents_of_their_own(tmp_path):
     """BEIR's corpora are written so: they were one document, named '' or 'None'."""
     (tmp_path / "c.jsonl").write_text('{"_id": "d7", "title": "", "text": "one"}\n{"title": null, "text": "two"}\n{"title": "T", "text": "three"}\n{"text": "four"}\n')

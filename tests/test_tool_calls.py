@@ -68,6 +68,11 @@ ANSWERS = [
 ]
 
 
+@pytest.mark.parametrize("text", ['{"name": "猜", "arguments": {"数字": 7}}', "[猜(数字=7)]", "<function=猜>\n<parameter=数字>\n7\n</parameter>\n</function>"])
+def test_a_function_may_have_a_name_that_is_not_english(text):
+    assert parse_tool_calls(text) == ("", [{"name": "猜", "arguments": {"数字": 7}}], [])
+
+
 @pytest.mark.parametrize("mentioned", [GOOD, f"<tool_call>{GOOD}</tool_call>", "<tool_call> is the tag", "<function=f>", f"<tool_call>{GOOD}</tool_call> or <tool_call>"])
 def test_a_call_that_a_closed_thought_mentions_is_not_made(mentioned):
     """The prompt may have opened the thought, so that the text begins inside it."""

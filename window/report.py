@@ -5,14 +5,13 @@
 import argparse
 import math
 import sys
-import textwrap
 from html import escape
 from pathlib import Path
 
 from experiment.checkpoint import newest_checkpoint
 from experiment.data import json_rows, lines_of, read_json, read_yaml, reading, whole
 from experiment.episodes import transcript
-from experiment.errors import UserError
+from experiment.errors import UserError, beginning
 from experiment.files import replace_file
 from experiment.notes import headline, wilson
 from experiment.output_folder import CONFIG, EPISODES, algorithm_of
@@ -156,7 +155,7 @@ def load_tokenizer(folder):
 def episode_html(episode, tokenizer):
     """Return one episode: a line to click, then its tokens, or its text without a tokenizer."""
     asked = next((m["content"] for m in episode["messages"] if m["role"] == "user"), "")
-    question = textwrap.shorten(str(asked), 120)
+    question = beginning(str(asked), 120)
     words = [f"step {episode['step']}"] if "step" in episode else []
     words += [f"{name} {number(reward)}" for name, reward in
               {"reward": episode["reward"], **episode["reward_parts"]}.items()]

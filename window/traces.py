@@ -29,8 +29,9 @@ def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
 
     print(f"playing {traces.total} episodes of {config.env} ({config.split}): at most "
           f"{limits.max_tokens} tokens each, {limits.max_new_tokens} a turn", flush=True)
+    # With step -1 the same seed gives the episodes of a run's evaluation, and none of its training.
     episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, top_k=config.top_k,
-                       top_p=config.top_p, on_end=end, **options)
+                       top_p=config.top_p, step=-1, on_end=end, **options)
     traces.replace(episodes)
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
