@@ -361,7 +361,7 @@ def plain_model_of(model, folder):
 @pytest.mark.parametrize("family", some("llama", "qwen3_moe", "qwen3_next", "gemma3n", "gpt_oss", "deepseek_v3", "falcon_h1", "lfm2_moe"))
 def test_memory_techniques_change_no_gradient(family, tmp_path):
     """Of the weights that they keep; `stream` computes what `small` does. Experts are read in their order, 10 after 9."""
-    save_text(family, tmp_path, **({"num_experts": 12} if family == "qwen3_moe" else {}))
+    save_text(family, tmp_path, **({"num_local_experts": 12} if family == "qwen3_moe" else {}))
     results = {}
     for memory in ("4bit", "small", "stream"):
         model, _ = load_model(str(tmp_path), lora_r=2, memory=memory, device="cpu")
