@@ -44,5 +44,5 @@ class Bandit:
 
 def school(folder):
     """Teach the tiny model the format of a choice, and no answer."""
-    sft.train(sft.Config(env=ENV, output_dir=str(folder), max_samples=400, max_steps=60, batch_size=8, eval_tasks=0))
+    sft.train(sft.Config(env=ENV, output_dir=str(folder), max_samples=240, max_steps=60, batch_size=8, eval_tasks=0))
     return str(folder)

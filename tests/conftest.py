@@ -16,6 +16,13 @@ def notes_anew():
     say_once.cache_clear()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_held_out():
+    """A hundred demonstrations to evaluate take longer than the few steps of a test's run."""
+    from episodes import imitation
+    imitation.HELD_OUT = 8
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Folder of a tiny model."""
@@ -35,3 +42,10 @@ def wide(tmp_path_factory):
         num_key_value_heads=2, tie_word_embeddings=True)).save_pretrained(folder)
     make_tiny()[1].save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def schooled(tmp_path_factory):
+    """Folder of the tiny model that knows the format of the bandit, and chooses at random."""
+    import bandit
+    return bandit.school(tmp_path_factory.mktemp("schooled"))

@@ -53,7 +53,8 @@ def families(monkeypatch):
     return pytest.importorskip("reasoning_gym.factory").DATASETS
 
 
-@pytest.mark.parametrize("family", ["chain_sum", "basic_arithmetic", "spell_backward", "leg_counting", "prime_factorization"])
+@pytest.mark.parametrize("family", [
+    "chain_sum", "prime_factorization", *(pytest.param(name, marks=pytest.mark.slow) for name in ("basic_arithmetic", "spell_backward", "leg_counting"))])
 def test_families_of_reasoning_gym_conform(family, families):
     found = told(f"reasoning_gym:{family}")
     assert {verdict for verdict, _ in found.values()} == {"pass"}, found

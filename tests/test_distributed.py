@@ -62,14 +62,27 @@ def torchrun(n, *words, **options):
     return subprocess.run([*program, *map(str, words)], env=env, capture_output=True, text=True, timeout=570, **options)
 
 
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def ranks_of_two(*words, cwd):
+    """Start two processes as torchrun makes them, without its agent, which would stop them all."""
+    port = free_port()
+    return [Program(*words, cwd=cwd, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in (0, 1)]
+
+
 @pytest.fixture(scope="module")
 def both(place, tmp_path_factory):  # noqa: F811
     """-> the folders that one process and two have written."""
     folder = tmp_path_factory.mktemp("both")
     (folder / "driver.py").write_text(DRIVER)
-    done = torchrun(2, folder / "driver.py", place, folder / "two")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("written:") == 5, done.stdout  # rank 0 alone speaks
+    pair = ranks_of_two(folder / "driver.py", place, folder / "two", cwd=folder)
+    said, errors = zip(*(p.communicate() for p in pair))
+    assert [p.returncode for p in pair] == [0, 0], errors
+    assert [text.count("written:") for text in said] == [5, 0], said  # rank 0 alone speaks
     argv, sys.argv = sys.argv, ["driver.py", str(place), str(folder / "one")]
     try:
         runpy.run_path(str(folder / "driver.py"))
@@ -121,22 +134,13 @@ def test_shares_are_whole_disjoint_and_even(n, processes):
 
 
 # ------------------------------------------------------------------------------------------------------- who is gone
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture
 def start(place, tmp_path):  # noqa: F811
-    """-> start(program, words, first): two processes as torchrun makes them, without its agent, which would stop them all."""
+    """-> start(program, words, first): two ranks that are killed when the test ends."""
     pair = []
 
     def started(program, words="", first=()):
-        port = free_port()
-        for rank in (0, 1):
-            pair.append(Program(ROOT / program, *first, "--model_path", place / "base", "--output_dir", "r", *words.split(), cwd=tmp_path, RANK=rank,
-                                LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+        pair.extend(ranks_of_two(ROOT / program, *first, "--model_path", place / "base", "--output_dir", "r", *words.split(), cwd=tmp_path))
         return pair
     yield started
     for p in pair:

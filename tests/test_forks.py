@@ -15,9 +15,9 @@ PATCHES = sorted((ROOT / "bench" / "forks").glob("*.patch"))
 CODE = ("*.py", "envs", "episodes", "experiment", "llm", "window")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return bandit.school(tmp_path_factory.mktemp("base"))
+@pytest.fixture
+def base(schooled):
+    return schooled
 
 
 def fork(patch, folder):

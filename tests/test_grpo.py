@@ -15,15 +15,14 @@ from agent import rollout
 from experiment.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """The tiny model after its schooling: it knows the format of the bandit and chooses at random."""
-    return bandit.school(tmp_path_factory.mktemp("base"))
+@pytest.fixture
+def base(schooled):
+    return schooled
 
 
 def run(base, folder, **options):
     defaults = dict(model_path=base, env=bandit.ENV, output_dir=str(folder), tasks_per_step=4, group_size=4, max_steps=1, eval_tasks=0,
-                    batch_size=16, learning_rate=1e-3, kl_coef=0.0, updates_per_step=1, max_grad_norm=1.0, overwrite=True)
+                    batch_size=16, learning_rate=1e-3, kl_coef=0.0, updates_per_step=1, max_grad_norm=1.0, max_new_tokens=32, overwrite=True)
     result = grpo.train(grpo.Config(**{**defaults, **options}))
     with open(folder / "metrics.jsonl") as f:
         return result, [json.loads(line) for line in f]
@@ -137,16 +136,17 @@ def test_the_same_command_twice_gives_the_same_bytes(base, tmp_path):
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("options", [
-    *({"loss": name} for name in grpo.LOSSES), {"credit": "turn"}, {"credit": "process"}, {"credit": "rloo"},
-    {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"kl_coef": 0.1, "kl_estimator": "k2"},
-    {"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"updates_per_step": 2}, {"importance_correction": 2.0},
-    {"lora_r": 0, "learning_rate": 1e-5}, {"lora_dropout": 0.1}, {"dtype": "bfloat16"},
-    {"clip_eps_high": 0.28}, {"gradient_checkpointing": True}, {"reward_scaling": 0.1, "reward_bias": 1.0}, {"env": "equations,gsm8k"},
-], ids=str)
+# Beside each loss, options that have nothing to do with it.
+BESIDE = {
+    "grpo": {"credit": "turn", "lora_dropout": 0.1}, "dapo": {"scale_rewards": "batch", "kl_coef": 0.1},
+    "dr_grpo": {"credit": "process", "kl_coef": 0.1, "kl_estimator": "k2"}, "cispo": {"importance_correction": 2.0, "gradient_checkpointing": True},
+    "sapo": {"credit": "rloo", "kl_coef": 0.1, "kl_estimator": "k3"}, "gspo": {"updates_per_step": 2, "entropy_coef": 0.01},
+    "luspo": {"dtype": "bfloat16", "reward_scaling": 0.1, "reward_bias": 1.0}, "vespo": {"lora_r": 0, "learning_rate": 1e-5, "scale_rewards": "none"}}
+
+
+@pytest.mark.parametrize("options", [*({"loss": name, **BESIDE.get(name, {})} for name in grpo.LOSSES),
+                                     {"clip_eps_high": 0.28, "env": "equations,equations_hard", "max_turns": 2}], ids=str)
 def test_every_option_runs_and_logs_finite_numbers(base, tmp_path, options):
-    if "gsm8k" in str(options):
-        options = {"env": "equations,equations_hard"}
     result, lines = run(base, tmp_path, max_steps=2, **options)
     assert len(lines) == 2 and result["steps"] == 2
     assert all(math.isfinite(v) for line in lines for v in line.values())
@@ -216,8 +216,8 @@ def test_result_and_folder(base, tmp_path):
 
 def test_it_learns(base, tmp_path):
     """From a choice at random, right in both turns once in 16, to the right one mostly."""
-    _, lines = run(base, tmp_path, tasks_per_step=8, max_steps=12, learning_rate=5e-3)
-    first, last = (sum(line["success"] for line in part) / 3 for part in (lines[:3], lines[-3:]))
+    _, lines = run(base, tmp_path, tasks_per_step=8, max_steps=8, learning_rate=5e-3)
+    first, last = (sum(line["success"] for line in part) / 2 for part in (lines[:2], lines[-2:]))
     assert first < 0.3 and last > 0.7, [line["success"] for line in lines]
 
 

@@ -25,6 +25,11 @@ olmo3 phi3 ministral3 gpt_oss deepseek_v3 glm4 nemotron_h falcon_h1 mamba2 kimi_
 VOCAB = 96
 
 
+def some(*kept):
+    """All families, of which the others are slow tests."""
+    return [pytest.param(family, marks=[pytest.mark.slow] * (family not in kept)) for family in FAMILIES]
+
+
 def without_limit(model):
     """Nemotron-H: transformers' step of one token leaves this limit out, so that its own decoding is 1e-3 off its own forward."""
     for module in model.modules():
@@ -282,7 +287,7 @@ def test_peft_itself_gives_dense_mlps_of_these_no_adapter(family):
     assert adapted == {"experts"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some("llama", *ATTENTION_IN_PEFT, "qwen3_moe", "qwen3_5", "gemma3n", "gpt_oss", "phi3", "falcon_h1", "lfm2"))
 def test_two_steps_of_grpo_and_the_adapter_in_peft(family, tmp_path):
     """The first ratio is 1, the adapter learns, and PEFT computes with its file what we do."""
     peft = pytest.importorskip("peft")
@@ -353,10 +358,10 @@ def plain_model_of(model, folder):
     return plain
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some("llama", "qwen3_moe", "qwen3_next", "gemma3n", "gpt_oss", "deepseek_v3", "falcon_h1", "lfm2_moe"))
 def test_memory_techniques_change_no_gradient(family, tmp_path):
     """Of the weights that they keep; `stream` computes what `small` does. Experts are read in their order, 10 after 9."""
-    save_text(family, tmp_path, **({"num_experts": 12} if family == "qwen3_moe" else {}))
+    save_text(family, tmp_path, **({"num_local_experts": 12} if family == "qwen3_moe" else {}))
     results = {}
     for memory in ("4bit", "small", "stream"):
         model, _ = load_model(str(tmp_path), lora_r=2, memory=memory, device="cpu")

@@ -34,8 +34,10 @@ def test_a_checkpoint_from_before_a_log_was_thinned_cuts_it_between_two_lines(tm
 
 
 # ----------------------------------------------------------------------------------------- removed while the run goes
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "timing.jsonl", "trajectories.jsonl", "checkpoints", ""])
-@pytest.mark.parametrize("ended", ["signal", "end"])
+@pytest.mark.parametrize("ended, name", [
+    ("signal", "config.yaml"), ("signal", "metrics.jsonl"), ("signal", "checkpoints"), ("signal", ""), ("end", "checkpoints"), ("end", ""),
+    *(pytest.param(ended, name, marks=pytest.mark.slow) for ended, name in (
+        ("signal", "timing.jsonl"), ("signal", "trajectories.jsonl"), ("end", "config.yaml"), ("end", "metrics.jsonl"), ("end", "timing.jsonl"), ("end", "trajectories.jsonl")))])
 def test_what_is_removed_during_a_run_hinders_no_save(place, tmp_path, monkeypatch, name, ended):  # noqa: F811
     again, folder = toy(place, tmp_path / "run"), tmp_path / "run"
     adamw = sft.adamw
@@ -243,8 +245,7 @@ def test_a_thinned_log_is_the_same_however_often_the_run_was_killed(place, tmp_p
     assert "step 5 · " in (tmp_path / "killed" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("changed", ["rules.py", "deck/__init__.py", "deck/cards.py"])
-def test_a_changed_module_that_the_environments_file_imports_is_noticed(place, tmp_path, changed):  # noqa: F811
+def test_a_changed_module_that_the_environments_file_imports_is_noticed(place, tmp_path):  # noqa: F811
     """In a process each, as modules are imported once in one."""
     (tmp_path / "deck").mkdir()
     (tmp_path / "deck" / "__init__.py").write_text("from .cards import ACE\n")
@@ -259,11 +260,13 @@ def test_a_changed_module_that_the_environments_file_imports_is_noticed(place, t
     made_of = read_state(newest_checkpoint(tmp_path / "r"))["made_of"]
     assert sorted(name for name in made_of if name.startswith("environment ")) == [
         f"environment {name}" for name in ("deck/__init__.py", "deck/cards.py", "my_env.py", "rules.py")]
-    for steps, name in ((2, "other.py"), (3, changed)):
-        (tmp_path / name).write_text((tmp_path / name).read_text() + "# changed\n")
+    for steps, name in ((2, "other.py"), (3, "rules.py"), (3, "deck/__init__.py"), (3, "deck/cards.py")):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(before + "# changed\n")
         done = programs.run(programs.ROOT / "sft.py", *words, "--max_steps", steps, "--resume", cwd=tmp_path)
         assert done.returncode == (0 if name == "other.py" else 2), done.stderr[-2000:]
-    assert f"{changed}: is not the file this run began with; put that back" in done.stderr
+        assert (f"{name}: is not the file this run began with; put that back" in done.stderr) == (name != "other.py")
+        (tmp_path / name).write_text(before)
 
 
 # ------------------------------------------------------------------------------------------- code that files may not choose

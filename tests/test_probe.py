@@ -165,7 +165,7 @@ def test_out_of_memory_is_not_taken_for_a_model_that_does_not_run(monkeypatch):
 
 
 @pytest.mark.parametrize("memory", [*SETTINGS, "everything"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_every_dtype_and_memory_technique_passes(tmp_path, memory, dtype, capsys):
     """Also with an adapter that changes something, which the stock forward has as well."""
     from llm import save_model

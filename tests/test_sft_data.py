@@ -20,6 +20,7 @@ import sft
 from agent import Episode, Limits, Trajectory, collate
 from envs.prompts import Prompts
 from envs.trl import opening
+from episodes import imitation
 from episodes.demonstrations import messages_in
 from episodes.imitation import demonstrate
 from episodes.imitation import read_split
@@ -44,6 +45,11 @@ NATALIA = {"question": "Natalia sold 48 clips in April and half as many in May. 
            "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\nThat is 48+24 = <<48+24=72>>72 clips.\n#### 72"}
 FAMILIES = ["tiny", "hermes", "chatml", "thinking", "opens", "glm", "gptoss", "gemma4", "llama", "gemma", "real:smollm2",
             "real:qwen2_5", "real:qwen3", "real:nemotron_3_super"]
+
+
+@pytest.fixture(autouse=True)
+def all_held_out(monkeypatch):
+    monkeypatch.setattr(imitation, "HELD_OUT", 100)
 
 
 @pytest.fixture(scope="module")

@@ -79,15 +79,19 @@ def at(monkeypatch, place, name, when, signum):  # noqa: F811
     return calls
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("name, target, call, signum, done", [
     ("sft, full", (experiment_run, "mix"), 7, signal.SIGTERM, 1),                  # after four of held-out data: first micro-batch of step 1
-    ("sft, full", (experiment_run, "mix"), 8, signal.SIGTERM, 1),                  # its second one
+    slow("sft, full", (experiment_run, "mix"), 8, signal.SIGTERM, 1),              # its second one
     ("grpo, LoRA", (Engine, "step"), 11, signal.SIGINT, 0),               # after the probe's nine: a decode step of step 0's rollout
-    ("grpo, LoRA", (grpo, "token_advantages"), 2, signal.SIGINT, 1),                      # after step 1's episodes were written
+    slow("grpo, LoRA", (grpo, "token_advantages"), 2, signal.SIGINT, 1),                  # after step 1's episodes were written
     ("grpo, LoRA", (grpo, "clip_grad_norm_"), 4, signal.SIGTERM, 2),     # step 1's second update
     ("grpo, LoRA", (checkpoint, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
-    ("dpo, full", (experiment_run, "mix"), 3, signal.SIGTERM, None),
-    ("reward_weighted, LoRA", (Engine, "step"), 12, signal.SIGTERM, 0),
+    slow("dpo, full", (experiment_run, "mix"), 3, signal.SIGTERM, None),
+    slow("reward_weighted, LoRA", (Engine, "step"), 12, signal.SIGTERM, 0),
     ("reward_weighted, LoRA", (Engine, "step"), 18, signal.SIGTERM, None),         # in the second iteration's
     ("reward_weighted, LoRA", (reward_weighted, "reward_weighted_loss"), 3, signal.SIGINT, 1),
 ], ids=str)

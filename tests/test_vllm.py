@@ -11,6 +11,7 @@ from concurrent.futures import wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ class StandIn(ThreadingHTTPServer):
 
     def load(self, name, path):
         self.loads.append(name)
-        with self.lock:
+        with self.lock, mock.patch("llm.loading.probe"):
             self.models[name], _ = load_model(self.base if self.ignores_adapters else path, dtype="float32", train=False)
 
     def turn(self, body):
@@ -404,7 +405,8 @@ def test_a_server_that_does_not_say_its_context_is_none(server, monkeypatch, dat
         vllm.context_of(server.url)
 
 
-@pytest.mark.parametrize("name, says", [("500", "500: CUDA out of memory"), ("half", "the answer is no turn"), ("refused", "400: .*not supported")])
+@pytest.mark.parametrize("name, says", [
+    ("500", "500: CUDA out of memory"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("half", "the answer is no turn"), ("refused", "400: .*not supported")))])
 def test_a_fault_ends_the_run_which_is_saved_and_continues_later(place, tmp_path, server, monkeypatch, name, says):  # noqa: F811
     """The second step's last request fails: no episode of that step is recorded."""
     patch_sleep(monkeypatch, lambda seconds: None)
