@@ -41,9 +41,11 @@ class Template:
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._control = re.compile(pattern)
-        # With the lines after it: templates strip them where they cut a thought out of a text.
+        # With the lines after it: templates strip them where they cut a thought out of a text, and
+        # spell them in JSON.
         self._spelled = re.compile(f"(?:{pattern})\n{{0,2}}")
-        self._marked = re.compile(f"{BEGIN}({self._spelled.pattern}){END}|[{BEGIN}{END}]")
+        self._marked = re.compile(
+            f"{BEGIN}((?:{pattern})(?:\n|\\\\+n){{0,2}}){END}|[{BEGIN}{END}]")
         self._newline = self.encode("\n")
         # The episodes of a group often see the same results.
         self._cached_ids = lru_cache(256)(self._render_ids)

@@ -132,7 +132,7 @@ def disguises(text):
     half = len(text) // 2
     wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
     return [
-        text, text * 2, text * 9, text.upper(), text.lower(), wide, f"{text[:half]}{text}{text[half:]}", text + "\ud800", f" {text} ",
+        text, text * 2, text * 9, text.upper(), text.lower(), wide, f"{text[:half]}{text}{text[half:]}", text + "\ud800", f" {text} ", text + "\n",
         f"{text[:half]}\U000e01ee{text[half:]}", f"\U000e01ee{text}\U000e01ef", text[:half] + " " + text[half:], text[:-1], text[1:],
     ]
 
