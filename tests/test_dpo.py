@@ -416,7 +416,9 @@ USER, GOOD, BAD = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "c
     {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {"prompt": [USER], "chosen": "4", "rejected": [BAD], "tools": "[]"},
     {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD], "tools": None},
-    {"prompt": "2+2? ", "chosen": [USER, GOOD], "rejected": [USER, BAD]}], ids=str)
+    {"prompt": "2+2? ", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"},
+    {"prompt": " \n\nHuman: 2+2?\n\nAssistant:", "chosen": "4", "rejected": "5"}], ids=str)
 def test_every_form_of_a_row_is_the_same_pair(tiny, tmp_path, row):
     (pair,) = read_pairs(tmp_path / "f.jsonl", [row], tiny[1])
     for t, answer in zip(pair, "45"):
