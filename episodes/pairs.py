@@ -6,11 +6,11 @@
 """
 import math
 from collections import defaultdict
-from importlib import import_module
 from itertools import combinations, takewhile
 
 from tqdm import tqdm
 
+from envs.trl import trl_message
 from episodes.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
                                      without_loss)
 from episodes.imitation import draw
@@ -60,7 +60,7 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     both = takewhile(lambda pair: pair[0] == pair[1], zip(*(side[:-1] for side in sides)))
     shared = [message for message, _ in both]
     prompt = prompt_in(row)
-    is_whole = shared and shared[0].get("role") != "assistant"
+    is_whole = sides[0][0].get("role") != "assistant"
     if not prompt or is_whole and not isinstance(row.get("prompt"), list):
         prompt = shared
     if not prompt:
@@ -148,7 +148,7 @@ def is_of_prompt(message: dict) -> bool:
 
 def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
-    rows, trl_message = [], import_module("envs.trl").trl_message
+    rows = []
     for i, (chosen, rejected) in enumerate(learned + held_out):
         better, worse = (list(map(trl_message, t.messages)) for t in (chosen, rejected))
         prompt = list(takewhile(is_of_prompt, better))
