@@ -251,8 +251,6 @@ class Rewards:
                 values = [function(e.trajectory) for e in episodes]
                 if asyncio.iscoroutine(values[0]):
                     values = awaited(side_by_side(values))
-        except UserError:
-            raise
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(f"--rewards {name} raised {message_of(error)} "
