@@ -11,6 +11,7 @@ An episode is paid the sum of weight x value; a weight that is not given is 1. A
 the last turn, a list turn by turn. "environment" is what the environment pays. A veto takes all
 positive rewards of an episode whose value is 0. Values are logged as reward/NAME, without weights.
 """
+import asyncio
 import math
 import re
 import string
@@ -231,6 +232,11 @@ def _function(target: str):
     return function
 
 
+async def side_by_side(coroutines: list) -> list:
+    """Await the values of all episodes at once. A judge may need seconds for each."""
+    return await asyncio.gather(*coroutines)
+
+
 @dataclass
 class Rewards:
     """Pays the episodes of a rollout what the functions say."""
@@ -263,9 +269,9 @@ class Rewards:
                 if isinstance(values, Iterable):
                     values = list(values)
             else:
-                values = [awaited(function(e.trajectory)) for e in episodes]
-        except UserError:
-            raise
+                values = [function(e.trajectory) for e in episodes]
+                if asyncio.iscoroutine(values[0]):
+                    values = awaited(side_by_side(values))
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(f"--rewards {name} raised {message_of(error)} "

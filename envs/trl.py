@@ -18,7 +18,8 @@ def opening(reset, task: dict, observation: str) -> list[dict]:
     if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
         prompt = ""
     prompt = list(map(as_past, as_messages(prompt, "prompt", "user")))
-    if not all(map(is_message, prompt)):
+    if not all(isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+               for message in prompt):
         raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
     *messages, last = prompt
     if last["role"] == "system" and observation:
@@ -44,11 +45,6 @@ def turns_of(t) -> list[int]:
     """Return where in an episode's messages its turns are. Before them a "prompt" may have some."""
     places = [i for i, message in enumerate(t.messages) if message["role"] == "assistant"]
     return places[-len(t.rewards):]
-
-
-def is_message(value: dict) -> bool:
-    """True for a message of text."""
-    return all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
 def as_past(message: dict) -> dict:

@@ -6,12 +6,13 @@
 """
 import math
 from collections import defaultdict
-from importlib import import_module
 from itertools import combinations, takewhile
 
 from tqdm import tqdm
 
-from episodes.demonstrations import Conversation, Encoder, prompt_in, without_loss
+from envs.trl import trl_message
+from episodes.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
+                                     without_loss)
 from episodes.imitation import draw
 from episodes.tasks import need, read_as
 from experiment.bars import NO_BAR
@@ -33,7 +34,9 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     encode = Encoder(tokenizer, config)
     pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
     # Of a million pairs only those that are learned from become tokens.
-    pairs = tqdm(draw(pairs, config, "pairs"), "pairs", disable=NO_BAR, leave=False, delay=2)
+    pairs = draw(pairs, config, "pairs")
+    count_control_tokens([chosen for chosen, _ in pairs], tokenizer)
+    pairs = tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)
     encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
     kept = [pair for pair in encoded if pair[0].token_ids != pair[1].token_ids]
     print_dropped(encoded, kept, "pairs have the same tokens on both sides: dropped")
@@ -46,27 +49,27 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     """Return the chosen and the rejected conversation of a row {"prompt", "chosen", "rejected"}.
 
     Each field is text, a message or a list of messages. The prompt may also be ShareGPT's
-    "conversations" or Alpaca's "instruction". Without one, the messages with which both sides begin
-    are the prompt. Only what follows the prompt is learned. Raises ValueError in one line.
+    "conversations" or Alpaca's "instruction". The messages with which both sides begin are the
+    prompt where there is no other, and where it is a text beside whole conversations, as in TRL.
+    Only what follows the prompt is learned. Raises ValueError in one line.
     """
-    need(row, "chosen", "rejected", otherwise="tasks are given with --tasks")
-    chosen = as_messages(row["chosen"], "chosen", "assistant")
-    rejected = as_messages(row["rejected"], "rejected", "assistant")
-    if chosen == rejected:
-        raise ValueError("chosen and rejected are the same: nothing to prefer")
+    need(row, "chosen", "rejected", otherwise="write a row {prompt, chosen, rejected} for "
+         "each pair, or name its columns: --fields chosen=good; tasks are given with --tasks")
+    sides = [as_messages(row[name], name, "assistant") for name in ("chosen", "rejected")]
+    # The last message of a side is its answer, even if both are the same.
+    both = takewhile(lambda pair: pair[0] == pair[1], zip(*(side[:-1] for side in sides)))
+    shared = [message for message, _ in both]
     prompt = prompt_in(row)
+    is_whole = sides[0][0].get("role") != "assistant"
+    if not prompt or is_whole and not isinstance(row.get("prompt"), list):
+        prompt = shared
     if not prompt:
-        both = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected))
-        prompt = [message for message, _ in both]
-        if not prompt:
-            raise ValueError('no "prompt" field, and chosen and rejected do not begin with the '
-                             "same message")
+        raise ValueError('no "prompt" field, and chosen and rejected do not begin with the same '
+                         "message; name its column: --fields prompt=question")
     conversations = []
-    for side in (chosen, rejected):
+    for side in sides:
         # A side may be a whole conversation, which begins with the prompt.
         answer = side[len(prompt):] if side[:len(prompt)] == prompt else side
-        if not answer:
-            raise ValueError("chosen and rejected must continue after the prompt")
         conversations.append(Conversation(without_loss(prompt) + answer, row, place))
     return tuple(conversations)
 
@@ -145,7 +148,7 @@ def is_of_prompt(message: dict) -> bool:
 
 def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
-    rows, trl_message = [], import_module("envs.trl").trl_message
+    rows = []
     for i, (chosen, rejected) in enumerate(learned + held_out):
         better, worse = (list(map(trl_message, t.messages)) for t in (chosen, rejected))
         prompt = list(takewhile(is_of_prompt, better))

@@ -155,7 +155,7 @@ def as_messages(value, name: str, role: str | None = None) -> list[dict]:
     if isinstance(value, str):
         value = importlib.import_module(TABLES).messages_of(value)
     if role and isinstance(value, str):
-        return [{"role": role, "content": value}]
+        value = {"role": role, "content": value}
     if role and isinstance(value, dict):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):

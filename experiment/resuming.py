@@ -2,7 +2,6 @@
 import os
 from importlib import import_module
 from itertools import takewhile
-from pathlib import Path
 
 from experiment.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
 from experiment.config import ONCE, convert
@@ -14,7 +13,6 @@ from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
-ENVIRONMENTS = Path(__file__).parents[1] / "envs"
 
 
 def continue_run(folder, flags, paths):
@@ -114,18 +112,17 @@ def _sequences(values):
 
 
 def check_ingredients(recorded, paths):
-    """Refuse to continue a run with other weights, data or another environment.
+    """Refuse to continue a run with other weights or data.
 
-    A program that has changed is noted, an environment of this project among them: it changes with
-    every new version. `recorded` is what `fingerprints` returned when the run began.
+    Code that has changed is noted: a fault of an environment or a reward function that ended the
+    run has to be fixed. `recorded` is what `fingerprints` returned when the run began.
     """
     now = fingerprints(paths)
     for label in sorted(recorded.keys() | now.keys()):
         if recorded.get(label) == now.get(label):
             continue
-        path = paths.get(label, label)
-        if not label.startswith("program ") and Path(path).parent != ENVIRONMENTS:
-            raise UserError(f"{path}: is not the file this run began with; put "
+        if not label.startswith(("program ", "environment ")):
+            raise UserError(f"{paths.get(label, label)}: is not the file this run began with; put "
                             "that back (a model of the hub has to be loaded here before), or begin "
                             "anew with another --output_dir (from its weights: --model_path)")
         # Which modules are imported may depend on the caller.

@@ -10,6 +10,7 @@ from experiment.errors import UserError
 
 LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{\s*['"](role|from|(content|value)['"].*['"](role|from))['"]\s*:""", re.DOTALL)
+HH_TURN = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
 
 
 def csv_rows(path):
@@ -54,7 +55,13 @@ def _lines_of_cells(path):
 
 
 def messages_of(cell: str):
-    """Return the messages that a cell holds as JSON, or as pandas writes lists, else the cell."""
+    """Return the messages that a cell holds as JSON, or as pandas writes lists, else the cell.
+
+    They may also be written as in HH-RLHF, whose prompts end with a turn without a text.
+    """
+    if re.match(r"\s*\n\nHuman:", cell):
+        return [{"from": sender.lower(), "value": text.strip()}
+                for sender, text in HH_TURN.findall(cell) if text.strip()]
     if not LIKE_MESSAGES.match(cell):
         return cell
     try:

@@ -415,7 +415,10 @@ USER, GOOD, BAD = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "c
     {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {"prompt": [USER], "chosen": "4", "rejected": [BAD], "tools": "[]"},
     {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD], "tools": None}], ids=str)
+    {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD], "tools": None},
+    {"prompt": "2+2? ", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"},
+    {"prompt": " \n\nHuman: 2+2?\n\nAssistant:", "chosen": "4", "rejected": "5"}], ids=str)
 def test_every_form_of_a_row_is_the_same_pair(tiny, tmp_path, row):
     (pair,) = read_pairs(tmp_path / "f.jsonl", [row], tiny[1])
     for t, answer in zip(pair, "45"):
@@ -437,6 +440,16 @@ def test_turns_of_the_prompt_are_not_trained_and_tool_results_neither(tiny, tmp_
     assert "x - 5 = 4" in tiny[1].decode(rejected.token_ids) and rejected.loss_mask.count(1) == chosen.loss_mask.count(1)
 
 
+def test_a_text_beside_whole_conversations_is_one_of_their_questions(tiny, tmp_path):
+    """UltraFeedback's and its kin's: what both sides begin with is the prompt, and no turn of it is learned."""
+    shared = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, USER]
+    for text in ("1+1?", "2+2?"):
+        (pair,) = read_pairs(tmp_path / "f.jsonl", [{"prompt": text, "chosen": [*shared, GOOD], "rejected": [*shared, BAD]}], tiny[1])
+        for t, answer in zip(pair, "45"):
+            assert tiny[1].decode([i for i, m in zip(t.token_ids, t.loss_mask) if m]) == f"{answer}<|im_end|>"
+            assert tiny[1].decode(t.token_ids).startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?")
+
+
 @pytest.mark.parametrize("row", [
     {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}], ids=str)
 def test_a_system_text_beside_the_pair_opens_it(tiny, tmp_path, row):
@@ -451,10 +464,12 @@ def test_a_system_text_beside_the_pair_opens_it(tiny, tmp_path, row):
 @pytest.mark.parametrize("row, words", [
     ({"prompt": "a", "rejected": "b"}, 'pairs.jsonl:2: no "chosen" field; has: prompt, rejected'),
     ({"prompt": "a", "chosen": "b"}, 'pairs.jsonl:2: no "rejected" field'),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pairs.jsonl:2: chosen and rejected are the same"),
     ({"chosen": "b", "rejected": "c"}, 'pairs.jsonl:2: no "prompt" field, and chosen and rejected do not begin'),
     ({"chosen": [GOOD], "rejected": [BAD]}, 'pairs.jsonl:2: no "prompt" field, and chosen and rejected do not begin'),
-    ({"chosen": [USER], "rejected": [USER, BAD]}, 'pairs.jsonl:2: chosen and rejected must continue after the prompt'),
+    ({"chosen": [USER], "rejected": [USER, BAD]}, 'pairs.jsonl:2: no "prompt" field, and chosen and rejected do not begin'),
+    ({"prompt": [USER], "chosen": [USER], "rejected": [USER, BAD]}, 'pairs.jsonl:2: nothing to train: no assistant message'),
+    ({"question": "a", "chosen": "b", "rejected": "c"}, 'begin with the same message; name its column: --fields prompt=question'),
+    ({"prompt": "a", "response_0": "b", "response_1": "c"}, 'no "chosen" field; has: prompt, response_0, response_1; write a row {prompt, chosen, rejected} for each pair, or name its columns: --fields chosen=good; tasks are given with --tasks'),
     ({"prompt": 3, "chosen": "b", "rejected": "c"}, 'pairs.jsonl:2: "prompt" must be text'),
     ({"prompt": "a", "chosen": [USER], "rejected": "c"}, "pairs.jsonl:2: "),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [1]}, 'pairs.jsonl:2: "tools" must be a list'),
@@ -470,8 +485,11 @@ def test_a_bad_row_is_told_by_file_and_line(start, tmp_path, monkeypatch, row, w
 
 def test_sides_that_differ_in_no_token_are_dropped_and_no_pair_at_all_is_refused(tiny, tmp_path, capsys):
     alike = {"prompt": "2+2?", "chosen": {**GOOD, "name": "a"}, "rejected": {**GOOD, "name": "b"}}
-    assert len(read_pairs(tmp_path / "pairs.jsonl", [alike, {**alike, "rejected": "5"}], tiny[1])) == 1
-    assert "1 of 2 pairs have the same tokens on both sides: dropped" in capsys.readouterr().out
+    same = {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}
+    rendered = {"prompt": "2+2?<|im_end|>", "chosen": "4", "rejected": "5"}
+    assert len(read_pairs(tmp_path / "pairs.jsonl", [alike, same, rendered], tiny[1])) == 1
+    told = capsys.readouterr().out
+    assert "1 rows contain <|im_end|> as text" in told and "2 of 3 pairs have the same tokens on both sides: dropped" in told
     with pytest.raises(UserError, match="pairs.jsonl: no pair is left to learn from"):
         read_pairs(tmp_path / "pairs.jsonl", [alike], tiny[1])
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from saving import save
 
 import dpo
+import envs
 import grpo
 import reward_weighted
 import sft
@@ -32,7 +33,7 @@ from experiment.command_line import parse
 from experiment.errors import UserError
 from experiment.files import to_json
 from experiment.output_folder import OutputFolder
-from experiment.resuming import ENVIRONMENTS, _sequences, check_ingredients
+from experiment.resuming import _sequences
 from llm import load_model, merge, save_model
 from llm.tiny import make_tiny
 
@@ -434,8 +435,8 @@ class E:
 '''
 
 
-@pytest.mark.parametrize("changed", ["base/model.safetensors", "base/config.json", "e.py", "adapter/adapter_model.safetensors"])
-def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, changed):
+@pytest.mark.parametrize("changed", ["base/model.safetensors", "base/config.json", "adapter/adapter_model.safetensors"])
+def test_another_base_is_refused(place, tmp_path, monkeypatch, changed):
     import shutil
     shutil.copytree(place / "base", tmp_path / "base")
     shutil.copytree(place / "adapter", tmp_path / "adapter")
@@ -455,11 +456,18 @@ def test_another_base_or_environment_is_refused(place, tmp_path, monkeypatch, ch
     assert sft.train(again)["steps"] == 3
 
 
-def test_a_new_version_of_an_environment_of_ours_is_noted_as_one_of_the_program_is(capsys):
-    """It was refused as another environment: after a pull that changed one docstring there, no run could be continued."""
-    paths = {"environment code.py": ENVIRONMENTS / "code.py"}
-    check_ingredients({"environment code.py": "of before"}, paths)
-    assert capsys.readouterr().out == "note: environment code.py is not the file this run began with: from here on it may learn something else\n"
+def test_a_run_that_a_reward_function_ended_continues_once_it_is_fixed(place, tmp_path, monkeypatch, capsys):
+    """It was refused as another environment: the printed command could only meet the same fault again."""
+    path = tmp_path / "judge.py"
+    path.write_text("def judge(completions, trainer_state, **_):\n    return [1.0 / (1 - trainer_state.global_step)] * len(completions)\n")
+    again = config(grpo, place, tmp_path / "run", env="equations", rewards=f"{path}:judge", eval_tasks=0, max_steps=2)
+    with pytest.raises(UserError, match="(?s)--rewards judge raised ZeroDivisionError.*step 1 is saved; continue with"):
+        grpo.train(again)
+    path.write_text("def judge(completions, **_):\n    return [1.0] * len(completions)\n")
+    envs._import_file.cache_clear()
+    again.resume = True
+    assert grpo.train(again)["steps"] == 2
+    assert "note: environment judge.py is not the file this run began with: from here on it may learn something else\n" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_version_is_played_but_not_continued(place, tmp_path, monkeypatch):

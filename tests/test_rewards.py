@@ -1,4 +1,5 @@
 """envs/rewards.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
+import asyncio
 import json
 import math
 import sys
@@ -375,6 +376,23 @@ def test_an_async_function_is_awaited(functions):
     lazy = [agent_episode(said("a"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]  # TRL takes any iterable
     loaded(f"{functions}:lazy").pay(lazy)
     assert [e.trajectory.reward_parts["lazy"] for e in lazy] == [0.0, 1.0]
+
+
+def test_the_async_calls_of_a_steps_episodes_wait_at_the_same_time():
+    """64 episodes of a judge that answers in 2 s were two minutes of every step."""
+    waiting = []
+
+    async def judge(episode):
+        waiting.append(episode)
+        while len(waiting) < 3:
+            await asyncio.sleep(0.01)
+        return float(len(episode.messages))
+    judged = [said(*"abc"[:n]) for n in (1, 2, 3)]
+    loop = threading.Thread(target=rewards.Rewards({"judge": judge}, {}).pay, daemon=True,
+                            args=[[agent_episode(t, SimpleNamespace(pays=False, env=None)) for t in judged]])
+    loop.start()
+    loop.join(20)
+    assert [t.reward for t in judged] == [float(len(t.messages)) for t in judged]
 
 
 def test_text_prompts_make_text_completions():
