@@ -352,6 +352,13 @@ def test_a_row_whose_own_solution_fails_is_left_out_and_named(tmp_path, capsys):
     assert "note: task 9 is left out: its own solution fails, '1 of 2 pass\\nadd(1, 1) == 3, not 2'\n" in out and "2 rows have nothing that can be played" in out
 
 
+def test_a_row_whose_own_solution_was_too_slow_stays(monkeypatch):
+    """Beside another process it takes longer: a resumed run, or one of two ranks, had other tasks than the others."""
+    row = {**MBPP, "code": MBPP["code"] + "  # slow here"}
+    monkeypatch.setattr("envs.code.run", lambda *_, **__: sandbox.Result("timeout", "killed after 5 s"))
+    assert Code._row(row)["task_id"] == "7"
+
+
 def test_a_counter_is_the_dict_that_it_holds():
     """MBPP's solutions return Counter, defaultdict and namedtuple where the test says dict or tuple: 0 was paid for them."""
     code = "from collections import *\nfrom enum import IntEnum\nclass E(IntEnum):\n    A = 1\nP = namedtuple('P', 'x y')\n"
