@@ -418,7 +418,7 @@ def test_refused_without_confinement_and_unsafe_by_a_flag(monkeypatch, tmp_path)
     monkeypatch.setattr(sandbox, "COMMAND", [*sandbox.COMMAND[:-1], str(child)])
     sandbox.check_sandbox.cache_clear()
     try:
-        (tmp_path / "rows.jsonl").write_text(json.dumps(MBPP) + "\n")
+        (tmp_path / "rows.jsonl").write_text(json.dumps({**MBPP, "task_id": "not run before"}) + "\n")
         for dataset in (None, str(tmp_path / "rows.jsonl")):
             with pytest.raises(UserError, match="cannot confine.*--unsafe_code"):
                 load_tasks("code", "train", 3, 0, dataset, dataset)
