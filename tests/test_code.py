@@ -323,6 +323,8 @@ def test_rows_of_humaneval_and_mbpp():
     assert env._check() and len(env._examples) == 1 and env.get_reward() == pytest.approx(1.0)
     for missing in (None, [], "[]"):  # a null was told as a missing entry_point
         assert read_row({**MBPP, "challenge_test_list": missing, "test_list": repr(MBPP["test_list"])}) == row  # as pandas writes a CSV file
+    for array in (" ".join(map(repr, MBPP["test_list"])), "\n ".join(map(repr, MBPP["test_list"]))):  # as it does from the arrays of a parquet file
+        assert read_row({**MBPP, "test_list": f"[{array}]"}) == row
     halved = {**MBPP, "code": "def half(x):\n    return x / 2", "test_list": ["assert half(4) == 2", "assert half(6) == 3", "assert half(5) == 2.5"]}
     assert expert(read_row(halved))[0]._check()  # 2.0 == 2, as in MBPP's find_Volume
     assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["question"] == row["question"]
