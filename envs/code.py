@@ -206,20 +206,22 @@ class Code:
     @classmethod
     def _row(cls, row: dict) -> dict | None:
         """Return the task in a row, or None if no test can be read or its own solution fails."""
-        check_sandbox(cls.options["unsafe_code"])
         task = read_row(row)
         return task and cls._if_solved(**task)
 
     @classmethod
     @cache
     def _if_solved(cls, **task) -> dict | None:
-        """Return the task, or None and a note if its own solution, where there is one, fails."""
+        """Return the task, or None and a note if its own solution, where there is one, fails.
+
+        One that is too slow fails in some processes only, and all must have the same tasks.
+        """
         env = cls()
         env.reset(**task)
         env._examples += env._hidden
         env._code = env._solution
         said = env.run_tests()
-        if env._examples_pass or not env._code:
+        if env._examples_pass or not env._code or "\ntimeout: " in said:
             return task
         say_once(f"note: task {task['task_id']} is left out: its own solution fails, {said!r:.200}")
         return None

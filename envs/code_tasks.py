@@ -18,6 +18,8 @@ import re
 import zlib
 from contextlib import suppress
 from functools import cache
+from io import StringIO
+from tokenize import STRING, generate_tokens
 
 from envs.sandbox import parse
 from envs.sandbox_child import encode
@@ -228,7 +230,11 @@ def read_row(row: dict) -> dict | None:
     if "test_list" in row:
         solution = str(row["code"])
         setup = str(row.get("test_setup_code") or "")
-        test = "\n".join(_listed(row["test_list"]) + _listed(row.get("challenge_test_list")))
+        # In a CSV file the lists are texts. NumPy writes them without commas.
+        lists = f"{row['test_list']} {row.get('challenge_test_list')}"
+        tokens = generate_tokens(StringIO(lists).readline)
+        test = "\n".join(ast.literal_eval(token.string) for token in tokens
+                         if token.type == STRING)
         # The function that the tests call. Others that the solution defines are its helpers.
         counts = {node.name: len(read_tests(test, node.name)) for node in parse(solution).body
                   if isinstance(node, ast.FunctionDef)}
@@ -253,11 +259,6 @@ def read_row(row: dict) -> dict | None:
             "dropped_tests": max(asserts - len(tests), 0)}
 
 
-def _listed(tests: list | str | None) -> list[str]:
-    """Return a list, which in a cell of a CSV file is as Python writes it, and may be missing."""
-    return ast.literal_eval(tests) if isinstance(tests, str) else tests or []
-
-
 def read_tests(test: str, name: str) -> list[tuple[list, object]]:
     """Return (arguments, wanted value) of every assert that calls the function with literals.
 
@@ -265,7 +266,8 @@ def read_tests(test: str, name: str) -> list[tuple[list, object]]:
     and `results`, which HumanEval+ has instead, the first 100 items are taken. The text is never
     run, and asserts of other forms are left out, as are those of values that no result can be.
     """
-    tests, lists = [], {"inputs": [], "results": []}
+    tests = []
+    lists = {"inputs": [], "results": []}
     for node in ast.walk(parse(test)):
         # What is no literal, such as a variable or a function's value.
         with suppress(ValueError, TypeError):

@@ -43,10 +43,10 @@ MARKS = re.escape(string.punctuation + "".join(
     c for c in map(chr, range(2**16)) if unicodedata.category(c).startswith("P")))
 # Not of a number: its sign, its point or decimal comma (that of 1,000 is), its fraction bar.
 PUNCTUATION = re.compile(
-    rf"(?!(?<!\w)-[$.]?\d|[./]\d|,(?!(\d\d,)*\d{{3}}(?!\d))\d)[{MARKS}]")
-# Full-width forms, the minus sign, and Arabic's point and thousands mark.
+    rf"(?!(?<!\w)-[$.]?\d|[./]\d|(?<=\d),(?!(\d\d,)*\d{{3}}(?!\d))\d)[{MARKS}]")
+# Full-width forms, the dash and the minus sign, and Arabic's point and thousands mark.
 READ_AS = {**dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F))),
-           0x2212: "-", 0x66B: ".", 0x66C: ","}
+           0x2013: "-", 0x2212: "-", 0x66B: ".", 0x66C: ","}
 UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
 ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)

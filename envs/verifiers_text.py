@@ -14,6 +14,7 @@ import verifiers.v1 as vf
 from envs.calls import awaited
 from envs.numbered import Numbered
 from experiment.data import reading
+from llm.tool_calls import after_thought
 
 
 class Question(Numbered):
@@ -45,7 +46,8 @@ class Question(Numbered):
         """Score the answer, which ends the episode. Solved means that every reward is in full."""
         data = self._entry.data
         prompt = vf.MessageNode(message=vf.UserMessage(content=data.prompt_text))
-        answer = vf.MessageNode(message=vf.AssistantMessage(content=text), parent=0, sampled=True)
+        said = vf.AssistantMessage(content=after_thought(text).strip())
+        answer = vf.MessageNode(message=said, parent=0, sampled=True)
         trace = vf.Trace(task=vf.TraceTask(type="", data=data), nodes=[prompt, answer],
                          agent=vf.AgentInfo(config=vf.AgentConfig()))
         awaited(self._entry.score(trace))

@@ -40,7 +40,7 @@ _GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 # How thoughts begin and end in the markup of the families, and in gpt-oss's and Muse's channels.
 _THOUGHT = re.compile(
-    r"\s*(?:<think>|\[THINK\]|<\|channel>thought|(?:<\|channel\|>analysis|to=self)<\|message\|>)")
+    r"<think>|\[THINK\]|<\|channel>thought|(?:<\|channel\|>analysis|to=self)<\|message\|>")
 _THOUGHT_END = re.compile(
     r"</think>|\[/THINK\]|<channel\|>|(?:<\|channel\|>final|to=user)<\|message\|>")
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -131,7 +131,7 @@ def _error(problem):
 def after_thought(text: str) -> str:
     """Return what follows the thought at the start of a text: nothing if the thought never ends."""
     end = _end_of_thought(text)
-    return text[end:] if end or not _THOUGHT.match(text) else ""
+    return text[end:] if end or not _THOUGHT.match(text.lstrip()) else ""
 
 
 def _end_of_thought(text):
@@ -139,7 +139,7 @@ def _end_of_thought(text):
     closer = _THOUGHT_END.search(text)
     if not closer:
         return 0
-    if not _THOUGHT.match(text):
+    if not _THOUGHT.match(text.lstrip()):
         # The generation prompt may have opened the thought. But a </think> inside a call, as the
         # value of an argument, closes none, nor does that of a later thought.
         if _THOUGHT.search(text, 0, closer.start()):

@@ -283,7 +283,8 @@ def test_a_taskset_of_verifiers_is_played_with_its_own_rewards(taskset):
     env = taskset("doubles_of_ours")
     found = told(env)
     assert "FAIL" not in {verdict for verdict, _ in found.values()} and found["train and test tasks are disjoint"][0] == "pass", found
-    for options, answer, score in ((None, 2, (3.0, {"right": 2.0, "short": 1.0}, True)), ("factor=5", 5, (3.0, {"right": 2.0, "short": 1.0}, True)), (None, 123456, (0.0, {"right": 0.0, "short": 0.0}, False))):
+    for options, answer, score in ((None, 2, (3.0, {"right": 2.0, "short": 1.0}, True)), ("factor=5", 5, (3.0, {"right": 2.0, "short": 1.0}, True)), (None, 123456, (0.0, {"right": 0.0, "short": 0.0}, False)),
+                                   (None, "<think>\n3?\n</think>\n\n2", (3.0, {"right": 2.0, "short": 1.0}, True)), (None, "<think>\n2", (1.0, {"right": 0.0, "short": 1.0}, False))):
         this = setup(env, options)
         game = Game(this, {"number": 0})
         assert game.system_prompt == "A number." and game.seen == [f"{this.cls.options['factor']} times 1?"]

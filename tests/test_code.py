@@ -323,6 +323,8 @@ def test_rows_of_humaneval_and_mbpp():
     assert env._check() and len(env._examples) == 1 and env.get_reward() == pytest.approx(1.0)
     for missing in (None, [], "[]"):  # a null was told as a missing entry_point
         assert read_row({**MBPP, "challenge_test_list": missing, "test_list": repr(MBPP["test_list"])}) == row  # as pandas writes a CSV file
+    for array in (" ".join(map(repr, MBPP["test_list"])), "\n ".join(map(repr, MBPP["test_list"]))):  # as it does from the arrays of a parquet file
+        assert read_row({**MBPP, "test_list": f"[{array}]"}) == row
     halved = {**MBPP, "code": "def half(x):\n    return x / 2", "test_list": ["assert half(4) == 2", "assert half(6) == 3", "assert half(5) == 2.5"]}
     assert expert(read_row(halved))[0]._check()  # 2.0 == 2, as in MBPP's find_Volume
     assert read_row({**MBPP, "prompt": MBPP["text"], "text": None})["question"] == row["question"]
@@ -350,6 +352,13 @@ def test_a_row_whose_own_solution_fails_is_left_out_and_named(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "note: task 8 is left out: its own solution fails, \"0 of 3 pass\\nerror: line 1: ModuleNotFoundError: No module named 'numpy'\"\n" in out
     assert "note: task 9 is left out: its own solution fails, '1 of 2 pass\\nadd(1, 1) == 3, not 2'\n" in out and "2 rows have nothing that can be played" in out
+
+
+def test_a_row_whose_own_solution_was_too_slow_stays(monkeypatch):
+    """Beside another process it takes longer: a resumed run, or one of two ranks, had other tasks than the others."""
+    row = {**MBPP, "code": MBPP["code"] + "  # slow here"}
+    monkeypatch.setattr("envs.code.run", lambda *_, **__: sandbox.Result("timeout", "killed after 5 s"))
+    assert Code._row(row)["task_id"] == "7"
 
 
 def test_a_counter_is_the_dict_that_it_holds():
@@ -411,7 +420,7 @@ def test_refused_without_confinement_and_unsafe_by_a_flag(monkeypatch, tmp_path)
     monkeypatch.setattr(sandbox, "COMMAND", [*sandbox.COMMAND[:-1], str(child)])
     sandbox.check_sandbox.cache_clear()
     try:
-        (tmp_path / "rows.jsonl").write_text(json.dumps(MBPP) + "\n")
+        (tmp_path / "rows.jsonl").write_text(json.dumps({**MBPP, "task_id": "not run before"}) + "\n")
         for dataset in (None, str(tmp_path / "rows.jsonl")):
             with pytest.raises(UserError, match="cannot confine.*--unsafe_code"):
                 load_tasks("code", "train", 3, 0, dataset, dataset)

@@ -97,6 +97,7 @@ def test_bm25_by_hand():
     assert corpus.best("bird blue", 3) == ["c", "b"]
     assert corpus.best("c", 3) == ["c"]  # by its title
     assert corpus.best("", 3) == corpus.best("nothing", 3) == []
+    assert Corpus({"a": "red", "b": "red fish and bird"}).best("red", 2) == ["a", "b"]  # a word of all documents does not count against them
 
 
 def test_documents_in_chinese_are_found_and_shown(tmp_path):

@@ -521,6 +521,13 @@ def test_linear_time(unit):
         assert time.process_time() - start < 2, (prefix, unit)
 
 
+def test_a_thought_after_much_white_space_is_read_in_linear_time():
+    """20,000 spaces before a </think> took 8 s, in which a rollout stood still."""
+    start = time.process_time()
+    assert after_thought(" \n" * 20_000 + "x</think>B") == "B"
+    assert time.process_time() - start < 1
+
+
 def test_long_arguments():
     call = {"name": "f", "arguments": {"a": "x" * 100_000, "b": ["y"] * 10_000}}
     start = time.process_time()
