@@ -6,7 +6,10 @@ from functools import cache
 from importlib import import_module
 from itertools import chain
 
+from tqdm import tqdm
+
 import envs
+from experiment.bars import NO_BAR
 from experiment.config import MIXTURES
 from experiment.data import reading
 from experiment.episodes import print_dropped
@@ -84,7 +87,9 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
     tasks = []
     dropped = Counter()
-    for place, row in import_module(MIXTURES).read_data(path, fields, seed):
+    rows = import_module(MIXTURES).read_data(path, fields, seed)
+    # Rows of `code` are tried in the sandbox, some thirty a second.
+    for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
         with reading(place):
             if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
                 continue
