@@ -73,9 +73,11 @@ class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags)
     expert_noise: float = flag(0.0, "share of wrong actions of the scripted expert", low=0, high=1)
     max_turns: int | None = flag(None, "turns of an episode; default: as the environment states",
                                  low=1)
-    max_new_tokens: int | None = auto(256, "tokens per turn in the evaluation", low=1)
-    max_tokens: int | None = auto(2048, "longest episode, tokens; longer ones are dropped", low=8,
-                                  aliases=("max_length",))
+    max_new_tokens: int | None = auto(
+        256, "tokens per turn in the evaluation, unless the environment states it", low=1)
+    max_tokens: int | None = auto(
+        2048, "longest episode, tokens, unless the environment states it; longer ones are dropped",
+        low=8, aliases=("max_length",))
 
 
 def sft_loss(logprobs, loss_mask, num_tokens):

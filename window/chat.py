@@ -45,7 +45,7 @@ class Config(PlayFlags):
     system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
     dataset: str | None = flag(None, "task file; default: the run's, or the environment's own")
     eval_dataset: str | None = flag(None, "task file for --split test; default: the run's")
-    num_tasks: int = flag(0, "play this many tasks and print them, instead of chatting", low=0)
+    num_tasks: int = flag(0, "play this many tasks instead of chatting, and print some", low=0)
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
     group_size: int = 1
     output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
