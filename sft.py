@@ -107,7 +107,7 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
     limits = envs.limits_of(config)
     played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run,
                       env_options=envs.options_of(config), rewards=envs.rewards_of(config))
-    return {**played, **run.ranks.total(losses), "demonstrations": len(held_out)}
+    return played | run.ranks.total(losses) | {"demonstrations": len(held_out)}
 
 
 # -------------------------------------------------------------------------------------------- loop
