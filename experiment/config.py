@@ -112,7 +112,7 @@ def options(config_class):
             option = flags.get(name) or Option(kind, bool(none), group=getattr(c, "heading", ""))
             stated = {"default": field.default, "auto": False, **field.metadata}
             (flags if name in flags else new)[name] = dataclasses.replace(option, **stated)
-        flags = {**new, **flags}
+        flags = new | flags
     return flags
 
 

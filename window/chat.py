@@ -230,7 +230,7 @@ def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
     """
     session = episode.session
     if hasattr(session.cls, "_from_text"):
-        task = {**session.cls._from_text(text), **envs.taken(session.cls, options)}
+        task = session.cls._from_text(text) | envs.taken(session.cls, options)
         session = Session(session.watch, session.name, session.cls, task)
         episode = Episode(session, episode.chat, episode.limits, episode.trajectory.group_id)
         question = episode.trajectory.messages[-1]["content"]

@@ -279,7 +279,7 @@ class Server:
                                "text (_from_text)")
         name, cls, chat = self.environment
         with refused("problem"):
-            task = {**cls._from_text(problem), **envs.taken(cls, envs.options_of(self.config))}
+            task = cls._from_text(problem) | envs.taken(cls, envs.options_of(self.config))
         return Episode(Session(self.watch, name, cls, task), chat, self.limits, "solve")
 
     # ----------------------------------------------------------------------------- models, adapters
