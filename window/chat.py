@@ -83,7 +83,7 @@ def command(config: Config):
             from window.server import serve
         except ImportError as error:
             raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
-        serve(config, *load(config), rollout_options(config)["limits"])
+        serve(config, load, rollout_options(config)["limits"])
         return
     model, tokenizer = load(config)
     try:
