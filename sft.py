@@ -11,7 +11,7 @@ are context. The other algorithms train through merged weights, so that an updat
 rollout did; here there is no rollout, and the adapter stays beside the weights. Left out: packing
 (episodes of similar length share a batch instead) and label smoothing.
 
-    python sft.py        the tiny model learns the equations environment: a minute on a CPU
+    python sft.py        the tiny model learns the equations environment: 2 minutes on a CPU core
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k --lora_r 16
     python sft.py --model_path Qwen/Qwen2.5-0.5B-Instruct --dataset chats.jsonl --lora_r 16
 
