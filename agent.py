@@ -407,7 +407,7 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
     if not trajectories:  # every prompt is too long
         return {}
-    return {**summarise(trajectories), **pass_at_k(trajectories)}
+    return summarise(trajectories) | pass_at_k(trajectories)
 
 
 if __name__ == "__main__":

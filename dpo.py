@@ -384,7 +384,7 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
     totals = run.ranks.total(metrics)
     played = evaluate(model, tokenizer, config.env, tasks, **rollout_options(config, run))
     pairs_metrics = {f"pairs/{name}": value for name, value in totals.items()}
-    return {**pairs_metrics, "pairs/count": len(pairs), **played}
+    return pairs_metrics | {"pairs/count": len(pairs)} | played
 
 
 def train(config: Config) -> dict:

@@ -1,4 +1,4 @@
-"""The three-phase course from nothing, for three seeds: data, SFT, traces, DPO, report, as README's five commands.
+"""The three-phase course from nothing, for three seeds: data, SFT, traces, DPO, report: the five commands of README.md here.
 
     python bench/course.py [OUT]        half an hour on 2 cores, two seeds at a time; writes bench/results/course.json
                                         and course_seed0.md, the report of the first seed
@@ -6,6 +6,7 @@
 Aims: SFT right in over 65 % of 1,000 held-out meetings, traces in over 60 %, DPO in over 70 %; nobody can be right in
 more than the Bayes ceiling.
 """
+import argparse
 import datetime
 import json
 import os
@@ -19,7 +20,7 @@ SEEDS, RESULTS, AIMS = (0, 1, 2), os.path.join(ROOT, "bench", "results"), {"sft"
 
 
 def course(out: str, seed: int) -> list[str]:
-    """README's five commands, in folder `out`."""
+    """The five commands of bench/README.md, in folder `out`."""
     csv, sft, traces, dpo = (os.path.join(out, name) for name in ("meetings.csv", "sft", "traces.jsonl", "dpo"))
     return [f"bench/meetings.py --rows 3000 --output {csv} --seed {seed}",
             f"sft.py --env meetings --tasks {csv} --expert_noise 0.1 --batch_size 16 --max_steps 800 "
@@ -66,4 +67,6 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "runs", "course"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", default=os.path.join(ROOT, "runs", "course"))
+    main(parser.parse_args().out)

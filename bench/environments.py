@@ -1,7 +1,7 @@
 """Learning on the environments: SFT on noisy demonstrations, then GRPO; held-out success before and after.
 
     python ../shared/real/get_smollm2.py .real/smollm2
-    python bench/environments.py                                about two hours on two cores
+    python bench/environments.py                                many hours on two cores
     python bench/environments.py --only search --seeds 0
 
 A model is taught by `sft.py` (in up to four stages, each from the one before) on demonstrations in which a share of

@@ -5,6 +5,7 @@
 A part writes its result as it grows, so that something is left of one that is stopped. `checks` in a result are the
 questions that must be answered by yes; an `error` comes with its traceback. Everything also runs on a CPU.
 """
+import argparse
 import gc
 import importlib.util
 import json
@@ -652,4 +653,7 @@ def main(call: str, path: str):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call")
+    parser.add_argument("path")
+    main(**vars(parser.parse_args()))

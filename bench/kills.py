@@ -1,11 +1,14 @@
 """SIGKILL at random moments, half of them aimed at saving: is a checkpoint ever torn, is more than an interval lost?
 
-    python bench/kills.py [200] [sft | grpo]    -> bench/results/kills_sft.json; exit status 1 if anything is lost
+    python bench/kills.py [200] [sft | grpo]    six minutes; exit status 1 if anything is lost
+
+From 200 kills on bench/results/kills_sft.json or kills_grpo.json is written; the last line is that JSON.
 
 A tiny run that saves after every second step is killed, resumed, killed ... until it ends; then the next run begins.
 After each kill all checkpoints are verified, and the newest may lack two of the logged steps at most. Every run that
 ends must have the bits of one that was never killed. Runs are forked from this process, which has imported everything.
 """
+import argparse
 import datetime
 import json
 import os
@@ -143,4 +146,7 @@ def main(kills, kind):
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 200, sys.argv[2] if sys.argv[2:] else "sft"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kills", nargs="?", type=int, default=200)
+    parser.add_argument("kind", nargs="?", default="sft", choices=CONFIGS)
+    sys.exit(main(**vars(parser.parse_args())))

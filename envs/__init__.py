@@ -5,6 +5,7 @@
     gsm8k.py      word problems and a calculator, or Python
     code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
     search.py     questions over documents (corpus.py: their index); writing.py; business.py
+    prompts.py    rows with a prompt and no tools: --env envs.prompts:Prompts
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
     options.py    reads --env_options
     calls.py      the tools of a class, and one call of one of them (steps.py: a step of Gymnasium)

@@ -279,6 +279,10 @@ class Rewards:
         if not isinstance(values, list) or len(values) != len(episodes):
             raise UserError(f"--rewards {name} returned {values!r:.60} for {len(episodes)} "
                             "completions; give a list with a number or None for each")
+        if all(value is None for value in values):
+            columns = ", ".join(episodes[0].trajectory.info["task"])
+            say_once(f"note: --rewards {name} scores none of these episodes; their tasks have "
+                     f"{columns} (exact and math_verify need answer or solution: --fields)")
         return values
 
     def _pay_one(self, episode, values: dict):
@@ -289,10 +293,6 @@ class Rewards:
         earned = {}
         values = {name: value for name, value in values.items()
                   if value is not None and (name != "environment" or session.pays)}
-        if not values:
-            say_once("note: --rewards: no function scores a task with the columns "
-                     f"{', '.join(t.info['task'])}; its reward is 0 (exact and math_verify need "
-                     "answer or solution: --fields)")
         for name, value in values.items():
             weight = self.weights.get(name, 1.0)
             turns = per_turn(name, value, len(t.rewards))

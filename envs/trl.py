@@ -111,7 +111,7 @@ def as_trl(episodes: list, name: str, function) -> dict:
         say_once(f"note: --rewards {name}: no task of this step has a column {column!r}, so it "
                  f"gets None; columns: {', '.join(sorted(columns))}")
     names = (columns | wanted) - {"prompt", "completion"}
-    return {**{column: [task.get(column) for task in tasks] for column in names}, **given}
+    return {column: [task.get(column) for task in tasks] for column in names} | given
 
 
 def trl_message(message: dict) -> dict:

@@ -1,7 +1,7 @@
 """Configs are dataclasses of flags: `seed: int = flag(0, "seed of everything random", low=0)`.
 
 Here are also the flags that all algorithms share, as dataclass parents, and the check of a config's
-values. Only the standard library is imported at the top, so that --help answers at once.
+values.
 """
 import dataclasses
 import difflib
@@ -112,7 +112,7 @@ def options(config_class):
             option = flags.get(name) or Option(kind, bool(none), group=getattr(c, "heading", ""))
             stated = {"default": field.default, "auto": False, **field.metadata}
             (flags if name in flags else new)[name] = dataclasses.replace(option, **stated)
-        flags = {**new, **flags}
+        flags = new | flags
     return flags
 
 

@@ -61,7 +61,7 @@ def _rows(source, columns):
             say_once(f"note: {place}: chat_template_kwargs is not read; set such values at the top "
                      "of the model's chat_template.jinja: {% set enable_thinking = false %}")
         kept = {name: value for name, value in row.items() if name not in columns.values()}
-        yield f"{place}:{line}", {**kept, **renamed}
+        yield f"{place}:{line}", kept | renamed
     if missing:
         names = sorted({columns[name] for name in missing})
         say_once(f"note: {place}: no row has {', '.join(names)}, which --fields names")

@@ -235,8 +235,8 @@ class Run:
         else:
             self.made_of = fingerprints(self._ingredients()) if self.writes else {}
             self.schedule, self.before = total, evaluate()
-            if self.before:
-                say(f"before: {headline(self.before)}")
+            if words := headline(self.before):
+                say(f"before: {words}")
         notes = idle_notes(self.config)
         if self.algorithm != "sft":
             notes += first_notes(self.before, self.config, state.model, self.has_expert,
@@ -253,8 +253,8 @@ class Run:
             self.after = evaluate()
             for name, value in self.after.items():
                 self.line[f"eval/{name}"] = value
-            if self.after:
-                say(f"after step {self.step}: {headline(self.after)}")
+            if words := headline(self.after):
+                say(f"after step {self.step}: {words}")
         self.write_line(self.step - 1, self.line, timing)
         every = self.config.save_every
         due = self.step % every == 0 if every else time.monotonic() > self.saved_at + SAVE_SECONDS
@@ -310,7 +310,7 @@ class Run:
             self._keep_bad(episodes, reason)
             return
         # `errors` of these is 0: `played_shares` has logged that of all that was played.
-        self.line = {**summarise(episodes), **self.line}
+        self.line = summarise(episodes) | self.line
         self.write_episodes(episodes, LOGGED_EPISODES)
 
     def write_episodes(self, episodes, limit=None):
@@ -319,7 +319,7 @@ class Run:
         They go into trajectories.jsonl, which other programs learn from: no group is cut.
         """
         groups = {t.group_id for t in episodes[:limit]}
-        lines = [{"step": self.step, **t.to_json()} for t in episodes if t.group_id in groups]
+        lines = [{"step": self.step} | t.to_json() for t in episodes if t.group_id in groups]
         self._append(EPISODES, lines)
 
     def write_line(self, step, metrics, timing):
@@ -327,8 +327,8 @@ class Run:
 
         metrics holds what is a function of the seed, timing what a clock decides. Both are flat.
         """
-        self._append("metrics.jsonl", [{"step": step, **metrics}])
-        self._append("timing.jsonl", [{"step": step, **timing}])
+        self._append("metrics.jsonl", [{"step": step} | metrics])
+        self._append("timing.jsonl", [{"step": step} | timing])
         for sentence in self.alarms.add(metrics):
             say(f"ALARM, step {step + 1}: {sentence}")
 

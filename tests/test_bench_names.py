@@ -2,6 +2,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -35,3 +37,10 @@ def test_names_exist(script, monkeypatch):
                     assert args.vararg or len(args.args) == len(inspect.signature(getattr(names[name], attribute)).parameters), attribute
                 case ast.Call(ast.Attribute(ast.Name(name), "Config"), keywords=keywords) if name in CONFIGS:
                     assert {keyword.arg for keyword in keywords} - {None} <= CONFIGS[name]
+
+
+@pytest.mark.parametrize("script", ["course", "kills", "gpu_parts"])  # their arguments are places
+def test_help_is_help_and_no_argument(script, tmp_path):
+    command = [sys.executable, str(ROOT / "bench" / f"{script}.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"python bench/{script}.py" in done.stdout and not list(tmp_path.iterdir())

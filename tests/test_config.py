@@ -246,6 +246,13 @@ def test_help_lists_flags_by_parent_with_the_defaults_that_are_in_force(capsys):
     assert "--group_size N episodes of each task; same as --samples_per_prompt, --num_samples, --num_generations; default: 8" in out
 
 
+@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted])
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens"])
+def test_help_says_that_the_environments_lengths_come_first(module, name):
+    assert getattr(module.settle(module.Config(env="code")), name) != options(module.Config)[name].default
+    assert "unless the environment states it" in options(module.Config)[name].help
+
+
 @pytest.mark.parametrize("line, hint", [
     ("--lr 1", "--learning_rate"), ("--per_device_train_batch_size 1", "--batch_size"), ("--lora_rank 8", "--lora_r"),
     ("--kl_beta 1", "--kl_coef"), ("--kl 1", "--kl_coef"), ("--beta 1", "--kl_coef"), ("--model_name_or_path x", "--model_path"),

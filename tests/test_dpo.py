@@ -198,7 +198,7 @@ def run(start, folder, recorded=None, **options):
     return result, [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-def test_every_pair_is_trained_in_every_epoch(start, recorded, tmp_path, monkeypatch):
+def test_every_pair_is_trained_in_every_epoch(start, recorded, tmp_path, monkeypatch, capsys):
     """24 pairs in steps of 9: three steps of 8. Once the last 6 of each epoch's shuffled pairs were left out."""
     seen = []
     batch_loss = dpo.batch_loss
@@ -209,6 +209,7 @@ def test_every_pair_is_trained_in_every_epoch(start, recorded, tmp_path, monkeyp
     monkeypatch.setattr(dpo, "batch_loss", watched)
     result, _ = run(start, tmp_path, recorded, batch_size=9, max_steps=None, num_epochs=2, eval_share=0.0, pairs="best_worst")
     assert result["steps"] == 6 and sorted(Counter(seen).values()) == [2] * 24
+    assert "before:" not in capsys.readouterr().out  # nothing is held out
 
 
 def test_the_environment_that_a_data_file_names_is_never_imported(start, recorded, tmp_path):

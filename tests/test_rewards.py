@@ -235,10 +235,10 @@ def test_weights_names_turns_and_what_is_not_scored(functions):
     assert summarise([t, other])["reward/half"] == 0.5 and summarise([t, other])["reward/exact"] == 1.0  # means over those that have them
 
 
-def test_an_episode_that_no_function_scores_is_told_once(functions, capsys):
+def test_a_function_that_scores_no_episode_is_told_once_even_beside_one_that_does(functions, capsys):
     for _ in range(2):
-        assert paid(f"exact,{functions}:unscored", said("a", task={"prompt": "?", "truth": "a"}), pays=False).reward == 0
-    assert capsys.readouterr().out == ("note: --rewards: no function scores a task with the columns prompt, truth; its reward is 0 "
+        assert paid(f"exact,{functions}:half", said("a", task={"prompt": "?", "truth": "a"}), pays=False).reward == 0.5
+    assert capsys.readouterr().out == ("note: --rewards exact scores none of these episodes; their tasks have prompt, truth "
                                        "(exact and math_verify need answer or solution: --fields)\n")
 
 

@@ -6,6 +6,6 @@
                 player.py samples)
     merge.py    `python lora.py merge`: an adapter becomes a plain model folder
 
-Begin with report.py. The rest of the project starts it in two places: a finished run writes its
-page, and `python agent.py` opens the chat.
+Begin with report.py. The rest of the project enters in three places: a run that has finished writes
+its page, `python agent.py` opens the chat, and `python lora.py` merges.
 """

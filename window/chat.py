@@ -45,7 +45,7 @@ class Config(PlayFlags):
     system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
     dataset: str | None = flag(None, "task file; default: the run's, or the environment's own")
     eval_dataset: str | None = flag(None, "task file for --split test; default: the run's")
-    num_tasks: int = flag(0, "play this many tasks and print them, instead of chatting", low=0)
+    num_tasks: int = flag(0, "play this many tasks instead of chatting, and print some", low=0)
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
     group_size: int = 1
     output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
@@ -83,7 +83,7 @@ def command(config: Config):
             from window.server import serve
         except ImportError as error:
             raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
-        serve(config, *load(config), rollout_options(config)["limits"])
+        serve(config, load, rollout_options(config)["limits"])
         return
     model, tokenizer = load(config)
     try:
@@ -230,7 +230,7 @@ def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
     """
     session = episode.session
     if hasattr(session.cls, "_from_text"):
-        task = {**session.cls._from_text(text), **envs.taken(session.cls, options)}
+        task = session.cls._from_text(text) | envs.taken(session.cls, options)
         session = Session(session.watch, session.name, session.cls, task)
         episode = Episode(session, episode.chat, episode.limits, episode.trajectory.group_id)
         question = episode.trajectory.messages[-1]["content"]

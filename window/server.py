@@ -279,7 +279,7 @@ class Server:
                                "text (_from_text)")
         name, cls, chat = self.environment
         with refused("problem"):
-            task = {**cls._from_text(problem), **envs.taken(cls, envs.options_of(self.config))}
+            task = cls._from_text(problem) | envs.taken(cls, envs.options_of(self.config))
         return Episode(Session(self.watch, name, cls, task), chat, self.limits, "solve")
 
     # ----------------------------------------------------------------------------- models, adapters
@@ -402,11 +402,11 @@ def error_of(error: HTTPException) -> dict:
                       "code": getattr(error, "code", None)}}
 
 
-def serve(config, model, tokenizer, limits):
-    """Answer requests until a signal ends the process."""
+def serve(config, load, limits):
+    """Answer requests until a signal ends the process. `load` returns the model and tokenizer."""
     if config.host not in LOCAL and not config.token:
         raise UserError(f"--host {config.host}: others can reach it, so give a --token")
-    server = Server(config, model, tokenizer, limits)
+    server = Server(config, *load(config), limits)
     http = uvicorn.Server(uvicorn.Config(
         server.application(), host=config.host, port=config.port, log_level="warning",
         lifespan="off", ws="none"))

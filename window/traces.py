@@ -35,7 +35,7 @@ def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
     traces.replace(episodes)
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")
-    for name, value in {**summarise(episodes), **pass_at_k(episodes)}.items():
+    for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
         print(f"{name:24}{value:>10.6g}")
     if traces.path:
         print(f"written: {printable(str(traces.path))}")
