@@ -78,9 +78,7 @@ def _make_parser(flags, description):
     for name, option in flags.items():
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        words = [name, *option.aliases]
-        words += [word.replace("_", "-") for word in words]
-        spellings = [f"--{word}" for word in words]
+        spellings = [f"--{word}" for word in (name, *option.aliases)]
         action = groups[option.group].add_argument(
             *spellings, dest=name, metavar=METAVARS[option.kind], help=_help_text(option))
         # All spellings are parsed, and --help shows the first.
@@ -88,8 +86,8 @@ def _make_parser(flags, description):
         if option.kind is bool:
             action.nargs = "?"
             action.const = "true"
-            parser.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name,
-                                action="store_const", const="false", help=argparse.SUPPRESS)
+            parser.add_argument(f"--no_{name}", dest=name, action="store_const", const="false",
+                                help=argparse.SUPPRESS)
     return parser
 
 
@@ -111,7 +109,7 @@ def _yaml_values(path, flags):
     """Return {field name: checked value} of a YAML file."""
     names, values = _names(flags), {}
     for line, key, value in read_yaml(path):
-        name = names.get(key.replace("-", "_"))
+        name = names.get(key)
         if not name:
             raise UserError(f"{path}:{line}: unknown option {key}; {_proposal(key, names)}")
         if name in ONCE:
@@ -125,10 +123,11 @@ def _yaml_values(path, flags):
 # ------------------------------------------------------------------------------------ unknown names
 def _refusal(word, flags):
     """Return the message for a word of the command line that is no flag."""
-    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    option = word.partition("=")[0]
+    name = option.removeprefix("--").replace("-", "_")
     if not name or not word.startswith("--"):
         return f"unexpected argument {word}; options are written --name value"
-    return f"unknown option --{name}; {_proposal(name, [*_names(flags), 'config', 'help'], '--')}"
+    return f"unknown option {option}; {_proposal(name, [*_names(flags), 'config', 'help'], '--')}"
 
 
 def _proposal(name, known, prefix=""):

@@ -192,7 +192,7 @@ def read_yaml(path):
     for key, node in root.value if root else ():
         with reading(path, node.start_mark.line + 1):
             name = _scalar(key) or "null"
-            is_list = node.id == "sequence" and name.replace("-", "_") in LISTS
+            is_list = node.id == "sequence" and name in LISTS
             value = importlib.import_module(TABLES).rows_as_json(node) if is_list else _scalar(node)
         yield key.start_mark.line + 1, name, value
 

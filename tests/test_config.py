@@ -30,11 +30,11 @@ def refusal(*argv):
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("line, name, value", [
-    ("--learning_rate 1e-4", "learning_rate", 1e-4), ("--learning-rate=.5", "learning_rate", 0.5),
+    ("--learning_rate 1e-4", "learning_rate", 1e-4), ("--learning_rate=.5", "learning_rate", 0.5),
     ("--learning_rate 3", "learning_rate", 3.0), ("--samples_per_prompt 4", "group_size", 4),
-    ("--samples-per-prompt=4", "group_size", 4), ("--load_in_4bit", "load_in_4bit", True),
+    ("--samples_per_prompt=4", "group_size", 4), ("--load_in_4bit", "load_in_4bit", True),
     ("--load_in_4bit false", "load_in_4bit", False), ("--load_in_4bit=True", "load_in_4bit", True),
-    ("--no_shuffle", "shuffle", False), ("--no-shuffle", "shuffle", False), ("--shuffle --seed 1", "shuffle", True),
+    ("--no_shuffle", "shuffle", False), ("--shuffle --seed 1", "shuffle", True),
     ("--max_steps 3", "max_steps", 3), ("--max_steps none", "max_steps", None), ("--reference none", "reference", None),
     ("--model_path none", "model_path", "none"), ("--model_path=--odd", "model_path", "--odd"),
     ("--model_path a=b", "model_path", "a=b"), ("--offset -1e-4", "offset", -1e-4), ("--offset=-.5", "offset", -0.5), ("--resume", "resume", True),
@@ -123,7 +123,7 @@ def test_long_values_are_not_repeated_in_full():
 def test_defaults_then_yaml_then_command_line(tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("learning_rate: 1e-4\nsamples_per_prompt: 6\nseed: 5\nmodel_path: no\nmax_steps: null\n")
-    second.write_text("seed: 7\nload-in-4bit: true\n")
+    second.write_text("seed: 7\nload_in_4bit: true\n")
     config = parse(Config, ["--group_size", "3", "--config", str(first), f"--config={second}"])
     assert config == Config(learning_rate=1e-4, group_size=3, seed=7, model_path="no", load_in_4bit=True)
     first.write_text("# nothing yet\n")
