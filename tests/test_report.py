@@ -323,11 +323,3 @@ def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
     assert done.stdout == "set()\n"
 
 
-def test_a_long_run_is_a_small_page_that_keeps_its_peaks():
-    """50,000 steps were 16 MB of points, more than a screen has."""
-    from window.curves import chart, thinned
-    points = [(step, 1.0 * (step % 7)) for step in range(50_000)]
-    points[31_234] = (31_234, 99.0)
-    few = thinned(points)
-    assert len(few) <= 10_000 and (31_234, 99.0) in few and few == sorted(few) and len(chart("loss", points)) < 200_000
-    assert thinned(points[:10_000]) == points[:10_000]

@@ -1,12 +1,10 @@
 """Curves of a run as inline SVG: small multiples of every number that changes."""
 import math
 from html import escape
-from operator import itemgetter
 from statistics import fmean
 
 from experiment.episodes import is_finite
 
-DRAWN = 5000  # stretches of a run, of each of which the thin curve shows two points
 PARTS = 20  # of a run, over each of which the bold curve is a mean
 UNITS = {"peak_memory_mb": "MiB"}
 UNITS |= dict.fromkeys(("entropy", "kl", "approx_kl", "held_out_loss"), "nats per token")
@@ -47,15 +45,6 @@ def stretches(points, n):
     return [points[start:start + size] for start in range(0, len(points), size)]
 
 
-def thinned(points):
-    """Return the lowest and the highest point of each of DRAWN stretches."""
-    drawn = []
-    for part in stretches(points, DRAWN):
-        part.sort(key=itemgetter(1))  # by value
-        drawn += sorted({part[0], part[-1]})
-    return drawn
-
-
 def chart(name, points):
     """Return one curve as a <figure>, between its lowest and its highest value."""
     steps, values = zip(*points)
@@ -77,7 +66,7 @@ def chart(name, points):
             f'<svg viewBox="0 0 320 140" role=img aria-label="{name}">'
             f"<text x=10 y=12>{number(high)}</text><text x=10 y=135>{number(low)}</text>"
             f"<text x=310 y=135 text-anchor=end>steps {first} to {last}</text>"
-            f"{polyline('raw', thinned(points))}{polyline('smooth', means)}</svg></figure>")
+            f"{polyline('raw', points)}{polyline('smooth', means)}</svg></figure>")
 
 
 def number(value, style=""):
