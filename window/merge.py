@@ -4,14 +4,11 @@
 """
 import argparse
 import os
-import shlex
 import sys
 
 from experiment.errors import UserError
-from experiment.notes import path_of
 from experiment.program import prepare_streams
 from llm.loading import DTYPES, merge
-from window.report import config_of
 
 PARSER = argparse.ArgumentParser(
     prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -23,16 +20,6 @@ PARSER.add_argument(
     help="of the weights; auto: as the base is stored; the run's: the weights that it trained with")
 
 
-def flags_of(source: str) -> list[str]:
-    """Return the flags that say what a run's folder played, or nothing for another folder."""
-    values = config_of(source)
-    words = []
-    for name in ("env", "env_options", "rewards"):
-        if values.get(name):
-            words += [f"--{name}", values[name]]
-    return words
-
-
 def main(words: list[str]) -> int:
     """Run the command and return its exit status."""
     args = PARSER.parse_args(words)
@@ -41,8 +28,7 @@ def main(words: list[str]) -> int:
         if os.path.lexists(args.folder) and os.listdir(args.folder):
             raise UserError(f"{args.folder}: is not empty; give a new folder")
         merge(args.source, args.folder, args.dtype)
-        words = ["python", path_of("agent.py"), "--model_path", args.folder, *flags_of(args.source)]
-        print(f"merged into a plain model folder. Talk to it:\n  {shlex.join(words)}")
+        print(f"written: {args.folder}, a plain model folder")
     except KeyboardInterrupt:
         print(f"lora.py: interrupted; {args.folder} is as it was", file=sys.stderr)
         return 130
