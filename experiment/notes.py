@@ -140,12 +140,7 @@ def first_notes(metrics, config, model, has_expert, has_tools):
             f"--max_new_tokens {config.max_new_tokens} (a turn), --max_tokens {config.max_tokens} "
             "(an episode)")
     if has_tools and min(metrics.get("actions", 1), metrics.get("structure", 1)) < 0.1:
-        # Not the other flags: some are not sft.py's, and some mean another thing there.
-        words = ["python", path_of("sft.py")]
-        for name in ("model_path", "env", "tasks", "fields", "env_options", "lora_r"):
-            if getattr(config, name, None):
-                words += [f"--{name}", str(getattr(config, name))]
-        advice = f"SFT first: {shlex.join(words)}" if has_expert else (
+        advice = "SFT first: sft.py with the same --model_path and --env" if has_expert else (
             "A model that knows tools is a better start, or an _expert() for sft.py to imitate "
             "(envs/template.py has one)")
         notes.append(

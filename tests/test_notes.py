@@ -253,7 +253,7 @@ def test_sft_is_advised_where_an_expert_can_be_imitated():
     model = SimpleNamespace(config=SimpleNamespace())
     metrics = {"actions": 0.0, "structure": 1.0}
     [line] = notes.first_notes(metrics, config, model, has_expert=True, has_tools=True)
-    assert line.endswith("SFT first: python sft.py --model_path m --env g.py:Guess")
+    assert line.endswith("SFT first: sft.py with the same --model_path and --env")
     [line] = notes.first_notes(metrics, config, model, has_expert=False, has_tools=True)
     assert notes.first_notes(metrics, config, model, has_expert=False, has_tools=False) == []
     assert "--" not in line and "_expert()" in line and "envs/template.py" in line

@@ -511,13 +511,11 @@ def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     from types import SimpleNamespace
 
     from experiment.notes import first_notes
-    # --dtype means another thing in sft.py
-    config = SimpleNamespace(max_new_tokens=64, max_tokens=512, model_path="m", env="gsm8k", tasks="t.jsonl",
-                             fields="question=problem", env_options="limit=3", dtype="bfloat16")
+    config = SimpleNamespace(max_new_tokens=64, max_tokens=512)
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512))
     cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config, model, True, True)
     assert "88%" in cut and "--max_new_tokens 64" in cut and "--max_tokens 512" in cut
-    assert sft_first.endswith("SFT first: python sft.py --model_path m --env gsm8k --tasks t.jsonl --fields question=problem --env_options limit=3")
+    assert sft_first.endswith("SFT first: sft.py with the same --model_path and --env")
     assert first_notes({"truncated": 0.1, "actions": 2.0, "structure": 0.9}, config, model, True, True) == [] == first_notes({}, config, model, True, True)
     assert first_notes({}, config, SimpleNamespace(config=SimpleNamespace()), True, True) == []
     model.config.max_position_embeddings = 511
