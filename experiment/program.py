@@ -51,13 +51,9 @@ def main(config_class, train, doc):
 
 def prepare_streams():
     """Let printing never fail."""
-    # A shell may have closed them: `>&-`.
-    sys.stdin = sys.stdin or open(os.devnull)
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
     # What the terminal cannot show is escaped, and every line is written at once, into a file too.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    if hasattr(sys.stdin, "reconfigure"):  # a test or a closed one has not
+    if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
         sys.stdin.reconfigure(errors="replace")
 
 

@@ -1,7 +1,6 @@
 """llm/loading.py and window/merge.py: what a path means, saving, merging, and what is refused."""
 
 import json
-import os
 import math
 import shutil
 import time
