@@ -91,10 +91,7 @@ class OutputFolder:
         print(os.getpid(), file=self.lock, flush=True)
 
     def _check_start(self):
-        """Refuse to rename a folder that the new run starts from, or in which it was started."""
-        if Path.cwd().is_relative_to(self.path):
-            raise UserError(f"{self.path}: --overwrite would rename the current folder; "
-                            "give another --output_dir")
+        """Refuse to rename a folder that the new run starts from."""
         for name, value in self.values.items():
             if name == "output_dir" or not isinstance(value, str):
                 continue

@@ -216,14 +216,6 @@ def test_overwrite_never_renames_what_the_run_starts_from(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_overwrite_never_renames_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    started(tmp_path)  # --output_dir .
-    with pytest.raises(UserError, match="--overwrite would rename the current folder"):
-        started(tmp_path, overwrite=True)
-    assert tmp_path.is_dir()
-
-
 def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     for folder, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory"),
