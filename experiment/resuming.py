@@ -7,7 +7,6 @@ from experiment.checkpoint import RESTORED, fingerprints, newest_checkpoint, rea
 from experiment.config import ONCE, convert
 from experiment.data import read_yaml
 from experiment.errors import UserError
-from experiment.files import set_aside
 from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_of
 
 # What a resumed run may change. The two that make an update may change together.
@@ -92,16 +91,14 @@ def go_back(folder, state):
     sizes, step = (state["lines"], state["step"]) if state else ({}, 0)
     for name in LOGS:
         path, size = folder / name, sizes.get(name, 0)
-        length = path.stat().st_size if path.exists() else 0
-        if length > size and step and name == EPISODES:
+        if not path.exists():
+            continue
+        if step and name == EPISODES:
             # The log may have been thinned since: the steps of its lines decide.
             with open(path, "rb") as file:
                 size = sum(map(len, takewhile(lambda line: step_of(line) < step, file)))
-        if length > size:
+        if path.stat().st_size > size:
             os.truncate(path, size)
-        elif 0 < length < size:
-            print(f"{path}: lines of before step {step} were removed; what is left is now "
-                  f"{set_aside(path).name}")
 
 
 def _sequences(values):

@@ -210,7 +210,7 @@ tasks:
   - 1.50
   - NaN
   - null
-eval-dataset: [one]
+eval_dataset: [one]
 """)
     config = parse(grpo.Config, ["--config", "c.yaml"])
     assert rows_of(config.dataset) == [

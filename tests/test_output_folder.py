@@ -67,14 +67,6 @@ def test_what_is_removed_during_a_run_hinders_no_save(place, tmp_path, monkeypat
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-1:] == [2]
 
 
-def test_a_log_that_became_shorter_than_the_checkpoint_says_is_renamed(stopped, tmp_path, capsys):  # noqa: F811
-    again, path = stopped(tmp_path / "run"), tmp_path / "run" / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    sft.train(again)
-    assert "metrics.jsonl: lines of before step 2 were removed; what is left is now metrics.jsonl.1" in capsys.readouterr().out
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2]
-
-
 def test_a_folder_whose_config_is_gone_is_refused_in_a_line(stopped, tmp_path):  # noqa: F811
     again = stopped(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
