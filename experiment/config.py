@@ -26,6 +26,8 @@ MIXTURES = "experiment.mixtures"  # knows the revision of data
 CODE = ("env", "rewards")  # they may name files of code, which a config file does not choose
 AS_JSON = bool | list | dict | None  # values of options whose str() would be read as text
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# A float32 holds no larger number, and a tensor of int32 no larger count.
+LARGEST = {int: 2**31 - 1, float: 3.4e38}
 BOUNDS = (
     ("low", "at least", operator.ge),
     ("high", "at most", operator.le),
@@ -301,6 +303,9 @@ def convert(value, option, source):
         raise UserError(f"{source}: not {KINDS[option.kind]}")
     if not str(value).strip() and value != option.default:
         raise UserError(f"{source}: is empty; give a value, or leave it out")
+    # Of NaN every comparison is false.
+    if option.kind in LARGEST and not abs(value) <= LARGEST[option.kind]:
+        raise UserError(f"{source}: not a finite number of at most {LARGEST[option.kind]}")
     if option.choices and value not in option.choices:
         raise UserError(f"{source}: must be one of {', '.join(option.choices)}")
     for name, words, holds in BOUNDS:

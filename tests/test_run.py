@@ -228,7 +228,7 @@ def test_folders_that_cannot_be_written(tmp_path):
 def test_config_made_in_python_is_checked_too(tmp_path):
     with pytest.raises(UserError, match="--batch_size 0: must be at least 1"):
         started(tmp_path, batch_size=0)
-    with pytest.raises(UserError, match="--learning_rate nan: must be greater than 0"):
+    with pytest.raises(UserError, match="--learning_rate nan: not a finite number"):
         started(tmp_path, learning_rate=float("nan"))
     assert not list(tmp_path.iterdir())
 
