@@ -56,7 +56,9 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     need(row, "chosen", "rejected", otherwise="write a row {prompt, chosen, rejected} for "
          "each pair, or name its columns: --fields chosen=good; tasks are given with --tasks")
     sides = [as_messages(row[name], name, "assistant") for name in ("chosen", "rejected")]
-    # The last message of a side is its answer, even if both are the same.
+    if sides[0] == sides[1]:
+        raise ValueError("chosen and rejected are the same: nothing to prefer")
+    # The last message of a side is its answer.
     both = takewhile(lambda pair: pair[0] == pair[1], zip(*(side[:-1] for side in sides)))
     shared = [message for message, _ in both]
     prompt = prompt_in(row)

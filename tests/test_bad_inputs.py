@@ -155,8 +155,8 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 @pytest.mark.parametrize("row, says", [
     ({**PAIR, "rejected": "b"}, "chosen and rejected are the same: nothing to prefer"),  # 25
-    ({"chosen": [ASK, ANSWER], "rejected": [{**ASK, "content": "?"}, ANSWER]}, 'no "prompt" field, and chosen and rejected do not begin with the same message'),  # 26
-    ({"prompt": "a", "rejected": "c"}, 'no "chosen" field; has: prompt, rejected; tasks are given with --tasks'),  # 14
+    ({"chosen": [ASK, ANSWER], "rejected": [{**ASK, "content": "?"}, ANSWER]}, 'no "prompt" field, and chosen and rejected do not begin with the same message; name its column: --fields prompt=question'),  # 26
+    ({"prompt": "a", "rejected": "c"}, 'no "chosen" field; has: prompt, rejected; write a row {prompt, chosen, rejected} for each pair, or name its columns: --fields chosen=good; tasks are given with --tasks'),  # 14
 ])
 def test_pairs(told, place, tmp_path, row, says):  # noqa: F811
     data = tmp_path / "pairs.jsonl"

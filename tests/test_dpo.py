@@ -486,11 +486,10 @@ def test_a_bad_row_is_told_by_file_and_line(start, tmp_path, monkeypatch, row, w
 
 def test_sides_that_differ_in_no_token_are_dropped_and_no_pair_at_all_is_refused(tiny, tmp_path, capsys):
     alike = {"prompt": "2+2?", "chosen": {**GOOD, "name": "a"}, "rejected": {**GOOD, "name": "b"}}
-    same = {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}
     rendered = {"prompt": "2+2?<|im_end|>", "chosen": "4", "rejected": "5"}
-    assert len(read_pairs(tmp_path / "pairs.jsonl", [alike, same, rendered], tiny[1])) == 1
+    assert len(read_pairs(tmp_path / "pairs.jsonl", [alike, rendered], tiny[1])) == 1
     told = capsys.readouterr().out
-    assert "1 rows contain <|im_end|> as text" in told and "2 of 3 pairs have the same tokens on both sides: dropped" in told
+    assert "1 rows contain <|im_end|> as text" in told and "1 of 2 pairs have the same tokens on both sides: dropped" in told
     with pytest.raises(UserError, match="pairs.jsonl: no pair is left to learn from"):
         read_pairs(tmp_path / "pairs.jsonl", [alike], tiny[1])
 
