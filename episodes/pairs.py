@@ -6,11 +6,11 @@
 """
 import math
 from collections import defaultdict
+from importlib import import_module
 from itertools import combinations, takewhile
 
 from tqdm import tqdm
 
-from envs.trl import trl_message
 from episodes.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
                                      without_loss)
 from episodes.imitation import draw
@@ -150,7 +150,7 @@ def is_of_prompt(message: dict) -> bool:
 
 def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
-    rows = []
+    rows, trl_message = [], import_module("envs.trl").trl_message
     for i, (chosen, rejected) in enumerate(learned + held_out):
         better, worse = (list(map(trl_message, t.messages)) for t in (chosen, rejected))
         prompt = list(takewhile(is_of_prompt, better))

@@ -245,7 +245,7 @@ program.main(grpo.Config, lambda config: grpo.train(config), "")
 """
 
 
-@pytest.mark.parametrize("where, dead", [("load", "1"), ("evaluate", "0"), ("rollout", "1"), ("update", "0"), ("save", "1"), ("finish", "0"), ("finish", "1")])
+@pytest.mark.parametrize("where, dead", [("load", "1"), ("evaluate", "0"), ("rollout", "1"), ("update", "0"), ("save", "1"), ("finish", "0"), pytest.param("finish", "1", marks=pytest.mark.slow)])
 def test_wherever_a_rank_dies_the_others_do_not_wait_for_it(start, tmp_path, where, dead):
     (tmp_path / "dies.py").write_text(DIES)
     words = "--env equations --max_samples 200 --tasks_per_step 2 --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 2 --lora_r 2 --max_steps 3 --save_every 1"

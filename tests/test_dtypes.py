@@ -1,6 +1,7 @@
 """Every algorithm takes a step on a CPU in every dtype, with an adapter and with all weights."""
 import json
 import math
+from itertools import product
 
 import pytest
 from test_resume import config, place, rewarded  # noqa: F401
@@ -20,9 +21,12 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("lora_r", [2, 0], ids=["LoRA", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+# Which precision a program has is decided in one place: of each one program shows it, and all the others if asked.
+SLOW = [("sft", "bfloat16", 2), ("dpo", "bfloat16", 2), ("reward_weighted", "bfloat16", 2), ("dpo", "float16", 2), ("reward_weighted", "float16", 2)]
+
+
+@pytest.mark.parametrize("name, dtype, lora_r", [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW)) for case in product(ALGORITHMS, ["float32", "bfloat16", "float16"], [2, 0])])
 def test_one_step(place, tmp_path, monkeypatch, name, dtype, lora_r):  # noqa: F811
     module, options = ALGORITHMS[name]
     if hasattr(module, "rollout"):

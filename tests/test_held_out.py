@@ -76,11 +76,11 @@ GSM8K = {"env": "gsm8k", "dataset": "tasks.jsonl"}
 PLAYED = {"env": "gsm8k", "tasks": "tasks.jsonl"}
 TEST = {"eval_dataset": "test_tasks.jsonl"}
 PIPELINES = [
-    (sft, {}), (sft, {"trajectories": "traces.jsonl"}), (sft, {"trajectories": "test_traces.jsonl"}), (sft, PLAYED), (sft, {**PLAYED, **TEST}),
+    pytest.param(sft, {}, marks=pytest.mark.slow), (sft, {"trajectories": "traces.jsonl"}), (sft, {"trajectories": "test_traces.jsonl"}), (sft, PLAYED), (sft, {**PLAYED, **TEST}),
     (sft, {**GSM8K, "tasks": "test_tasks.jsonl"}), (sft, {**GSM8K, "tasks": "test_tasks.jsonl", **TEST}), (sft, {"dataset": "chats.jsonl", "env": "equations"}),
     (reward_weighted, {}), (reward_weighted, {"trajectories": "traces.jsonl"}), (reward_weighted, {"trajectories": "test_traces.jsonl"}),
     (reward_weighted, GSM8K), (reward_weighted, {**GSM8K, **TEST}),
-    (dpo, {}), (dpo, {"trajectories": "traces.jsonl"}), (dpo, {"trajectories": "test_traces.jsonl"}), (dpo, PLAYED), (dpo, {**PLAYED, **TEST}),
+    (dpo, {}), (dpo, {"trajectories": "traces.jsonl"}), (dpo, {"trajectories": "test_traces.jsonl"}), (dpo, PLAYED), pytest.param(dpo, {**PLAYED, **TEST}, marks=pytest.mark.slow),
     (dpo, {"dataset": "pairs.jsonl"}), (dpo, {"dataset": "pairs.jsonl", "env": "equations"}),
     (grpo, {}), (grpo, GSM8K), (grpo, {**GSM8K, **TEST}),
 ]

@@ -158,7 +158,7 @@ def test_any_text_is_text(name, data):
 
 
 @ALL
-@pytest.mark.parametrize("text", ["", " ", "\n", "\x00", "\ud800", "▁▁▁▁ ----", "a  b", "é😀\u2028", "x" * 50_000, "----" * 1_500])
+@pytest.mark.parametrize("text", ["", " ", "\n", "\x00", "\ud800", "▁▁▁▁ ----", "a  b", "é😀\u2028", "x" * 5_000, "----" * 500])
 def test_odd_texts(name, text):
     for ids in everywhere(chat(name), text):
         assert ids

@@ -226,8 +226,11 @@ def test_a_package_called_data_is_imported(tmp_path):
 WORD_PROBLEM = {"question": "Tom has 3 bags of 4 apples. How many apples?", "answer": "3 * 4 = <<3*4=12>>12 apples\n#### 12"}  # its own tasks are downloaded
 
 
+SLOW = ("equations_hard", "meetings", "business")  # as equations, gsm8k and search
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", envs.ENVS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in envs.ENVS])
 def test_every_environment_of_ours_trains_a_step_in_trl(tmp_path, monkeypatch, name):
     """TRL's GRPOTrainer takes the class as it is: reset gets the task, the expert's first calls run, get_reward pays."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
