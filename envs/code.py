@@ -218,6 +218,7 @@ class Code:
         """
         env = cls()
         env.reset(**task)
+        # An agent that has written the solution, and is shown all tests.
         env._examples += env._hidden
         env._code = env._solution
         said = env.run_tests()
