@@ -116,7 +116,7 @@ def metrics_of(folder):
 
 
 @pytest.mark.parametrize("module, options", [
-    (grpo, {**SMALL, "kl_coef": 0.1}), slow(grpo, {"memory": "stream"}), slow(grpo, {"importance_correction": 2.0, "credit": "process"}),
+    slow(grpo, {**SMALL, "kl_coef": 0.1}), slow(grpo, {"memory": "stream"}), slow(grpo, {"importance_correction": 2.0, "credit": "process"}),
     slow(grpo, {"lora_r": 0, "kl_coef": 0.1, "entropy_coef": 0.1, "loss": "vespo"}), slow(grpo, {"memory": "checkpoint", "credit": "turn"}),
     slow(sft, SMALL), slow(sft, {"lora_r": 0}), (dpo, SMALL), slow(dpo, {"lora_r": 0}), slow(reward_weighted, SMALL),
     slow(reward_weighted, {"memory": "4bit"}),

@@ -271,6 +271,7 @@ def test_we_read_pefts_adapter(tiny, tmp_path, options):
 
 
 # ------------------------------------------------------------------------------------------------------- a real model
+@pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="no .real/smollm2")
 def test_smollm2_logprobs_and_merge():
     model, tokenizer = load_model(str(SMOLLM2), lora_r=4, lora_target_modules="q_proj,v_proj", device="cpu")

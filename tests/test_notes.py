@@ -61,6 +61,7 @@ def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
     assert all(len(line) <= 80 for line in table)
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_from_the_first_token(base, tmp_path):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))

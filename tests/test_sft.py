@@ -100,6 +100,7 @@ def test_recorded_episodes_are_imitated_and_min_reward_selects(tmp_path, demos, 
         sft.train(config)
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_loss_falls(tmp_path):
     result = sft.train(sft.Config(output_dir=str(tmp_path), max_samples=200, max_steps=40, batch_size=8, eval_tasks=4))
     with open(tmp_path / "metrics.jsonl") as f:
