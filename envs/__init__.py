@@ -41,7 +41,7 @@ TRL does with all. All else is optional and invisible to TRL:
                                 None drops it, and "dropped_tests" in it are counted
     _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
     _reply(text)                the user's reply to a turn without a tool call, or None to end;
-                                `llm.tool_calls.after_thought(text)` lacks the turn's thought
+                                `llm.tool_calls.after_thought(text)` is it without the thought
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or text; [] at the end. May raise UserError
     _check()                    true success, apart from the shaped reward

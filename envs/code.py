@@ -160,9 +160,9 @@ class Code:
         return min(1.0, SLACK * reference / max(spent, 1)) if reference else 1.0
 
     def _count(self, code: str) -> int | None:
-        """Return the lines that code executes in the hidden tests, or None if that is not known.
+        """Return how many lines code executes in the hidden tests, or None if that is not known.
 
-        The counter takes most of the time, and whether code is right is decided without it.
+        Counting slows code about tenfold, so this run does not decide whether the code is right.
         """
         result = self._run(code, self._hidden, count=True)
         counts = [outcome.get("operations") for outcome in result.outcomes]

@@ -62,6 +62,7 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     both = takewhile(lambda pair: pair[0] == pair[1], zip(*(side[:-1] for side in sides)))
     shared = [message for message, _ in both]
     prompt = prompt_in(row)
+    # A side that does not begin with the answer is a whole conversation.
     is_whole = sides[0][0].get("role") != "assistant"
     if not prompt or is_whole and not isinstance(row.get("prompt"), list):
         prompt = shared
@@ -70,7 +71,6 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
                          "message; name its column: --fields prompt=question")
     conversations = []
     for side in sides:
-        # A side may be a whole conversation, which begins with the prompt.
         answer = side[len(prompt):] if side[:len(prompt)] == prompt else side
         conversations.append(Conversation(without_loss(prompt) + answer, row, place))
     return tuple(conversations)

@@ -110,7 +110,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
             print(f"{path:.200}: {number} {what}: dropped ({split})")
     if not tasks:
         raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
-                        "give --eval_dataset path/to/test.jsonl, or (sft.py apart) --eval_tasks 0")
+                        "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0 (not sft.py)")
     return shuffled(tasks, seed)
 
 

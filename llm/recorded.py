@@ -158,7 +158,10 @@ def _read_message(message, tools):
 
 
 def with_thought(message: dict, text: str) -> str:
-    """Return the text of a message behind the thought in a field of it, if it has none itself."""
+    """Return the message's text, preceded by the thought in one of its fields.
+
+    A text that has a thought stays as it is.
+    """
     thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
     thought = str(next(filter(None, thoughts), "")).strip()
     return f"<think>\n{thought}\n</think>\n\n{text}" if thought and "</think>" not in text else text

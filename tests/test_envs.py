@@ -818,7 +818,7 @@ def test_missing_fields_and_small_files(tmp_path, asks):
         load_tasks("converts", "train", None, 0, path)
     assert str(error.value) == f'{path}:2: no "q" field; has: p'
     # sft.py holds demonstrations out without an evaluation, too.
-    with pytest.raises(UserError, match=r"too few rows to hold some out; give --eval_dataset path/to/test.jsonl, or \(sft.py apart\) --eval_tasks 0"):
+    with pytest.raises(UserError, match=r"too few rows to hold some out; give --eval_dataset path/to/test.jsonl, or --eval_tasks 0 \(not sft.py\)"):
         load_tasks("asks", "test", None, 0, rows_file(tmp_path, 1))
     with pytest.raises(UserError, match="makes no tasks of its own; give --tasks"):
         load_tasks("asks", "train", None, 0)

@@ -126,7 +126,7 @@ class Message(BaseModel):
     content: str | Items[Part] | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
-    # As vLLM and DeepSeek name a thought, and vLLM since 0.12.
+    # The thought, by its name in DeepSeek's API, and in vLLM's since 0.12.
     reasoning_content: str | None = None
     reasoning: str | None = None
 
