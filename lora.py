@@ -30,7 +30,7 @@ class Settings:
     Attributes:
         peft: what adapter_config.json says of the adapter, in PEFT's names.
         all_linear: True if the targets were not named.
-        fresh: True while the model without its adapter is the policy that the run started from.
+        fresh: False if the adapter was read from a folder.
     """
     peft: dict
     all_linear: bool = False
@@ -184,8 +184,8 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         mergeable: see `Adapter`.
         device: where A and B live, if not beside their weights.
     """
-    all_linear = target_names(targets) == ["all-linear"]
-    linears, targets = _targeted(model, targets)
+    names = target_names(targets)
+    linears, targets = _targeted(model, names)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     scale = alpha / (math.sqrt(r) if use_rslora else r)
@@ -197,7 +197,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         linear.forward = partial(adapted_forward, linear)
     model.lora_settings = Settings({
         "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
-        "use_rslora": use_rslora, **KIND.peft_entries}, all_linear)
+        "use_rslora": use_rslora, **KIND.peft_entries}, names == ["all-linear"])
 
 
 KIND = Adapter  # the class of a model's adapters, and of those that are read from files
@@ -205,9 +205,8 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by
 
 
 def _targeted(model, targets):
-    """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
+    """Return {name: Linear} of the targets, and the targets as PEFT writes them."""
     linears = linears_of(model)
-    targets = target_names(targets)
     if targets == ["all-linear"]:
         targets = _text_targets(model, linears) or targets
     chosen = set()
@@ -225,8 +224,8 @@ def _targeted(model, targets):
 def target_names(targets) -> list:
     """Return target modules as a list, which may be given with commas between them."""
     if isinstance(targets, str):
-        return [target.strip() for target in targets.split(",")]
-    return list(targets)
+        targets = targets.split(",")
+    return [target.strip() for target in targets]
 
 
 def _text_targets(model, linears) -> list:
@@ -409,17 +408,20 @@ def whole_weight(linear):
 
 # ----------------------------------------------------------------------------- the reference policy
 def freeze_reference(model) -> dict | None:
-    """Return a copy of what trains, or None if a fresh adapter does: `reference` turns it off."""
+    """Return a copy of what trains, as it is now, or None if it is an adapter whose B is 0."""
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    fresh = settings(model) and settings(model).fresh and all(".lora." in name for name in frozen)
-    return None if fresh else frozen
+    counts = any(".lora." not in name or name[-1] == "B" and p.any()
+                 for name, p in frozen.items())
+    return frozen if counts else None
 
 
 @contextmanager
 def reference(model, frozen: dict | None):
-    """Inside the block the model is the policy that this run started from.
+    """Inside the block the model is the policy that `freeze_reference` froze.
 
-    It is merged where the update merges, so that the KL divergence is 0 before the first update.
+    `frozen` may be any {name of a parameter: tensor}, such as a moving average that a fork keeps.
+    None switches the adapter off. The policy is merged where the update merges, so that the KL
+    divergence is 0 before the first update.
     """
     _exchange(model, frozen)
     try:
@@ -436,9 +438,9 @@ def _exchange(model, frozen):
             raise RuntimeError("leave the block of lora.merged before entering lora.reference")
         if frozen is None:
             linear.lora.mode = "off" if linear.lora.mode == "beside" else "beside"
-    for name, p in model.named_parameters():
-        if frozen and name in frozen:
-            p.data, frozen[name] = frozen[name], p.data
+    for name in frozen or ():
+        p = model.get_parameter(name)
+        p.data, frozen[name] = frozen[name], p.data
 
 
 if __name__ == "__main__":

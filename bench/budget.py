@@ -195,7 +195,10 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
     stand_in = standing_for(kind) if device == "meta" else nullcontext()
     with stand_in, Bytes("meta", kind) as count:
         model, _ = load_model(**options, device=device)
-        frozen = lora.freeze_reference(model) if work.keep_start else None  # noqa: F841
+        # As `lora.freeze_reference`, which looks at numbers, and the meta device has none.
+        is_fresh = lora.settings(model) and lora.settings(model).fresh
+        kept = model.parameters() if work.keep_start and not is_fresh else ()
+        frozen = [p.detach().clone() for p in kept if p.requires_grad]  # noqa: F841
         # The optimizer stays alive: its moments are there during the rollout too.
         optimizer = _optimizer_with_moments(model, kind)
         if device != "meta":

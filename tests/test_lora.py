@@ -209,8 +209,23 @@ def test_the_reference_is_the_policy_this_run_started_from(tiny, tmp_path, start
 
 
 def test_the_reference_of_a_fresh_adapter_is_the_base_model(tiny):
-    model = randomise(load(tiny, lora_r=4))
-    with reference(model, freeze_reference(model)):
+    model = load(tiny, lora_r=4)
+    frozen = freeze_reference(model)
+    randomise(model)
+    with reference(model, frozen):
+        assert torch.equal(logits_of(model), logits_of(load(tiny)))
+
+
+def test_a_reference_frozen_later_is_the_policy_of_that_time(tiny):
+    """A fork that renews its reference every few steps got the base model: a fresh adapter was turned off, trained or not."""
+    model = load(tiny, lora_r=4)
+    train_steps(model)
+    then, frozen = logits_of(model), freeze_reference(model)
+    train_steps(model)
+    assert not torch.equal(logits_of(model), then)
+    with reference(model, frozen):
+        assert (logits_of(model) - then).abs().max() < 1e-4
+    with reference(model, {name: torch.zeros_like(p) for name, p in frozen.items()}):  # any tensors: a fork's moving average
         assert torch.equal(logits_of(model), logits_of(load(tiny)))
 
 
