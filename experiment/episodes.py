@@ -183,7 +183,10 @@ def without_faults(trajectories: list) -> list:
 
 
 def shift_and_scale(trajectories: list, scaling: float, bias: float):
-    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias."""
+    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias.
+
+    The "reward" of a tool's message stays what the environment paid for that call.
+    """
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
         t.reward = (t.reward - bias) * scaling

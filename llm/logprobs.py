@@ -143,7 +143,7 @@ def hidden_states(model, token_ids, prefix: int):
 
 
 def head_logits(model, hidden):
-    """Return the logits (N, V) of hidden states (N, D)."""
+    """Return the logits (N, V) of hidden states (N, D), not divided by the temperature."""
     head = model.get_output_embeddings()
     return scaled(model.config, head(hidden.to(head.weight.dtype)))
 
