@@ -21,7 +21,9 @@ the total of the episode, and may be missing where --rewards names functions. A 
 text or messages, comes before what `reset` returns, or is left to a `reset` that takes an argument
 "prompt" and returns text. All calls of an episode, the constructor's too, come from one thread.
 Async ones run in a loop, and thread, that all episodes share. Episodes overlap: what one changes
-of the process, such as sys.stdout, the others meet. What a tool raises is its answer to the model;
+of the process, such as sys.stdout, the others meet. The policy decodes while tools run, so a tool
+asks a model of its own, in one thread at a time, or a server; `_reply` and --rewards may ask the
+policy, because nothing decodes meanwhile. What a tool raises is its answer to the model;
 after ten in a row that are no ValueError or the like (calls.BY_ARGUMENTS) the run ends, so return
 what a wrong path or query leads to as text. Each episode has its own instance;
 one that holds something with a close(), such as a client, is kept and reset for a later episode, as
