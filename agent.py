@@ -319,7 +319,7 @@ def decoded_here(model):
     return merged(model.eval())
 
 
-def play_all(engine, episodes, run, on_end=None, rewards=None):
+def play_all(engine, episodes, run, on_end, rewards):
     """Play the episodes (row -> Episode) to their ends, with a progress bar, and pay them."""
     with EpisodeBar(episodes) as bar:
         try:
@@ -359,7 +359,7 @@ def play_turns(engine, episodes: dict, run=None, on_end=None):
         yield
 
 
-def next_turn(engine, row, episode, on_end=None):
+def next_turn(engine, row, episode, on_end):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
     episode.session.watch.check_abandoned()
     if episode.trajectory.stop_reason:
@@ -375,7 +375,7 @@ def rollout_options(config, run=None, model=None) -> dict:
 
     Raises UserError for a model that would have to decode and cannot.
     """
-    options = {"limits": limits_of(config), "temperature": config.temperature,
+    options = {"limits": limits_of(config), "temperature": getattr(config, "temperature", 1.0),
                "seed": config.seed, "env_options": options_of(config),
                "rewards": rewards_of(config), "run": run}
     if getattr(config, "sampler", None):

@@ -312,11 +312,10 @@ def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Traj
         return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []
-    vocabulary = model.get_input_embeddings().num_embeddings
     sources = data_sources(config.trajectories)
     if any(weight for _, weight in sources):
         raise UserError(f"--trajectories {config.trajectories}: all are paired; leave out shares")
-    files = [read_trajectories(path, tokenizer, vocabulary) for path, _ in sources]
+    files = [read_trajectories(path, model, tokenizer) for path, _ in sources]
     return make_pairs(files, config)
 
 

@@ -184,7 +184,8 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         mergeable: see `Adapter`.
         device: where A and B live, if not beside their weights.
     """
-    all_linear = target_names(targets) == ["all-linear"]
+    targets = target_names(targets)
+    all_linear = targets == ["all-linear"]
     linears, targets = _targeted(model, targets)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -207,7 +208,6 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by
 def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as a list, as PEFT writes them."""
     linears = linears_of(model)
-    targets = target_names(targets)
     if targets == ["all-linear"]:
         targets = _text_targets(model, linears) or targets
     chosen = set()

@@ -247,7 +247,7 @@ def settle(config: Config) -> Config:
 def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
     """Return the episodes of --trajectories. Raises UserError if no weights can be made of them."""
     path = config.trajectories
-    everything = read_trajectories(path, tokenizer, model.get_input_embeddings().num_embeddings)
+    everything = read_trajectories(path, model, tokenizer)
     episodes = [t for t in everything if len(t.token_ids) <= config.max_tokens and 1 in t.loss_mask]
     print_dropped(everything, episodes, f"episodes exceed {config.max_tokens} tokens or have none "
                                         "to train: dropped")
@@ -260,7 +260,7 @@ def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
             raise UserError(f"{path}: an episode of group {t.group_id!r} has {len(t.rewards)} "
                             f"rewards, but {turns} turns in its loss_mask; use --weight_per "
                             "episode")
-    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+    shift_and_scale(episodes, config)
     if config.baseline == "group" and config.min_reward is None:
         check_groups(path, episodes)
     if not weigh(episodes, config)[1]["kept"]:
@@ -292,7 +292,7 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     played = play(round_tasks, config.group_size, step=step)
     run.log(**played_shares(played))
     episodes = without_faults(played)
-    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+    shift_and_scale(episodes, config)
     run.log_episodes(episodes)
     return [] if unusable(episodes) else episodes
 

@@ -96,7 +96,7 @@ def make_pairs(files, config) -> list[tuple]:
     """
     groups = defaultdict(list)
     for number, episodes in enumerate(files):
-        shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+        shift_and_scale(episodes, config)
         for t in episodes:
             if 1 in t.loss_mask:
                 groups[number, t.group_id, tuple(prompt_of(t))].append(t)
