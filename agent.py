@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 
 # Imported before torch: it sets how torch's threads wait.
 from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, mix, pass_at_k,
@@ -307,7 +307,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
-        trajectories = [t for played in run.ranks.gather(trajectories) for t in played]
+        trajectories = list(chain(*run.ranks.gather(trajectories)))
         run.rollout_seconds += time.monotonic() - began
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.watch = watch

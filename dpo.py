@@ -279,19 +279,21 @@ def weighted_losses(config: Config) -> dict:
             raise UserError(f"unknown loss {name!r}; {near}")
     if len(set(names)) < len(names):
         raise UserError(f"--loss {config.loss}: names a loss twice; give it a larger weight")
-    text, eps = config.loss_weights, config.label_smoothing
+    text = config.loss_weights
     try:
         weights = [float(weight) for weight in text.split(",")] if text else [1.0] * len(names)
         losses = {name: (weight, LOSSES[name]) for name, weight in zip(names, weights, strict=True)}
     except ValueError:
         raise UserError(f"--loss_weights {text}: give a number for each of --loss {config.loss}, "
                         "separated by commas") from None
-    if eps and not SMOOTHED & {*names}:
-        raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
-                        "use --loss robust")
-    for name in SMOOTHED.intersection(names if eps else ()):
-        weight, loss = losses[name]
-        losses[name] = weight, partial(loss, label_smoothing=eps)
+    if eps := config.label_smoothing:
+        smoothed = SMOOTHED & losses.keys()
+        if not smoothed:
+            raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
+                            "use --loss robust")
+        for name in smoothed:
+            weight, loss = losses[name]
+            losses[name] = weight, partial(loss, label_smoothing=eps)
     return losses
 
 
