@@ -82,9 +82,9 @@ def ends_on_fault(method):
     @wraps(method)
     def wrapped(self, *arguments):
         try:
-            return method(self, *arguments)
+            method(self, *arguments)
         except EnvironmentFault as fault:
-            return self.fail(str(fault))
+            self.fail(str(fault))
     return wrapped
 
 
@@ -179,7 +179,7 @@ class Episode:
         if reply is None or self.session.done:
             return self.finish("done")
         self.trajectory.messages.append({"role": "user", "content": reply})
-        return self.append(self.chat.reply(reply, self.stop_id))
+        self.append(self.chat.reply(reply, self.stop_id))
 
     def tokens_of(self, texts: list[str]) -> list[int]:
         """Return the tokens that show the model these results of its calls."""
@@ -207,7 +207,7 @@ class Episode:
         self.tool_tokens += len(ids)
         if self.tool_tokens > self.limits.max_tool_tokens:
             return self.finish("max_tool_tokens")
-        return self.append(ids)
+        self.append(ids)
 
     def append(self, ids: list[int]):
         """Append tokens that the model did not sample, or end the episode if they do not fit."""
@@ -294,7 +294,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             watch.check_abandoned()
         started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
-            stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
+            stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
             slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
             engine = engine or make_engine
             if callable(engine):

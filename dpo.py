@@ -279,13 +279,12 @@ def weighted_losses(config: Config) -> dict:
             raise UserError(f"unknown loss {name!r}; {near}")
     if len(set(names)) < len(names):
         raise UserError(f"--loss {config.loss}: names a loss twice; give it a larger weight")
-    text = config.loss_weights
+    numbers = config.loss_weights.split(",") if config.loss_weights else ["1"] * len(names)
     try:
-        weights = [float(weight) for weight in text.split(",")] if text else [1.0] * len(names)
-        losses = {name: (weight, LOSSES[name]) for name, weight in zip(names, weights, strict=True)}
+        losses = {name: (float(n), LOSSES[name]) for name, n in zip(names, numbers, strict=True)}
     except ValueError:
-        raise UserError(f"--loss_weights {text}: give a number for each of --loss {config.loss}, "
-                        "separated by commas") from None
+        raise UserError(f"--loss_weights {config.loss_weights}: give a number for each of --loss "
+                        f"{config.loss}, separated by commas") from None
     if eps := config.label_smoothing:
         smoothed = SMOOTHED & losses.keys()
         if not smoothed:

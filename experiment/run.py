@@ -58,6 +58,10 @@ class Run:
         passed: the sequences of all passes of a step; `micro_batches` counts them.
         watch: the count of environments' faults of the last rollout, or None.
         endings: functions that a run which finishes calls, without arguments.
+        values: {flag: value} of the config; max_steps becomes the number of steps.
+        updated: True from the first update of a step to the end of the step.
+        unlogged: the line of a step that has ended and is not written yet, or None.
+        saved: the step of the newest checkpoint, or None.
     """
 
     def __init__(self, config, algorithm, envs=None):

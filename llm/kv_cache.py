@@ -43,6 +43,7 @@ class RowCache:
         begins: True if the new tokens are the first of their rows.
         rows: the slots of the pass, a slice if they are neighbours.
         span: how many positions of a row the pass reads.
+        read, write: the index of what the pass reads and writes in a tensor.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
 

@@ -354,7 +354,7 @@ def ask(shown: str = "") -> str | None:
 def engine_for(config: Config, model, chat: Chat):
     """Return an engine for one conversation at a time."""
     return make_engine(model, slots=1, tokens=config.max_tokens,
-                       stop_ids=chat.stop_ids | chat.start_ids, temperature=config.temperature,
+                       stop_ids=chat.end_ids, temperature=config.temperature,
                        top_k=config.top_k, top_p=config.top_p)
 
 
