@@ -122,8 +122,7 @@ class Watch:
             raise EnvironmentFault(self.broken)
 
 
-def load_environments(tokenizer, env_names: str, generation_config,
-                      env_options) -> tuple[dict, dict]:
+def load_environments(tokenizer, env_names, generation_config, env_options) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
     They are those that the caller names: data never chooses which code runs. `env_options` are
