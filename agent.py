@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 
 # Imported before torch: it sets how torch's threads wait.
 from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, mix, pass_at_k,
@@ -82,9 +82,9 @@ def ends_on_fault(method):
     @wraps(method)
     def wrapped(self, *arguments):
         try:
-            return method(self, *arguments)
+            method(self, *arguments)
         except EnvironmentFault as fault:
-            return self.fail(str(fault))
+            self.fail(str(fault))
     return wrapped
 
 
@@ -179,7 +179,7 @@ class Episode:
         if reply is None or self.session.done:
             return self.finish("done")
         self.trajectory.messages.append({"role": "user", "content": reply})
-        return self.append(self.chat.reply(reply, self.stop_id))
+        self.append(self.chat.reply(reply, self.stop_id))
 
     def tokens_of(self, texts: list[str]) -> list[int]:
         """Return the tokens that show the model these results of its calls."""
@@ -207,7 +207,7 @@ class Episode:
         self.tool_tokens += len(ids)
         if self.tool_tokens > self.limits.max_tool_tokens:
             return self.finish("max_tool_tokens")
-        return self.append(ids)
+        self.append(ids)
 
     def append(self, ids: list[int]):
         """Append tokens that the model did not sample, or end the episode if they do not fit."""
@@ -294,7 +294,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             watch.check_abandoned()
         started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
-            stop_ids = frozenset().union(*(c.stop_ids | c.start_ids for c in chats.values()))
+            stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
             slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
             engine = engine or make_engine
             if callable(engine):
@@ -307,7 +307,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
-        trajectories = [t for played in run.ranks.gather(trajectories) for t in played]
+        trajectories = list(chain(*run.ranks.gather(trajectories)))
         run.rollout_seconds += time.monotonic() - began
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.watch = watch
@@ -319,7 +319,7 @@ def decoded_here(model):
     return merged(model.eval())
 
 
-def play_all(engine, episodes, run, on_end=None, rewards=None):
+def play_all(engine, episodes, run, on_end, rewards):
     """Play the episodes (row -> Episode) to their ends, with a progress bar, and pay them."""
     with EpisodeBar(episodes) as bar:
         try:
@@ -359,7 +359,7 @@ def play_turns(engine, episodes: dict, run=None, on_end=None):
         yield
 
 
-def next_turn(engine, row, episode, on_end=None):
+def next_turn(engine, row, episode, on_end):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
     episode.session.watch.check_abandoned()
     if episode.trajectory.stop_reason:
@@ -375,7 +375,7 @@ def rollout_options(config, run=None, model=None) -> dict:
 
     Raises UserError for a model that would have to decode and cannot.
     """
-    options = {"limits": limits_of(config), "temperature": config.temperature,
+    options = {"limits": limits_of(config), "temperature": getattr(config, "temperature", 1.0),
                "seed": config.seed, "env_options": options_of(config),
                "rewards": rewards_of(config), "run": run}
     if getattr(config, "sampler", None):

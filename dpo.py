@@ -279,19 +279,20 @@ def weighted_losses(config: Config) -> dict:
             raise UserError(f"unknown loss {name!r}; {near}")
     if len(set(names)) < len(names):
         raise UserError(f"--loss {config.loss}: names a loss twice; give it a larger weight")
-    text, eps = config.loss_weights, config.label_smoothing
+    numbers = config.loss_weights.split(",") if config.loss_weights else ["1"] * len(names)
     try:
-        weights = [float(weight) for weight in text.split(",")] if text else [1.0] * len(names)
-        losses = {name: (weight, LOSSES[name]) for name, weight in zip(names, weights, strict=True)}
+        losses = {name: (float(n), LOSSES[name]) for name, n in zip(names, numbers, strict=True)}
     except ValueError:
-        raise UserError(f"--loss_weights {text}: give a number for each of --loss {config.loss}, "
-                        "separated by commas") from None
-    if eps and not SMOOTHED & {*names}:
-        raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
-                        "use --loss robust")
-    for name in SMOOTHED.intersection(names if eps else ()):
-        weight, loss = losses[name]
-        losses[name] = weight, partial(loss, label_smoothing=eps)
+        raise UserError(f"--loss_weights {config.loss_weights}: give a number for each of --loss "
+                        f"{config.loss}, separated by commas") from None
+    if eps := config.label_smoothing:
+        smoothed = SMOOTHED & losses.keys()
+        if not smoothed:
+            raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
+                            "use --loss robust")
+        for name in smoothed:
+            weight, loss = losses[name]
+            losses[name] = weight, partial(loss, label_smoothing=eps)
     return losses
 
 
@@ -312,11 +313,10 @@ def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Traj
         return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []
-    vocabulary = model.get_input_embeddings().num_embeddings
     sources = data_sources(config.trajectories)
     if any(weight for _, weight in sources):
         raise UserError(f"--trajectories {config.trajectories}: all are paired; leave out shares")
-    files = [read_trajectories(path, tokenizer, vocabulary) for path, _ in sources]
+    files = [read_trajectories(path, model, tokenizer) for path, _ in sources]
     return make_pairs(files, config)
 
 

@@ -45,7 +45,8 @@ class Adapter(nn.Module):
         B: (out, r), zero at the start.
         mode: "beside" adds the update to W x. "cached" does too, and while decoding it casts A and
             B only once. "merged" has the update in the Linear's weight. "off" leaves W x alone.
-        kept: W in mode "merged", the cast A and B in mode "cached", else None.
+        frozen: W while the Linear holds the merged weight, else None.
+        cast: A and B as "cached" keeps them, once they were cast, else None.
         mergeable: False where the weight cannot hold an update (4-bit, streamed or shared weights).
         peft_entries: what adapter_config.json says of this kind besides the settings.
     """
@@ -60,7 +61,7 @@ class Adapter(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.mode = "beside"
-        self.kept = None
+        self.frozen = self.cast = None
 
     def tensors(self) -> dict:
         """Return the parameters under the names that PEFT saves them by."""
@@ -83,27 +84,29 @@ class Adapter(nn.Module):
 
     def factors(self, x):
         """Return A and B in the dtype and on the device of x."""
-        if self.mode == "cached" and torch.is_inference_mode_enabled():
-            self.kept = self.kept or (Cast.apply(self.A, x), Cast.apply(self.B, x))
-            return self.kept
-        return Cast.apply(self.A, x), Cast.apply(self.B, x)
+        keeps = self.mode == "cached" and torch.is_inference_mode_enabled()
+        if keeps and self.cast:
+            return self.cast
+        factors = Cast.apply(self.A, x), Cast.apply(self.B, x)
+        self.cast = factors if keeps else None
+        return factors
 
     def frozen_weight(self, linear):
         """Return W, whether the Linear holds it or the merged weight."""
-        return self.kept if self.mode == "merged" else linear.weight.data
+        return linear.weight.data if self.frozen is None else self.frozen
 
     def merge(self, linear):
         """Put the effective weight in place of the frozen one, which `unmerge` brings back."""
-        self.kept = weight = self.frozen_weight(linear)
+        self.frozen = weight = self.frozen_weight(linear)
         self.mode = "merged"
         linear.weight.data = dithered(self.effective_weight(weight), weight.dtype).to(weight.dtype)
 
     def unmerge(self, linear):
         """Go back to "beside"."""
         if self.mode == "merged":
-            linear.weight.data = self.kept
+            linear.weight.data = self.frozen
         self.mode = "beside"
-        self.kept = None
+        self.frozen = self.cast = None
 
 
 def adapted_forward(linear, x):

@@ -46,7 +46,6 @@ from sft import teach_tiny
 # fit, which are faster.
 TINY = {"learning_rate": 2e-3, "batch_size": 16, "gradient_accumulation_steps": 2,
         "dtype": "float32"}
-ROUNDS = 10  # default of --max_steps
 
 
 # ----------------------------------------------------------------------------------------- weights
@@ -189,6 +188,11 @@ def reward_weighted_loss(logprobs, weights, weight_sum):
 
 
 # ------------------------------------------------------------------------------------------ config
+def rounds(config):
+    """10, or num_epochs passes over recorded episodes"""  # --help prints it as the default
+    return config.num_epochs if config.trajectories else 10
+
+
 @dataclass(kw_only=True)
 class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "episodes and weights"
@@ -199,9 +203,7 @@ class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
                                           "instead of playing; --tasks are "
                                           "then evaluated on")
     tasks_per_step: int = flag(32, "tasks of a round", low=1, aliases=("tasks_per_iteration",))
-    max_steps: int | None = flag(
-        None, f"rounds; default: {ROUNDS}, or num_epochs passes over recorded episodes", low=1,
-        aliases=("num_iterations",))
+    max_steps: int | None = auto(rounds, "rounds", low=1, aliases=("num_iterations",))
     num_epochs: int = flag(2, "passes over the episodes of a round, or over the recorded ones")
     gradient_accumulation_steps: int | None = auto(4, "forward passes of an update", low=1)
     learning_rate: float | None = auto(imitation_learning_rate)
@@ -238,8 +240,6 @@ def settle(config: Config) -> Config:
     if config.env is None:
         path = config.trajectories
         config = replace(config, env=recorded_env(path) if path else "equations")
-    if config.max_steps is None:
-        config = replace(config, max_steps=config.num_epochs if config.trajectories else ROUNDS)
     return fill(config, TINY if is_tiny(config.model_path) else {}, envs.limits(config.env))
 
 
@@ -247,7 +247,7 @@ def settle(config: Config) -> Config:
 def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
     """Return the episodes of --trajectories. Raises UserError if no weights can be made of them."""
     path = config.trajectories
-    everything = read_trajectories(path, tokenizer, model.get_input_embeddings().num_embeddings)
+    everything = read_trajectories(path, model, tokenizer)
     episodes = [t for t in everything if len(t.token_ids) <= config.max_tokens and 1 in t.loss_mask]
     print_dropped(everything, episodes, f"episodes exceed {config.max_tokens} tokens or have none "
                                         "to train: dropped")
@@ -260,7 +260,7 @@ def recorded(config: Config, model, tokenizer) -> list[Trajectory]:
             raise UserError(f"{path}: an episode of group {t.group_id!r} has {len(t.rewards)} "
                             f"rewards, but {turns} turns in its loss_mask; use --weight_per "
                             "episode")
-    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+    shift_and_scale(episodes, config)
     if config.baseline == "group" and config.min_reward is None:
         check_groups(path, episodes)
     if not weigh(episodes, config)[1]["kept"]:
@@ -292,7 +292,7 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     played = play(round_tasks, config.group_size, step=step)
     run.log(**played_shares(played))
     episodes = without_faults(played)
-    shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+    shift_and_scale(episodes, config)
     run.log_episodes(episodes)
     return [] if unusable(episodes) else episodes
 
@@ -313,6 +313,17 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
             batch = cheapest_order(batch, config.batch_size)
             out.append((batch, [weights_of[t] for t in batch]))
     return out
+
+
+def log_weights(run, step, metrics):
+    """Log what `weigh` says; print a note if the weights do not say which episode is better."""
+    run.log(**metrics)
+    if not metrics["kept"]:
+        print(f"note: step {step}: no episode of positive weight, nothing to learn from; try "
+              "easier tasks, another --weighting, --baseline or --reward_bias")
+    elif metrics["weights_equal"]:
+        print(f"note: step {step}: all weights are equal: rewards do not say which episode is "
+              "better")
 
 
 def train(config: Config) -> dict:
@@ -370,17 +381,6 @@ def train(config: Config) -> dict:
             if updates:
                 run.log(updates=len(updates), loss=fmean(losses), grad_norm=fmean(grad_norms))
     return run.finish()
-
-
-def log_weights(run, step, metrics):
-    """Log what `weigh` says; print a note if the weights do not say which episode is better."""
-    run.log(**metrics)
-    if not metrics["kept"]:
-        print(f"note: step {step}: no episode of positive weight, nothing to learn from; try "
-              "easier tasks, another --weighting, --baseline or --reward_bias")
-    elif metrics["weights_equal"]:
-        print(f"note: step {step}: all weights are equal: rewards do not say which episode is "
-              "better")
 
 
 if __name__ == "__main__":

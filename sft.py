@@ -33,7 +33,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import collate, evaluate
+from agent import collate, evaluate, rollout_options
 from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
 from episodes.tasks import with_env
 from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
@@ -104,9 +104,7 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
         token_ids, loss_mask, _ = collate(held_out[rows], model.device)  # (b, T) each
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (b, T)
         losses.append({"loss": sft_loss(logprobs, loss_mask, num_tokens)})
-    limits = envs.limits_of(config)
-    played = evaluate(model, tokenizer, config.env, tasks, limits=limits, seed=config.seed, run=run,
-                      env_options=envs.options_of(config), rewards=envs.rewards_of(config))
+    played = evaluate(model, tokenizer, config.env, tasks, **rollout_options(config, run))
     return played | run.ranks.total(losses) | {"demonstrations": len(held_out)}
 
 
@@ -125,8 +123,7 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **model_options(config))
-    vocabulary = model.get_input_embeddings().num_embeddings
-    learned, held_out = demonstrations(config, conversations, tokenizer, vocabulary)
+    learned, held_out = demonstrations(config, conversations, model, tokenizer)
     tasks = evaluation_tasks(config, learned)
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     per_step = config.batch_size * config.gradient_accumulation_steps

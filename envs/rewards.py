@@ -291,9 +291,9 @@ class Rewards:
         t.rewards = [0.0] * len(t.rewards)
         vetoed = False
         earned = {}
-        values = {name: value for name, value in values.items()
-                  if value is not None and (name != "environment" or session.pays)}
         for name, value in values.items():
+            if value is None or name == "environment" and not session.pays:
+                continue
             weight = self.weights.get(name, 1.0)
             turns = per_turn(name, value, len(t.rewards))
             if not all(map(is_finite, turns)):

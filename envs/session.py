@@ -122,8 +122,7 @@ class Watch:
             raise EnvironmentFault(self.broken)
 
 
-def load_environments(tokenizer, env_names: str, generation_config=None,
-                      env_options=None) -> tuple[dict, dict]:
+def load_environments(tokenizer, env_names, generation_config, env_options) -> tuple[dict, dict]:
     """Return the class and the Chat of every environment, by its name.
 
     They are those that the caller names: data never chooses which code runs. `env_options` are
@@ -256,8 +255,7 @@ class Session:
     def _play(self):
         for call in self.calls:
             self._enter(call["name"])
-            name, arguments = call["name"], call["arguments"]
-            self.answers.append((*call_tool(self.env, name, arguments), self._gain()))
+            self.answers.append((*call_tool(self.env, **call), self._gain()))
         self._read_done()
 
     def _reply(self, text):

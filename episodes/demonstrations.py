@@ -174,34 +174,35 @@ def count_control_tokens(conversations: list[Conversation], tokenizer):
 
 
 # ------------------------------------------------------------------------------ recorded episodes
-def read_trajectories(path: str, tokenizer=None, vocabulary: int = 0) -> list[Trajectory]:
+def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]:
     """Return the episodes of a trajectories.jsonl, but for those whose environment failed.
 
-    With a model's tokenizer and the size of its vocabulary, episodes of another model are refused.
+    With a model and its tokenizer, episodes of another model are refused.
     """
     def episode(row, _):
         need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
                                          "with --tasks")
         trajectory = Trajectory.from_json(row)
-        if tokenizer:
-            check_tokens(trajectory.token_ids, trajectory.messages, tokenizer, vocabulary)
+        if model:
+            check_tokens(trajectory, model, tokenizer)
         return trajectory
 
     return without_faults(read_as(path, episode))
 
 
-def check_tokens(token_ids: list[int], messages: list[dict], tokenizer, vocabulary: int):
+def check_tokens(t: Trajectory, model, tokenizer):
     """Raise ValueError if an episode was recorded with another model's tokenizer.
 
     That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the
     first question of the user.
     """
-    largest = max(token_ids)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    largest = max(t.token_ids)
     if largest >= vocabulary:
         raise ValueError(f"token id {largest} is not in this model's vocabulary of {vocabulary}: "
                          "another model's episode")
-    questions = [str(m.get("content")) for m in messages if m.get("role") == "user"]
-    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(token_ids)):
+    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
+    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(t.token_ids)):
         raise ValueError("the tokens do not spell the episode's messages: another model's episode")
 
 

@@ -48,7 +48,7 @@ def collect_groups(play, tasks, config, step, run):
             else:
                 dropped += 1
     run.log(groups_dropped=dropped, **played_shares(played))
-    shift_and_scale(kept, config.reward_scaling, config.reward_bias)
+    shift_and_scale(kept, config)
     return kept
 
 

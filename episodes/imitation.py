@@ -48,14 +48,14 @@ def read_dataset(config) -> tuple[list, list]:
     return learned, unseen(held_out, learned, content)
 
 
-def demonstrations(config, conversations, tokenizer, vocabulary: int):
+def demonstrations(config, conversations, model, tokenizer):
     """Return the episodes to imitate and the held-out ones.
 
     They are recorded (--trajectories), the conversations of `read_dataset`, or played by the
     environment's scripted expert. Those longer than max_tokens are dropped and counted.
     """
     if config.trajectories:
-        learned, held_out = read_recorded(config, tokenizer, vocabulary)
+        learned, held_out = read_recorded(config, model, tokenizer)
     elif config.dataset:
         learned, held_out = conversations
         count_control_tokens(learned, tokenizer)
@@ -77,10 +77,10 @@ def demonstrations(config, conversations, tokenizer, vocabulary: int):
     return learned, held_out
 
 
-def read_recorded(config, tokenizer, vocabulary):
+def read_recorded(config, model, tokenizer):
     """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
     def read(path):
-        episodes = read_trajectories(path, tokenizer, vocabulary)
+        episodes = read_trajectories(path, model, tokenizer)
         floor = -math.inf if config.min_reward is None else config.min_reward
         # In floating point 0.6 + 0.3 + 0.1 is below 1.
         return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor - 1e-9]
@@ -157,7 +157,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
                 limits: Limits = Limits(), env_options: dict | None = None) -> list[Trajectory]:
     """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
     envs.need_expert(env_name)
-    classes, chats = load_environments(tokenizer, env_name, env_options=env_options)
+    classes, chats = load_environments(tokenizer, env_name, None, env_options)
     trajectories = []
     with Watch(limits.tool_timeout) as watch:
         for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):

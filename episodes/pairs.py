@@ -19,7 +19,7 @@ from experiment.bars import NO_BAR
 from experiment.data import as_messages
 from experiment.episodes import print_dropped, shift_and_scale
 from experiment.errors import UserError
-from experiment.files import replace_file, to_json
+from experiment.files import write_json
 from experiment.seeds import shuffled
 from llm.batches import prompt_of
 
@@ -96,7 +96,7 @@ def make_pairs(files, config) -> list[tuple]:
     """
     groups = defaultdict(list)
     for number, episodes in enumerate(files):
-        shift_and_scale(episodes, config.reward_scaling, config.reward_bias)
+        shift_and_scale(episodes, config)
         for t in episodes:
             if 1 in t.loss_mask:
                 groups[number, t.group_id, tuple(prompt_of(t))].append(t)
@@ -164,5 +164,4 @@ def write_pairs(run, learned, held_out):
             "group_id": chosen.group_id,
             "held_out": i >= len(learned),
         })
-    run.ranks.first(lambda: replace_file(run.folder / "preference_pairs.json",
-                                         to_json(rows, indent=1)))
+    run.ranks.first(lambda: write_json(run.folder / "preference_pairs.json", rows))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiment.data import data_sources, read_json, reading
 from experiment.errors import UserError
-from experiment.files import fingerprint, replace_file, set_aside, sync, to_json
+from experiment.files import fingerprint, set_aside, sync, to_json, write_json
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -75,7 +75,7 @@ def _seal(folder, state):
                 file.chmod(mode)
             files[file.relative_to(folder).as_posix()] = fingerprint(file)
     state = {**state, "files": files}
-    replace_file(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
+    write_json(folder / "state.json", {**state, "checksum": _checksum(state)})
     for path in (*folder.rglob("*"), folder):
         sync(path)
 

@@ -182,11 +182,12 @@ def without_faults(trajectories: list) -> list:
     return [t for t in trajectories if t.stop_reason != "error"]
 
 
-def shift_and_scale(trajectories: list, scaling: float, bias: float):
+def shift_and_scale(trajectories: list, config):
     """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias.
 
     The "reward" of a tool's message stays what the environment paid for that call.
     """
+    bias, scaling = config.reward_bias, config.reward_scaling
     for t in trajectories:
         t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
         t.reward = (t.reward - bias) * scaling

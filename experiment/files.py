@@ -31,6 +31,11 @@ def to_json(value, indent=None):
     return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
 
 
+def write_json(path, value):
+    """Write a file of JSON to be read, whole or not at all."""
+    replace_file(path, to_json(value, indent=1))
+
+
 def set_aside(path):
     """Rename a file or folder to PATH.1, or the next number that is free. Return the new path."""
     number = 1

@@ -26,7 +26,7 @@ from experiment.config import code_flags, convert, options
 from experiment.distributed import join
 from experiment.episodes import summarise, unusable
 from experiment.errors import Stop, UserError, printable
-from experiment.files import finite, replace_file, to_json
+from experiment.files import finite, write_json
 from experiment.notes import (Alarms, first_notes, headline, idle_notes, next_command, plan,
                               print_table, step_line, step_numbers)
 from experiment.output_folder import EPISODES, OutputFolder
@@ -58,6 +58,10 @@ class Run:
         passed: the sequences of all passes of a step; `micro_batches` counts them.
         watch: the count of environments' faults of the last rollout, or None.
         endings: functions that a run which finishes calls, without arguments.
+        values: {flag: value} of the config; max_steps becomes the number of steps.
+        updated: True from the first update of a step to the end of the step.
+        unlogged: the line of a step that has ended and is not written yet, or None.
+        saved: the step of the newest checkpoint, or None.
     """
 
     def __init__(self, config, algorithm, envs=None):
@@ -361,9 +365,8 @@ class Run:
         self.bad += 1
         path = self.folder / f"bad_step_{self.step}.json"
         if self.writes:
-            content = {"step": self.step, "why": reason,
-                       "episodes": [t.to_json() for t in episodes]}
-            replace_file(path, to_json(content, indent=1))
+            write_json(path, {"step": self.step, "why": reason,
+                              "episodes": [t.to_json() for t in episodes]})
         say(f"step {self.step + 1}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
             raise Stop(f"step {self.step + 1}: {reason}: the third update in a row that is not "
@@ -429,7 +432,7 @@ class Run:
         return result
 
     def _write_result(self, result):
-        replace_file(self.folder / "result.json", to_json(result, indent=1))
+        write_json(self.folder / "result.json", result)
         report = import_module(REPORT)
         try:
             report.write_html(self.folder)

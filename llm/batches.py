@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from experiment.seeds import shuffled
+
 
 def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
     """Return one pass over the items in random order, in batches of at most `size`."""
-    order = np.random.default_rng(seed).permutation(len(items))
-    return even_batches([items[i] for i in order], size)
+    return even_batches(shuffled(items, seed), size)
 
 
 def even_batches(items: list, size: int) -> list[list]:
@@ -25,9 +26,9 @@ def even_batches(items: list, size: int) -> list[list]:
 def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
     """Return `shuffled_batches`, but similar lengths share a batch, which saves padding."""
     rng = np.random.default_rng(seed)
-    shuffled = [episodes[i] for i in rng.permutation(len(episodes))]
+    in_random_order = [episodes[i] for i in rng.permutation(len(episodes))]
     batches = []
-    for pool in even_batches(shuffled, 16 * size):
+    for pool in even_batches(in_random_order, 16 * size):
         batches += even_batches(sorted(pool, key=lambda t: len(t.token_ids)), size)
     return [batches[i] for i in rng.permutation(len(batches))]
 

@@ -62,6 +62,7 @@ class Chat:
         stop_ids: the tokens that end a turn.
         start_ids: the tokens that open a message. None occurs inside a turn, so a turn in which the
             model sampled one is malformed.
+        end_ids: both, at which sampling ends.
 
     Raises:
         ValueError: in one line, for a template or tools that cannot be used.
@@ -78,6 +79,7 @@ class Chat:
         stops = {*eos, tokenizer.eos_token_id, self.call_stop_id, self.answer_stop_id}
         self.stop_ids = frozenset(stops - {None})
         self.start_ids = self._turn_starts() - self.stop_ids
+        self.end_ids = self.stop_ids | self.start_ids
 
     # -------------------------------------------------------------------- an episode, turn by turn
 

@@ -98,10 +98,10 @@ class Row:
 class Engine:
     """Decodes rows until a stop id or the limit of each turn, with the weights as they are now."""
 
-    def __init__(self, model, *, slots: int = 64, stop_ids=(), temperature: float = 1.0,
-                 top_k: int = 0, top_p: float = 1.0, fused: bool = True):
+    def __init__(self, model, *, slots: int = 64, stop_ids=(), fused: bool = True, **sampling):
         """Make an engine of so many `slots`, the rows that are in the batch at the same time.
 
+        `sampling` are temperature, top_k and top_p, as `llm.sampling.sample` takes them.
         Raises UserError for a model that the probe at load has found to decode wrongly.
         """
         if facts(model).refuses_engine:
@@ -110,7 +110,7 @@ class Engine:
         self.device = model.device
         self.slots = slots
         self.stop_ids = frozenset(stop_ids)
-        self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
+        self.draw = partial(sample, **sampling)
         self.cache = make_cache(model, slots)
         self.fused = Fused(model) if fused and fits(model) else None
         self.decoder = self.fused or StockForward(model)
@@ -302,8 +302,8 @@ class StockForward:
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
         # Transformers 5.24 calls it "cache" everywhere. Before, Mamba's models had another name.
-        names = [name for name in ("cache", "cache_params") if name in arguments]
-        self.cache_name = names[0] if names else "past_key_values"
+        names = "cache", "cache_params", "past_key_values"
+        self.cache_name = next(name for name in names if name in arguments)
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):

@@ -43,6 +43,7 @@ class RowCache:
         begins: True if the new tokens are the first of their rows.
         rows: the slots of the pass, a slice if they are neighbours.
         span: how many positions of a row the pass reads.
+        read, write: the index of what the pass reads and writes in a tensor.
         sdpa: attention by torch's fused kernel. On a CPU it is slow with a mask and one query.
     """
 
@@ -73,9 +74,9 @@ class RowCache:
         # On a CPU a bfloat16 product copies a slice, which pays below a third of the positions.
         if not self.sdpa and self.capacity < 3 * span:
             span = self.capacity
-        neighbours = slice(slots[0], slots[0] + len(slots))
-        in_order = slots == list(range(neighbours.start, neighbours.stop))
-        self.rows = neighbours if in_order else index
+        first, end = slots[0], slots[0] + len(slots)
+        are_neighbours = slots == list(range(first, end))
+        self.rows = slice(first, end) if are_neighbours else index
         self._place(index, position.clamp(max=self.capacity - 1), span)
 
     def prepare_step(self, position, span: int):

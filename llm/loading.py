@@ -219,6 +219,7 @@ def is_tiny(model_path: str) -> bool:
 
 # ----------------------------------------------------------------------------------------- checking
 def _adopt_tokenizer(model, tokenizer, path):
+    """Refuse a tokenizer that does not fit the model. Let `generate` stop where its turns end."""
     if not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")

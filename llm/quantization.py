@@ -122,7 +122,7 @@ class Int8Table:
 class Int8Embedding(nn.Module):
     """An embedding whose weight is an Int8Table. Gemma multiplies its embeddings by a factor."""
 
-    def __init__(self, table: Int8Table, factor: float = 1.0):
+    def __init__(self, table: Int8Table, factor: float):
         super().__init__()
         self.table = table
         self.weight = table.data

@@ -380,7 +380,7 @@ def test_merged_twice_is_merged_once(tiny):
         with merged(model):
             assert torch.equal(logits_of(model), outer)
         assert torch.equal(logits_of(model), outer)
-    assert all(linear.lora.mode == "beside" and linear.lora.kept is None for linear in adapters(model).values())
+    assert all(linear.lora.mode == "beside" and linear.lora.frozen is linear.lora.cast is None for linear in adapters(model).values())
 
 
 def test_weights_of_the_base_that_a_fork_trains_beside_the_adapter_are_played_merged_and_in_the_reference(tiny, tmp_path):

@@ -155,7 +155,7 @@ def test_merged_leaves_four_bits_as_they_are(tiny):
         inside = gradients(model)
         with torch.inference_mode():
             logits = model.eval()(input_ids=IDS).logits
-        assert all(linear.lora.kept for linear in adapters(model).values())  # cast once while decoding
+        assert all(linear.lora.cast for linear in adapters(model).values())  # cast once while decoding
         with pytest.raises(RuntimeError, match="leave the block of lora.merged"), reference(model, None):
             pass
         model.zero_grad()

@@ -69,7 +69,8 @@ def write(folder, rows, name="rows.jsonl"):
 
 
 def demonstrations(config, tokenizer):
-    return sft.demonstrations(config, sft.read_dataset(config), tokenizer, len(tokenizer))
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=len(tokenizer)))
+    return sft.demonstrations(config, sft.read_dataset(config), model, tokenizer)
 
 
 def read(path, tokenizer, split="train", n=10**6, **options):

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 import envs
-from agent import Episode, play_turns, rollout_options
+from agent import Episode, play_turns
 from episodes.tasks import tasks_for
 from envs.session import Session, Watch, load_environments
 from experiment.program import main
@@ -83,7 +83,7 @@ def command(config: Config):
             from window.server import serve
         except ImportError as error:
             raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
-        serve(config, load, rollout_options(config)["limits"])
+        serve(config, load, envs.limits_of(config))
         return
     model, tokenizer = load(config)
     try:
@@ -189,7 +189,7 @@ def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     options = envs.options_of(config)
     classes, chats = load_environments(tokenizer, config.env, model.generation_config, options)
     [(name, chat)] = chats.items()
-    limits = rollout_options(config)["limits"]
+    limits = envs.limits_of(config)
     introduce(name, classes[name], chat)
     with Watch(limits.tool_timeout) as watch, merged(model):
         engine = engine_for(config, model, chat)
@@ -354,7 +354,7 @@ def ask(shown: str = "") -> str | None:
 def engine_for(config: Config, model, chat: Chat):
     """Return an engine for one conversation at a time."""
     return make_engine(model, slots=1, tokens=config.max_tokens,
-                       stop_ids=chat.stop_ids | chat.start_ids, temperature=config.temperature,
+                       stop_ids=chat.end_ids, temperature=config.temperature,
                        top_k=config.top_k, top_p=config.top_p)
 
 

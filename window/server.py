@@ -191,8 +191,7 @@ class Server:
         prompt = await asyncio.to_thread(conversation_ids, chat, body.messages)
         # A call is shown when it is whole.
         streams = body.stream and not tools
-        choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
-                             self.limits.max_new_tokens, streams)
+        choices = self.turns(body, prompt, chat.end_ids, self.limits.max_new_tokens, streams)
         if body.stream:
             return Stream(self.events(body, choices, chat), media_type="text/event-stream")
         await self.finish(choices, request)
@@ -250,8 +249,7 @@ class Server:
         episode = await asyncio.wrap_future(in_thread(self.begin, body.problem))
         t = episode.trajectory
         while episode.can_take_turn:
-            stop_ids = episode.chat.stop_ids | episode.chat.start_ids
-            row = self.row(body, t.token_ids, len(t.rewards), stop_ids=stop_ids,
+            row = self.row(body, t.token_ids, len(t.rewards), stop_ids=episode.chat.end_ids,
                            limit=episode.turn_budget)
             await self.finish([row], request)
             await asyncio.wrap_future(in_thread(episode.take_turn, row.turn, row.logprobs))
