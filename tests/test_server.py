@@ -348,6 +348,30 @@ def test_several_messages_of_the_system_are_one(served):
     assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == expected
 
 
+def test_what_the_user_says_in_several_messages_is_one(served):
+    chat = served.server.plain
+    asked = [{"role": "user", "content": text} for text in "abcd"]
+    messages = [*asked[:2], {"role": "assistant", "content": "Yes."}, *asked[2:]]
+    turn = chat.turn("Yes.", [])
+    expected = chat.prompt([{"role": "user", "content": "a\n\nb"}]) + turn + chat.reply("c\n\nd", turn[-1])
+    assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == expected
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2_5", "llama3_1", "glm4moe"])
+def test_the_user_may_speak_after_results(name):
+    """So do agents that end with a tool's result, and people who interrupt them."""
+    tokenizer = real(name)
+    chat = Chat(tokenizer, TOOLS)
+    result, user = {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": "3"}, {"role": "user", "content": "And now?"}
+    asked = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "function": CALLS[0]}]}, result, user]
+    body = [*HELLO, {"role": "assistant", "tool_calls": [{"id": "call00000", "function": {"name": "look", "arguments": json.dumps(CALLS[0]["arguments"])}}]}, result, user]
+    text = chat.text(conversation_ids(chat, ChatCompletion(messages=body).messages))
+    if chat.native_tools:
+        assert text == tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    else:
+        assert text.endswith("<|im_start|>user\n<tool_response>\n3\n</tool_response>\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_a_function_without_parameters_and_one_that_is_none(served, client):
     clock = {"type": "function", "function": {"name": "clock"}}
     served.script[:] = [served.server.chat_of(json.dumps([ADD])).turn("", [{"name": "clock", "arguments": {}}])]

@@ -14,8 +14,8 @@ from llm.chat import Chat
 from llm.recorded import thoughtful_ids, with_thought
 
 BASE = "base"  # the name of the model that was started
-# The order of messages in an episode.
-ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
+# The order of messages in an episode. What the system or the user says in several is one message.
+ORDER = re.compile("((system|developer) )*(user )+(assistant ((tool )+|user )(user )*)*")
 
 # Values that ask for nothing, as 0, false or an empty list of a parameter that is not ours does.
 # Clients send them, also where nobody knows the parameter.
@@ -184,14 +184,13 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """
     roles = "".join(f"{message.role} " for message in messages)
     if not ORDER.fullmatch(roles):
-        raise ValueError("expected system, user, assistant, user or tool results, assistant, ... "
+        raise ValueError("expected system, user, assistant, tool results or user, assistant, ... "
                          f"and at the end not the assistant; got {roles}")
     groups = groupby(messages, lambda message: message.role == "assistant")
     opening, *rest = [list(group) for _, group in groups]
-    *system, user = [message.text for message in opening]
-    shown = [{"role": "user", "content": user}]
-    if system:
-        shown.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    shown = [{"role": "user", "content": said(opening)}]
+    if opening[0].role != "user":
+        shown.insert(0, {"role": "system", "content": said(opening, "system", "developer")})
     ids = chat.prompt(shown)
     for [turn], after in zip(rest[::2], rest[1::2]):
         calls = turn.tool_calls or []
@@ -205,10 +204,15 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
         called = [call.function.model_dump() for call in calls]
         ids += turn_ids(chat, turn.text, called)
         if calls:
-            ids += chat.results(called, [results[call.id] for call in calls], ids[-1])
+            ids += chat.results(called, [results[call.id] for call in calls], ids[-1], said(after))
         else:
-            ids += chat.reply(after[0].text, ids[-1])
+            ids += chat.reply(said(after), ids[-1])
     return ids
+
+
+def said(messages: list[Message], *roles: str) -> str:
+    """Return what these roles, or else the user, say in messages."""
+    return "\n\n".join(message.text for message in messages if message.role in (roles or ["user"]))
 
 
 def turn_ids(chat: Chat, text: str, calls: list[dict]) -> list[int]:
