@@ -424,6 +424,62 @@ def test_openais_own_stream_says_when_each_call_is_whole_though_the_second_choic
     assert [json.loads(arguments) for arguments in done] == [{"a": 2, "b": 2}, {"a": 1, "b": 1}]
 
 
+@pytest.mark.parametrize("text, thought, answer", [
+    ("<think>\nHalf of it.\n</think>\n\nx is [3] then.", "Half of it.", "x is [3] then."), ("<think>\nHalf of", "Half of", ""),
+    ("<b> is no thought", None, "<b> is no thought"), ("x < 3", None, "x < 3"), ("go to=3 now", None, "go to=3 now"), ("<", None, "<")])
+@pytest.mark.parametrize("tools", [[], [ADD]])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_thought_is_a_field_of_its_own_and_the_stream_says_the_same(served, client, text, thought, answer, tools, called):
+    chat = served.server.chat_of(json.dumps(tools))
+    call = served.server.chat_of(json.dumps([ADD])).turn("", [{"name": "add", "arguments": {"a": 1, "b": 2}}])
+    turn = chat.encode(text) + (call if called else [next(iter(chat.stop_ids))])
+    served.script[:] = [turn, turn]
+    asked = {"model": "base", "messages": HELLO, "max_tokens": 300, "tools": tools}
+    message = client.chat.completions.create(**asked).choices[0].message
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    thoughts = [delta.reasoning_content for delta in deltas if getattr(delta, "reasoning_content", None)]
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    assert "".join(thoughts) == getattr(message, "reasoning_content", "")
+    assert bool(message.tool_calls) == (called and bool(tools))
+    if not called or tools:
+        assert (message.content or "") == answer and getattr(message, "reasoning_content", None) == thought
+    # A word is shown when the next one begins, also where a call may follow.
+    assert len(thoughts) > 1 or not thought
+    assert sum(bool(delta.content) for delta in deltas) > 1 or len(answer) < 2 or answer[0] == "<"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gemma4_v5", "nemotron_3_nano", "muse_glimmer"])
+def test_thoughts_of_all_families_are_told_from_answers(name):
+    chat = Chat(real(name), TOOLS)
+    turn = chat.turn("Yes.", [], reasoning_content="Half.", thinking="Half.")
+    message, _ = served_by.assistant_message(SimpleNamespace(text=chat.text(turn), reason="stop"), chat, ChatCompletion(messages=[]))
+    assert message == {"content": "Yes.", "reasoning_content": "Half."}
+
+
+def test_no_part_of_a_call_is_streamed_as_a_thought():
+    chat = Chat(real("gptoss"), TOOLS)
+    text = chat.text(chat.turn("", CALLS, thinking="Half."))
+    body = ChatCompletion(messages=[], tools=TOOLS)
+    seen = {served_by.assistant_message(SimpleNamespace(text=text[:end], reason=None), chat, body)[0].get("reasoning_content") for end in range(len(text))}
+    assert seen == {None, "H", "Ha", "Hal", "Half", "Half."}
+    message, _ = served_by.assistant_message(SimpleNamespace(text=text, reason="stop"), chat, body)
+    assert message["reasoning_content"] == "Half." and message["content"] is None and len(message["tool_calls"]) == 1
+
+
+def test_a_turn_that_grows_is_decoded_as_a_whole_one(tiny_model):
+    model, tokenizer = tiny_model
+    chat = Chat(tokenizer, [])
+    random.seed(0)
+    for text in ("häßlich 🙂 漢字 a\n\n b", "".join(chr(random.randrange(32, 2**16 - 2**12)) for _ in range(200)).encode("utf-8", "ignore").decode()):
+        ids = chat.encode(text)
+        choice = Choice([5], chat=chat, weights=None, sampling=None, stop_ids=[], streams=True)
+        for end in range(1, len(ids) + 1):
+            choice.turn = ids[:end]
+            choice.show()
+            assert chat.text(ids[:end]).startswith(choice.text)
+        assert choice.text == text
+
+
 def test_without_tools_or_with_tool_choice_none_a_call_is_text(served, client):
     for more in ({}, {"tools": [ADD], "tool_choice": "none"}):
         served.script[:] = [call_turn(served, {"a": 2, "b": 3})]

@@ -53,6 +53,8 @@ class Choice(Row):
         self.stops = stops
         self.longest = max(map(len, stops), default=1)
         self.streams = streams
+        self.decoded = ""  # of a turn that is streamed
+        self.read = (0, 0)  # where the tokens begin that made its last piece, and where they end
 
     @property
     def ids(self) -> list[int]:
@@ -74,17 +76,26 @@ class Choice(Row):
             return
         turn = list(self.turn)
         is_stop = not self.stop_ids.isdisjoint(turn[-1:])
-        text = self.chat.text(turn[:len(turn) - is_stop])
+        text = self.chat.text(turn[:len(turn) - is_stop]) if has_ended else self.begun(turn)
         for stop in self.stops:
             text, found, _ = text.partition(stop)
             is_stop |= bool(found)
         if has_ended:
             self.reason = "stop" if is_stop else "length"
         else:
-            # A stop text may have come by half, and the last character may lack some bytes.
-            text = text.rstrip("\ufffd")
+            # A stop text may have come by half.
             text = text[:max(len(text) - self.longest + 1, 0)]
         self.text = text
+
+    def begun(self, turn) -> str:
+        """Return the text of a turn that grows, up to its last whole character."""
+        start, end = self.read
+        # Beside the tokens before them, the new ones are decoded as in the whole turn.
+        before, piece = self.chat.text(turn[start:end]), self.chat.text(turn[start:])
+        if not piece.endswith("\ufffd"):
+            self.decoded += piece[len(before):]
+            self.read = end, len(turn)
+        return self.decoded
 
 
 class SharedEngine(Engine):

@@ -212,7 +212,8 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
 
 def said(messages: list[Message], *roles: str) -> str:
     """Return what these roles, or else the user, say in messages."""
-    return "\n\n".join(message.text for message in messages if message.role in (roles or ["user"]))
+    texts = [message.text for message in messages if message.role in (roles or ["user"])]
+    return "\n\n".join(texts)
 
 
 def turn_ids(chat: Chat, text: str, calls: list[dict]) -> list[int]:

@@ -10,11 +10,13 @@ Another machine's run can have its episodes sampled here: `grpo.py --sampler htt
 """
 import asyncio
 import json
+import re
 import secrets
 import threading
 import time
 from contextlib import suppress
 from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 
 import uvicorn
@@ -37,6 +39,7 @@ from llm.adapter_files import ADAPTER
 from llm.chat import Chat
 from llm.loading import newest
 from llm.memory import facts, techniques_of
+from llm.recorded import split_thought
 from llm.tool_calls import parse_tool_calls
 from lora import settings
 from window.player import SECONDS, Choice, Player
@@ -47,6 +50,11 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
 BODY_SECONDS = 30  # in which they must come
 REQUESTS = 256  # that are answered at the same time
+# What is not streamed yet: at the start of a text what may open a thought, in a thought what may
+# end it, and in an answer what may belong to a call.
+OPENING = re.compile(r"\A\s*[<\[]\S{0,40}\Z")
+ENDING = re.compile(r"\s*(?:<(?:\|e|tool_call|function=).*|[<\[]\S*)?\Z", re.DOTALL)
+CALLING = re.compile(r"\s*(?:(?:[<\[{]|to=).*|\S*\Z)", re.DOTALL)
 
 
 class Server:
@@ -189,10 +197,8 @@ class Server:
             chat = await asyncio.to_thread(
                 self.chat_of, json.dumps([tool.model_dump() for tool in tools]))
         prompt = await asyncio.to_thread(conversation_ids, chat, body.messages)
-        # A call is shown when it is whole.
-        streams = body.stream and not tools
         choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
-                             self.limits.max_new_tokens, streams)
+                             self.limits.max_new_tokens, body.stream)
         if body.stream:
             return Stream(self.events(body, choices, chat), media_type="text/event-stream")
         await self.finish(choices, request)
@@ -214,16 +220,19 @@ class Server:
         # Clients expect the choices to begin in their order.
         for i in range(len(choices)):
             yield chunk(i, {"role": "assistant", "content": ""})
-        sent = dict.fromkeys(choices, (0, 0))  # how many characters and tokens of each
+        sent = dict.fromkeys(choices, ({}, 0))  # the message and the number of tokens of each
         try:
             async for choice in self.player.play(choices):
-                characters, tokens = sent[choice]
-                if not choice.reason and len(choice.text) <= characters:
+                message, reason = assistant_message(choice, chat, body)
+                before, tokens = sent[choice]
+                if not reason and message == before:
                     continue
-                sent[choice] = len(choice.text), len(choice.logprobs)
+                sent[choice] = message, len(choice.logprobs)
                 i = choices.index(choice)
-                delta, reason = assistant_message(choice, chat, body)
-                delta["content"] = (delta["content"] or "")[characters:]
+                delta = dict(message)
+                for name in message.keys() - {"tool_calls"}:
+                    shared = commonprefix([message[name] or "", before.get(name) or ""])
+                    delta[name] = (message[name] or "")[len(shared):]
                 new = slice(tokens, sent[choice][1])
                 yield chunk(i, delta, logprobs=self.logprobs(body, choice, new))
                 # Clients take a call for whole when the next chunk comes.
@@ -364,13 +373,18 @@ def usage(choices) -> dict:
 
 
 def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
-    """Return what a choice says and calls, and why the choice ended, None if it has not."""
-    calls = []
+    """Return what a choice thinks, says and calls, and why the choice ended, None if it has not."""
+    text, reason, calls = choice.text, choice.reason, []
     # A call that was cut would lack arguments.
-    if chat.tools and choice.reason != "length":
-        content, calls, _ = parse_tool_calls(choice.text, chat.tools)
+    if chat.tools and reason == "stop":
+        content, calls, _ = parse_tool_calls(text, chat.tools)
+    thought, answer = split_thought(chat.opened_thought + (content if calls else text))
+    if not reason:
+        thought = thought if answer else ENDING.sub("", thought)
+        answer = (CALLING if chat.tools else OPENING).sub("", answer)
+    message = {"content": answer, **({"reasoning_content": thought} if thought else {})}
     if not calls:
-        return {"content": choice.text}, choice.reason
+        return message, reason
     if chat.shows_one_call or not body.parallel_tool_calls:
         calls = calls[:1]
     tool_calls = []
@@ -378,7 +392,7 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
                            "function": function})
-    return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
+    return {**message, "content": answer or None, "tool_calls": tool_calls}, "tool_calls"
 
 
 def event(content: dict) -> str:
