@@ -687,13 +687,15 @@ def test_one_model_is_described_as_in_the_list(client):
         assert caught.value.code == "model_not_found"
 
 
-def test_a_list_of_one_prompt_is_that_prompt(client):
-    """LangChain sends it."""
-    one, listed = (client.completions.create(model="base", prompt=prompt, max_tokens=4, temperature=0).choices[0].text
-                   for prompt in ("a b", ["a b"]))
-    assert one == listed
-    with pytest.raises(openai.BadRequestError, match="at most 1 item"):
-        client.completions.create(model="base", prompt=["a", "b"])
+def test_a_list_of_prompts_has_the_answers_of_each(client):
+    """LangChain sends such texts, and lm-evaluation-harness lists of ids."""
+    asked = {"model": "base", "max_tokens": 4, "n": 2, "seed": 3}
+    for prompts in (["a b"], ["a b", "c"], [[5, 6]], [[5, 6], [7], [5, 6]]):
+        alone = [client.completions.create(prompt=prompt, **asked) for prompt in prompts]
+        together = client.completions.create(prompt=prompts, **asked)
+        assert [choice.text for choice in together.choices] == [choice.text for reply in alone for choice in reply.choices]
+        assert [choice.index for choice in together.choices] == list(range(2 * len(prompts)))
+        assert together.usage.total_tokens == sum(reply.usage.total_tokens for reply in alone)
 
 
 def test_max_completion_tokens_counts_where_both_are_given(client):

@@ -77,11 +77,16 @@ class Turns(Sampled):
     stop_token_ids: Items[Natural] = []
 
 
+def listed(prompt):
+    """Return a list of prompts. Text or ids are one."""
+    is_one = not isinstance(prompt, list) or all(isinstance(token, int) for token in prompt)
+    return [prompt] if is_one else prompt
+
+
 class Completion(Turns):
     """POST /v1/completions"""
 
-    # LangChain sends its text in a list.
-    prompt: str | Items[Natural] | Annotated[Items[str], Field(max_length=1)]
+    prompt: Annotated[Items[str | Items[Natural]], BeforeValidator(listed), Field(max_length=128)]
     logprobs: Literal[0, 1] | None = None
     return_token_ids: bool = False
     ignore_eos: bool = False

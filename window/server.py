@@ -1,7 +1,7 @@
 """An agent that others ask: OpenAI's API over the decoding engine (`python agent.py --serve`).
 
     POST /v1/chat/completions   messages, tools, stream, n, seed, stop, logprobs
-    POST /v1/completions        text or token ids; with return_token_ids also ids out, as in vLLM
+    POST /v1/completions        texts or token ids; with return_token_ids also ids out, as in vLLM
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
     POST /solve                 {"problem"}: the agent plays its environment, its tools really run
     GET  /v1/models, /healthz
@@ -166,20 +166,15 @@ class Server:
 
     # -------------------------------------------------------------------------------- completions
     async def completions(self, body: Completion, request: Request):
-        prompt = body.prompt
-        if [type(part) for part in prompt] == [str]:
-            [prompt] = prompt
-        if isinstance(prompt, str):
-            with refused("prompt"):
-                prompt = await asyncio.to_thread(self.plain.encode, prompt)
-                # A text begins as its tokenizer begins it, unless the client has written BOS.
-                start = [i for i in self.tokenizer("")["input_ids"]
-                         if i == self.tokenizer.bos_token_id]
-                prompt = prompt if prompt[:1] == start else start + prompt
-        if not prompt or max(prompt) >= self.vocabulary:
-            raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
-        choices = self.turns(body, prompt, stop_ids, default=16)  # as in OpenAI's API
+        choices = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                with refused("prompt"):
+                    prompt = await asyncio.to_thread(self.text_ids, prompt)
+            if not prompt or max(prompt) >= self.vocabulary:
+                raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
+            choices += self.turns(body, prompt, stop_ids, default=16)  # as in OpenAI's API
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
@@ -187,8 +182,14 @@ class Server:
             if body.logprobs is not None:
                 shown[i]["logprobs"] = {"token_logprobs": choice.logprobs}
             if body.return_token_ids:
-                shown[i] |= {"token_ids": choice.turn, "prompt_token_ids": prompt}
-        return {**head("text_completion", body), "choices": shown, "usage": usage(choices)}
+                shown[i] |= {"token_ids": choice.turn, "prompt_token_ids": choice.group}
+        return {**head("text_completion", body), "choices": shown, "usage": usage(body, choices)}
+
+    def text_ids(self, text: str) -> list[int]:
+        """Return a text's ids, which begin as the tokenizer begins them if BOS is not in it."""
+        ids = self.plain.encode(text)
+        start = [i for i in self.tokenizer("")["input_ids"] if i == self.tokenizer.bos_token_id]
+        return ids if ids[:1] == start else start + ids
 
     async def chat_completions(self, body: ChatCompletion, request: Request):
         tools = body.tools if body.tool_choice == "auto" else []
@@ -207,7 +208,7 @@ class Server:
             message, reason = assistant_message(choice, chat, body)
             shown.append({"index": i, "message": {"role": "assistant", **message},
                           "finish_reason": reason, "logprobs": self.logprobs(body, choice)})
-        return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
+        return {**head("chat.completion", body), "choices": shown, "usage": usage(body, choices)}
 
     async def events(self, body, choices, chat):
         """Yield the events of a streamed answer."""
@@ -239,7 +240,7 @@ class Server:
                 if reason:
                     yield chunk(i, {"content": ""}, reason)
             if body.stream_options.include_usage:
-                yield event({**start, "usage": usage(choices)})
+                yield event({**start, "usage": usage(body, choices)})
             yield "data: [DONE]\n\n"
         except Refusal as refusal:
             yield event(error_of(refusal))
@@ -366,9 +367,10 @@ def head(kind: str, body) -> dict:
             "model": body.model}
 
 
-def usage(choices) -> dict:
-    """Return the numbers of tokens of choices after one prompt."""
-    asked, sampled = len(choices[0].group), sum(len(choice.turn) for choice in choices)
+def usage(body, choices) -> dict:
+    """Return the numbers of tokens of choices, n after each prompt."""
+    asked = sum(len(choice.group) for choice in choices[::body.n])
+    sampled = sum(len(choice.turn) for choice in choices)
     return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
