@@ -39,7 +39,7 @@ from llm.tiny import make_tiny  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import player, server as served_by  # noqa: E402
 from window.player import Choice, SharedEngine  # noqa: E402
-from window.requests import ChatCompletion, conversation_ids  # noqa: E402
+from window.requests import ChatCompletion, call_opening, conversation_ids  # noqa: E402
 from window.server import Server  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
@@ -480,6 +480,36 @@ def test_a_turn_that_grows_is_decoded_as_a_whole_one(tiny_model):
         assert choice.text == text
 
 
+ADDS = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice, opening", [("required", '<tool_call>\n{"name":'), (ADDS, '<tool_call>\n{"name": "add", "arguments":')])
+def test_a_call_that_is_required_has_its_beginning_in_the_prompt(served, client, stream, choice, opening):
+    chat = served.server.chat_of(json.dumps([ADD]))
+    text = chat.text(call_turn(served, {"a": 1, "b": 2}))
+    assert text.startswith(opening)
+    served.script[:] = [[*chat.encode(text.removeprefix(opening)), chat.call_stop_id]]
+    asked = {"model": "base", "messages": HELLO, "max_tokens": 200, "tools": [ADD], "tool_choice": choice}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            reply = events.get_final_completion()
+    else:
+        reply = client.chat.completions.create(**asked)
+    [call] = reply.choices[0].message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 2}
+    assert not reply.choices[0].message.content
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "gptoss", "gemma4", "lfm2_v2", "nemotron_3_nano", "smollm2"])
+def test_the_beginning_of_a_call_is_that_of_the_templates_turn(name):
+    chat = Chat(real(name), TOOLS)
+    turn = chat.turn("", CALLS)
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        opening = chat.encode(call_opening(chat, ChatCompletion(messages=[], tool_choice=choice)))
+        assert turn[:len(opening)] == opening and len(opening) > 1 - (name in ("lfm2_v2", "gemma4"))
+
+
 def test_without_tools_or_with_tool_choice_none_a_call_is_text(served, client):
     for more in ({}, {"tools": [ADD], "tool_choice": "none"}):
         served.script[:] = [call_turn(served, {"a": 2, "b": 3})]
@@ -584,7 +614,7 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "quer
     ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ""}, "stop"), ({"seed": "x"}, "seed"), ({"stream": "yes"}, "stream"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "not permitted"), ({"top_logprobs": 3}, "not permitted"), ({"bogus": 1}, "not permitted"),
-    ({"response_format": {"type": "json_object"}}, "not permitted"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "not permitted"), ({"tool_choice": "required"}, "tool_choice"), ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "tools")])
 def test_what_cannot_be_answered_is_refused(served, change, says):
     body = {**CHAT, **change}

@@ -35,6 +35,7 @@ class Choice(Row):
         sampling: temperature, top_k and top_p.
         stop_ids, stops: the ids and the texts that end it, instead of the engine's stop ids.
         streams: True if the server wants to know of every token.
+        opening: the beginning of what it says, which stands in the prompt.
         news: the event that tells the server's thread to look.
         error: why it ended early, or None.
         text: what it says, without the stop token, a stop text or what may become one.
@@ -44,7 +45,7 @@ class Choice(Row):
     text = ""
 
     def __init__(self, prompt, *, chat, weights, sampling, stop_ids, stops=(), streams=False,
-                 **options):
+                 opening="", **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.chat = chat
         self.weights = weights
@@ -53,6 +54,7 @@ class Choice(Row):
         self.stops = stops
         self.longest = max(map(len, stops), default=1)
         self.streams = streams
+        self.opening = opening
         self.decoded = ""  # of a turn that is streamed
         self.read = (0, 0)  # where the tokens begin that made its last piece, and where they end
 
@@ -85,7 +87,7 @@ class Choice(Row):
         else:
             # A stop text may have come by half.
             text = text[:max(len(text) - self.longest + 1, 0)]
-        self.text = text
+        self.text = self.opening + text
 
     def begun(self, turn) -> str:
         """Return the text of a turn that grows, up to its last whole character."""

@@ -4,6 +4,7 @@ import re
 import secrets
 from contextlib import contextmanager
 from itertools import groupby
+from os.path import commonprefix
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
@@ -152,7 +153,7 @@ class ChatCompletion(Turns):
 
     messages: Items[Message]
     tools: Items[Tool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     stream: bool = False
@@ -219,6 +220,21 @@ def said(messages: list[Message], *roles: str) -> str:
     """Return what these roles, or else the user, say in messages."""
     texts = [message.text for message in messages if message.role in (roles or ["user"])]
     return "\n\n".join(texts)
+
+
+@refused("tool_choice")
+def call_opening(chat: Chat, body: ChatCompletion) -> str:
+    """Return how a turn begins that makes the call which the client requires, if it does."""
+    choice = body.tool_choice
+    if choice in ("auto", "none"):
+        return ""
+    name = None if choice == "required" else choice.function.name
+    if not chat.tools or (name and name not in chat.tools):
+        raise ValueError("a call is required, but its function is not among the tools")
+    calls = [{"name": name or "x", "arguments": {}}, {"name": name or "y", "arguments": {"x": 1}}]
+    begun = commonprefix([chat.text(chat.turn("", [call])) for call in calls])
+    # The next token may hold more of what stands before a word, such as {".
+    return begun.rstrip('< {["')
 
 
 def turn_ids(chat: Chat, text: str, calls: list[dict]) -> list[int]:

@@ -44,7 +44,7 @@ from llm.tool_calls import parse_tool_calls
 from lora import settings
 from window.player import SECONDS, Choice, Player
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
-                             Turns, conversation_ids, refused)
+                             Turns, call_opening, conversation_ids, refused)
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
@@ -120,7 +120,7 @@ class Server:
             self.requests -= 1
 
     # ----------------------------------------------------------------------------------- sampling
-    def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
+    def turns(self, body: Turns, prompt, stop_ids, default: int, **options) -> list[Choice]:
         """Return the rows of n turns after one prompt. `default` stands for max_tokens."""
         room = self.context - len(prompt)
         limit = body.max_completion_tokens or body.max_tokens or max(min(default, room), 1)
@@ -130,7 +130,7 @@ class Server:
                           "context_length_exceeded")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         stops=stops, streams=streams) for i in range(body.n)]
+                         stops=stops, **options) for i in range(body.n)]
 
     def weights_of(self, name: str):
         """Return the adapter of a model's name, or raise Refusal."""
@@ -192,14 +192,15 @@ class Server:
         return ids if ids[:1] == start else start + ids
 
     async def chat_completions(self, body: ChatCompletion, request: Request):
-        tools = body.tools if body.tool_choice == "auto" else []
+        tools = [] if body.tool_choice == "none" else body.tools
         # A long text takes seconds, in which others are answered.
         with refused("tools"):
             chat = await asyncio.to_thread(
                 self.chat_of, json.dumps([tool.model_dump() for tool in tools]))
         prompt = await asyncio.to_thread(conversation_ids, chat, body.messages)
-        choices = self.turns(body, prompt, chat.stop_ids | chat.start_ids,
-                             self.limits.max_new_tokens, body.stream)
+        opening = call_opening(chat, body)
+        choices = self.turns(body, prompt + chat.encode(opening), chat.stop_ids | chat.start_ids,
+                             self.limits.max_new_tokens, streams=body.stream, opening=opening)
         if body.stream:
             return Stream(self.events(body, choices, chat), media_type="text/event-stream")
         await self.finish(choices, request)
