@@ -611,7 +611,7 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "quer
     ({"messages": [*HELLO, called("1", "2"), *told("1")]}, "one result"), ({"messages": [*HELLO, called("1"), *told("1", "2")]}, "one result"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
     ({"temperature": -1}, "temperature.*greater than or equal to 0.001"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
-    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),
+    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 33}, "stop"),
     ({"stop": ""}, "stop"), ({"seed": "x"}, "seed"), ({"stream": "yes"}, "stream"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "not permitted"), ({"top_logprobs": 3}, "not permitted"), ({"bogus": 1}, "not permitted"),
     ({"response_format": {"type": "json_object"}}, "not permitted"), ({"tool_choice": "required"}, "tool_choice"), ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
@@ -627,7 +627,7 @@ def test_what_cannot_be_answered_is_refused(served, change, says):
 @pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 1e-50}, {"temperature": 1e-3, "top_k": 10**30}, {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0}, {"seed": None},
                                     {"stop": None, "logit_bias": None, "min_p": 0, "repetition_penalty": 1.0}, {"max_completion_tokens": 4, "max_tokens": None},
                                     {"response_format": {"type": "text"}, "parallel_tool_calls": True, "top_logprobs": 0, "logit_bias": {}, "store": False},
-                                    {"user": "me", "metadata": {"run": "1"}, "service_tier": "auto", "modalities": ["text"]}])
+                                    {"stop": ["\n"] * 8, "store": True}, {"user": "me", "metadata": {"run": "1"}, "service_tier": "auto", "modalities": ["text"]}])
 def test_parameters_that_ask_for_nothing_are_taken(served, change):
     assert served.post("/chat/completions", {**CHAT, **change})["usage"]["completion_tokens"] <= 4
 

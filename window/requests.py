@@ -22,8 +22,8 @@ ORDER = re.compile("((system|developer) )*(user )+(assistant ((tool )+|user )(us
 # Clients send them, also where nobody knows the parameter.
 NOTHING = {"best_of": 1, "top_k": -1, "repetition_penalty": 1, "service_tier": "auto",
            "response_format": {"type": "text"}, "modalities": ["text"]}
-# What a client calls itself or its request.
-LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+# What a client calls itself or its request, and what OpenAI is to do with it.
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "store"}
 
 Natural = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -74,7 +74,7 @@ class Turns(Sampled):
     # The first one counts where both are given.
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
-    stop: Text | Annotated[Items[Text], Field(max_length=4)] = []
+    stop: Text | Annotated[Items[Text], Field(max_length=32)] = []
     stop_token_ids: Items[Natural] = []
 
 

@@ -1,6 +1,7 @@
 """An agent that others ask: OpenAI's API over the decoding engine (`python agent.py --serve`).
 
-    POST /v1/chat/completions   messages, tools, stream, n, seed, stop, logprobs
+    POST /v1/chat/completions   messages, tools, stream, n, seed, stop, logprobs (of what is sampled
+                                from, with temperature, top_k and top_p)
     POST /v1/completions        texts or token ids; with return_token_ids also ids out, as in vLLM
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
     POST /solve                 {"problem"}: the agent plays its environment, its tools really run
