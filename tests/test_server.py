@@ -426,7 +426,8 @@ def test_openais_own_stream_says_when_each_call_is_whole_though_the_second_choic
 
 @pytest.mark.parametrize("text, thought, answer", [
     ("<think>\nHalf of it.\n</think>\n\nx is [3] then.", "Half of it.", "x is [3] then."), ("<think>\nHalf of", "Half of", ""),
-    ("<b> is no thought", None, "<b> is no thought"), ("x < 3", None, "x < 3"), ("go to=3 now", None, "go to=3 now"), ("<", None, "<")])
+    ("<b> is no thought", None, "<b> is no thought"), ("x < 3", None, "x < 3"), ("go to=3 now", None, "go to=3 now"), ("<", None, "<"),
+    ("我想去看看，然后回来。", None, "我想去看看，然后回来。")])
 @pytest.mark.parametrize("tools", [[], [ADD]])
 @pytest.mark.parametrize("called", [False, True])
 def test_a_thought_is_a_field_of_its_own_and_the_stream_says_the_same(served, client, text, thought, answer, tools, called):

@@ -51,11 +51,10 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
 BODY_SECONDS = 30  # in which they must come
 REQUESTS = 256  # that are answered at the same time
-# What is not streamed yet: at the start of a text what may open a thought, in a thought what may
-# end it, and in an answer what may belong to a call.
-OPENING = re.compile(r"\A\s*[<\[]\S{0,40}\Z")
-ENDING = re.compile(r"\s*(?:<(?:\|e|tool_call|function=).*|[<\[]\S*)?\Z", re.DOTALL)
-CALLING = re.compile(r"\s*(?:(?:[<\[{]|to=).*|\S*\Z)", re.DOTALL)
+# What is not streamed yet: of a thought or a text what may begin or end a thought, and where calls
+# may follow, what may belong to one.
+ENDING = re.compile(r"\s*(?:<(?:\|e|tool_call|function=).*|[<\[][!-~]*)?\Z", re.DOTALL)
+CALLING = re.compile(r"\s*(?:(?:[<\[{]|to=).*|[!-~]*\Z)", re.DOTALL)
 
 
 class Server:
@@ -385,8 +384,10 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
     thought, answer = split_thought(chat.opened_thought + (content if calls else text))
     if not reason:
         thought = thought if answer else ENDING.sub("", thought)
-        answer = (CALLING if chat.tools else OPENING).sub("", answer)
-    message = {"content": answer, **({"reasoning_content": thought} if thought else {})}
+        answer = (CALLING if chat.tools else ENDING).sub("", answer)
+    message = {"content": answer}
+    if thought:
+        message["reasoning_content"] = thought
     if not calls:
         return message, reason
     if chat.shows_one_call or not body.parallel_tool_calls:
