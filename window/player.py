@@ -43,6 +43,7 @@ class Choice(Row):
     """
     news = error = reason = None
     text = ""
+    due = 0  # the number of tokens at which it is read again
 
     def __init__(self, prompt, *, chat, weights, sampling, stop_ids, stops=(), streams=False,
                  opening="", **options):
@@ -55,8 +56,6 @@ class Choice(Row):
         self.longest = max(map(len, stops), default=1)
         self.streams = streams
         self.opening = opening
-        self.decoded = ""  # of a turn that is streamed
-        self.read = (0, 0)  # where the tokens begin that made its last piece, and where they end
 
     @property
     def ids(self) -> list[int]:
@@ -74,30 +73,23 @@ class Choice(Row):
         """Read what was sampled until now."""
         # Read the state first: the engine's thread may sample meanwhile.
         has_ended = self.state == "ended"
-        if not has_ended and not self.streams:
-            return
         turn = list(self.turn)
+        if not has_ended and not (self.streams and len(turn) >= self.due):
+            return
+        # All of it is read again, which takes linear time if a long turn waits for more tokens.
+        self.due = len(turn) * 257 / 256
         is_stop = not self.stop_ids.isdisjoint(turn[-1:])
-        text = self.chat.text(turn[:len(turn) - is_stop]) if has_ended else self.begun(turn)
+        text = self.chat.text(turn[:len(turn) - is_stop])
         for stop in self.stops:
             text, found, _ = text.partition(stop)
             is_stop |= bool(found)
         if has_ended:
             self.reason = "stop" if is_stop else "length"
         else:
-            # A stop text may have come by half.
+            # A stop text may have come by half, and the last character may lack some bytes.
+            text = text.rstrip("\ufffd")
             text = text[:max(len(text) - self.longest + 1, 0)]
         self.text = self.opening + text
-
-    def begun(self, turn) -> str:
-        """Return the text of a turn that grows, up to its last whole character."""
-        start, end = self.read
-        # Beside the tokens before them, the new ones are decoded as in the whole turn.
-        before, piece = self.chat.text(turn[start:end]), self.chat.text(turn[start:])
-        if not piece.endswith("\ufffd"):
-            self.decoded += piece[len(before):]
-            self.read = end, len(turn)
-        return self.decoded
 
 
 class SharedEngine(Engine):
@@ -188,10 +180,12 @@ class Player:
                 for choice in list(waiting):
                     if choice.error:
                         raise Refusal(500, choice.error)
+                    text = choice.text
                     choice.show()
                     if choice.reason:
                         waiting.remove(choice)
-                    yield choice
+                    if choice.reason or choice.text != text:
+                        yield choice
         except TimeoutError:
             raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
         finally:
