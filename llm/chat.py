@@ -133,7 +133,8 @@ class Chat:
             turn = turn[: turn.index(stop)]
         return [*turn, stop]
 
-    def results(self, calls: list[dict], results: list[str], sampled_stop: int | None) -> list[int]:
+    def results(self, calls: list[dict], results: list[str], sampled_stop: int | None,
+                text: str = "") -> list[int]:
         """Return the ids that follow a calling turn: its results, then the generation prompt.
 
         Args:
@@ -141,12 +142,15 @@ class Chat:
             results: a text for each call, then errors about calls that could not be read.
             sampled_stop: the stop token that the turn ended with. If it is not the expected one,
                 the ids begin with the one that the template writes there. It is not trained.
+            text: what the user says after the results, if anything.
         """
         if not self.native_tools:
-            texts = [f"<tool_response>\n{text}\n</tool_response>" for text in results]
-            return self.reply("\n".join(texts), sampled_stop)
+            texts = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
+            return self.reply("\n".join(texts + [text] * bool(text)), sampled_stop)
         names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
-        return self._after(self._call_end, self._called(names, results), sampled_stop)
+        dummy = self._called(names, results)
+        dummy += [self._message("user", text)] if text else []
+        return self._after(self._call_end, dummy, sampled_stop)
 
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:
         """Return the ids that follow an answer: a user message, then the generation prompt."""

@@ -7,10 +7,13 @@ import json
 import re
 from contextlib import suppress
 
-from llm.tool_calls import check_call, parse_tool_calls
+from llm.tool_calls import THOUGHT, THOUGHT_END, after_thought, check_call, parse_tool_calls
 
 TAGGED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 PYTHON_CALL = re.compile(r"(?<=<tool_call>)\s*\{'.*?(?=</tool_call>)", re.DOTALL)
+# What stands around thoughts. Between two channels gpt-oss and Muse end a message.
+MARKUP = re.compile(r"(?:<\|(?:end|eom)\|><\|start\|>assistant\s*)?"
+                    rf"(?:{THOUGHT.pattern}|{THOUGHT_END.pattern}|\Z)")
 # The role of a message -> the roles that may come next, and how an error names the place.
 NEXT = {
     None: (["system", "user"], "at the start"),
@@ -165,6 +168,13 @@ def with_thought(message: dict, text: str) -> str:
     thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
     thought = str(next(filter(None, thoughts), "")).strip()
     return f"<think>\n{thought}\n</think>\n\n{text}" if thought and "</think>" not in text else text
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """Return the thought that a text begins with, ended or not, and what follows it."""
+    answer = after_thought(text)
+    thought = text[:len(text) - len(answer)]
+    return MARKUP.sub("", thought).strip(), answer.lstrip("\n") if thought else answer
 
 
 def _as_json(call):

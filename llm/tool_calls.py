@@ -39,9 +39,9 @@ _TAG_VALUE = re.compile(
 _GEMMA_BODY = re.compile(r'(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>).)*+', re.S)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
 # How thoughts begin and end in the markup of the families, and in gpt-oss's and Muse's channels.
-_THOUGHT = re.compile(
+THOUGHT = re.compile(
     r"<think>|\[THINK\]|<\|channel>thought|(?:<\|channel\|>analysis|to=self)<\|message\|>")
-_THOUGHT_END = re.compile(
+THOUGHT_END = re.compile(
     r"</think>|\[/THINK\]|<channel\|>|(?:<\|channel\|>final|to=user)<\|message\|>")
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -131,18 +131,18 @@ def _error(problem):
 def after_thought(text: str) -> str:
     """Return what follows the thought at the start of a text: nothing if the thought never ends."""
     end = _end_of_thought(text)
-    return text[end:] if end or not _THOUGHT.match(text.lstrip()) else ""
+    return text[end:] if end or not THOUGHT.match(text.lstrip()) else ""
 
 
 def _end_of_thought(text):
     """Return where a closed thought at the start of the text ends, or 0 if there is none."""
-    closer = _THOUGHT_END.search(text)
+    closer = THOUGHT_END.search(text)
     if not closer:
         return 0
-    if not _THOUGHT.match(text.lstrip()):
+    if not THOUGHT.match(text.lstrip()):
         # The generation prompt may have opened the thought. But a </think> inside a call, as the
         # value of an argument, closes none, nor does that of a later thought.
-        if _THOUGHT.search(text, 0, closer.start()):
+        if THOUGHT.search(text, 0, closer.start()):
             return 0
         openers = chain([_NO_TAG.match(text)], _OPENER.finditer(text, 0, closer.start()))
         for opener in islice(openers, MAX_CALLS):

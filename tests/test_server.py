@@ -39,7 +39,7 @@ from llm.tiny import make_tiny  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
 from window import player, server as served_by  # noqa: E402
 from window.player import Choice, SharedEngine  # noqa: E402
-from window.requests import ChatCompletion, conversation_ids  # noqa: E402
+from window.requests import ChatCompletion, call_opening, conversation_ids  # noqa: E402
 from window.server import Server  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
@@ -348,6 +348,30 @@ def test_several_messages_of_the_system_are_one(served):
     assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == expected
 
 
+def test_what_the_user_says_in_several_messages_is_one(served):
+    chat = served.server.plain
+    asked = [{"role": "user", "content": text} for text in "abcd"]
+    messages = [*asked[:2], {"role": "assistant", "content": "Yes."}, *asked[2:]]
+    turn = chat.turn("Yes.", [])
+    expected = chat.prompt([{"role": "user", "content": "a\n\nb"}]) + turn + chat.reply("c\n\nd", turn[-1])
+    assert conversation_ids(chat, ChatCompletion(messages=messages).messages) == expected
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2_5", "llama3_1", "glm4moe"])
+def test_the_user_may_speak_after_results(name):
+    """So do agents that end with a tool's result, and people who interrupt them."""
+    tokenizer = real(name)
+    chat = Chat(tokenizer, TOOLS)
+    result, user = {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": "3"}, {"role": "user", "content": "And now?"}
+    asked = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "function": CALLS[0]}]}, result, user]
+    body = [*HELLO, {"role": "assistant", "tool_calls": [{"id": "call00000", "function": {"name": "look", "arguments": json.dumps(CALLS[0]["arguments"])}}]}, result, user]
+    text = chat.text(conversation_ids(chat, ChatCompletion(messages=body).messages))
+    if chat.native_tools:
+        assert text == tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    else:
+        assert text.endswith("<|im_start|>user\n<tool_response>\n3\n</tool_response>\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_a_function_without_parameters_and_one_that_is_none(served, client):
     clock = {"type": "function", "function": {"name": "clock"}}
     served.script[:] = [served.server.chat_of(json.dumps([ADD])).turn("", [{"name": "clock", "arguments": {}}])]
@@ -398,6 +422,91 @@ def test_openais_own_stream_says_when_each_call_is_whole_though_the_second_choic
     with client.chat.completions.stream(**options) as events:
         done = [event.arguments for event in events if event.type == "tool_calls.function.arguments.done"]
     assert [json.loads(arguments) for arguments in done] == [{"a": 2, "b": 2}, {"a": 1, "b": 1}]
+
+
+@pytest.mark.parametrize("text, thought, answer", [
+    ("<think>\nHalf of it.\n</think>\n\nx is [3] then.", "Half of it.", "x is [3] then."), ("<think>\nHalf of", "Half of", ""),
+    ("<b> is no thought", None, "<b> is no thought"), ("x < 3", None, "x < 3"), ("go to=3 now", None, "go to=3 now"), ("<", None, "<"),
+    ("我想去看看，然后回来。", None, "我想去看看，然后回来。")])
+@pytest.mark.parametrize("tools", [[], [ADD]])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_thought_is_a_field_of_its_own_and_the_stream_says_the_same(served, client, text, thought, answer, tools, called):
+    chat = served.server.chat_of(json.dumps(tools))
+    call = served.server.chat_of(json.dumps([ADD])).turn("", [{"name": "add", "arguments": {"a": 1, "b": 2}}])
+    turn = chat.encode(text) + (call if called else [next(iter(chat.stop_ids))])
+    served.script[:] = [turn, turn]
+    asked = {"model": "base", "messages": HELLO, "max_tokens": 300, "tools": tools}
+    message = client.chat.completions.create(**asked).choices[0].message
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    thoughts = [delta.reasoning_content for delta in deltas if getattr(delta, "reasoning_content", None)]
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    assert "".join(thoughts) == getattr(message, "reasoning_content", "")
+    assert bool(message.tool_calls) == (called and bool(tools))
+    if not called or tools:
+        assert (message.content or "") == answer and getattr(message, "reasoning_content", None) == thought
+    # A word is shown when the next one begins, also where a call may follow.
+    assert len(thoughts) > 1 or not thought
+    assert sum(bool(delta.content) for delta in deltas) > 1 or len(answer) < 2 or answer[0] == "<"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gemma4_v5", "nemotron_3_nano", "muse_glimmer"])
+def test_thoughts_of_all_families_are_told_from_answers(name):
+    chat = Chat(real(name), TOOLS)
+    turn = chat.turn("Yes.", [], reasoning_content="Half.", thinking="Half.")
+    message, _ = served_by.assistant_message(SimpleNamespace(text=chat.text(turn), reason="stop"), chat, ChatCompletion(messages=[]))
+    assert message == {"content": "Yes.", "reasoning_content": "Half."}
+
+
+def test_no_part_of_a_call_is_streamed_as_a_thought():
+    chat = Chat(real("gptoss"), TOOLS)
+    text = chat.text(chat.turn("", CALLS, thinking="Half."))
+    body = ChatCompletion(messages=[], tools=TOOLS)
+    seen = {served_by.assistant_message(SimpleNamespace(text=text[:end], reason=None), chat, body)[0].get("reasoning_content") for end in range(len(text))}
+    assert seen == {None, "H", "Ha", "Hal", "Half", "Half."}
+    message, _ = served_by.assistant_message(SimpleNamespace(text=text, reason="stop"), chat, body)
+    assert message["reasoning_content"] == "Half." and message["content"] is None and len(message["tool_calls"]) == 1
+
+
+def test_a_long_turn_is_streamed_in_linear_time(tiny_model):
+    """To read all of it for each token would hold up everybody."""
+    reads = []
+    chat = SimpleNamespace(text=lambda ids: reads.append(len(ids)) or "x" * len(ids))
+    choice = Choice([5], chat=chat, weights=None, sampling=None, stop_ids=[], streams=True)
+    for _ in range(4000):
+        choice.turn.append(5)
+        choice.show()
+        assert len(choice.turn) - len(choice.text) < 1 + len(choice.turn) / 256
+    assert reads[:256] == list(range(1, 257)) and len(reads) < 1200 and sum(reads) < 300 * 4000
+
+
+ADDS = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice, opening", [("required", '<tool_call>\n{"name":'), (ADDS, '<tool_call>\n{"name": "add", "arguments":')])
+def test_a_call_that_is_required_has_its_beginning_in_the_prompt(served, client, stream, choice, opening):
+    chat = served.server.chat_of(json.dumps([ADD]))
+    text = chat.text(call_turn(served, {"a": 1, "b": 2}))
+    assert text.startswith(opening)
+    served.script[:] = [[*chat.encode(text.removeprefix(opening)), chat.call_stop_id]]
+    asked = {"model": "base", "messages": HELLO, "max_tokens": 200, "tools": [ADD], "tool_choice": choice}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            reply = events.get_final_completion()
+    else:
+        reply = client.chat.completions.create(**asked)
+    [call] = reply.choices[0].message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 2}
+    assert not reply.choices[0].message.content
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "gptoss", "gemma4", "lfm2_v2", "nemotron_3_nano", "smollm2"])
+def test_the_beginning_of_a_call_is_that_of_the_templates_turn(name):
+    chat = Chat(real(name), TOOLS)
+    turn = chat.turn("", CALLS)
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        opening = chat.encode(call_opening(chat, ChatCompletion(messages=[], tool_choice=choice)))
+        assert turn[:len(opening)] == opening and len(opening) > 1 - (name in ("lfm2_v2", "gemma4"))
 
 
 def test_without_tools_or_with_tool_choice_none_a_call_is_text(served, client):
@@ -501,10 +610,10 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "quer
     ({"messages": [*HELLO, called("1", "2"), *told("1")]}, "one result"), ({"messages": [*HELLO, called("1"), *told("1", "2")]}, "one result"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
     ({"temperature": -1}, "temperature.*greater than or equal to 0.001"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
-    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 5}, "stop"),
+    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"stop": ["a"] * 33}, "stop"),
     ({"stop": ""}, "stop"), ({"seed": "x"}, "seed"), ({"stream": "yes"}, "stream"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "not permitted"), ({"top_logprobs": 3}, "not permitted"), ({"bogus": 1}, "not permitted"),
-    ({"response_format": {"type": "json_object"}}, "not permitted"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "not permitted"), ({"tool_choice": "required"}, "tool_choice"), ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "tools")])
 def test_what_cannot_be_answered_is_refused(served, change, says):
     body = {**CHAT, **change}
@@ -517,7 +626,7 @@ def test_what_cannot_be_answered_is_refused(served, change, says):
 @pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 1e-50}, {"temperature": 1e-3, "top_k": 10**30}, {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0}, {"seed": None},
                                     {"stop": None, "logit_bias": None, "min_p": 0, "repetition_penalty": 1.0}, {"max_completion_tokens": 4, "max_tokens": None},
                                     {"response_format": {"type": "text"}, "parallel_tool_calls": True, "top_logprobs": 0, "logit_bias": {}, "store": False},
-                                    {"user": "me", "metadata": {"run": "1"}, "service_tier": "auto", "modalities": ["text"]}])
+                                    {"stop": ["\n"] * 8, "store": True}, {"user": "me", "metadata": {"run": "1"}, "service_tier": "auto", "modalities": ["text"]}])
 def test_parameters_that_ask_for_nothing_are_taken(served, change):
     assert served.post("/chat/completions", {**CHAT, **change})["usage"]["completion_tokens"] <= 4
 
@@ -607,13 +716,15 @@ def test_one_model_is_described_as_in_the_list(client):
         assert caught.value.code == "model_not_found"
 
 
-def test_a_list_of_one_prompt_is_that_prompt(client):
-    """LangChain sends it."""
-    one, listed = (client.completions.create(model="base", prompt=prompt, max_tokens=4, temperature=0).choices[0].text
-                   for prompt in ("a b", ["a b"]))
-    assert one == listed
-    with pytest.raises(openai.BadRequestError, match="at most 1 item"):
-        client.completions.create(model="base", prompt=["a", "b"])
+def test_a_list_of_prompts_has_the_answers_of_each(client):
+    """LangChain sends such texts, and lm-evaluation-harness lists of ids."""
+    asked = {"model": "base", "max_tokens": 4, "n": 2, "seed": 3}
+    for prompts in (["a b"], ["a b", "c"], [[5, 6]], [[5, 6], [7], [5, 6]]):
+        alone = [client.completions.create(prompt=prompt, **asked) for prompt in prompts]
+        together = client.completions.create(prompt=prompts, **asked)
+        assert [choice.text for choice in together.choices] == [choice.text for reply in alone for choice in reply.choices]
+        assert [choice.index for choice in together.choices] == list(range(2 * len(prompts)))
+        assert together.usage.total_tokens == sum(reply.usage.total_tokens for reply in alone)
 
 
 def test_max_completion_tokens_counts_where_both_are_given(client):

@@ -35,6 +35,7 @@ class Choice(Row):
         sampling: temperature, top_k and top_p.
         stop_ids, stops: the ids and the texts that end it, instead of the engine's stop ids.
         streams: True if the server wants to know of every token.
+        opening: the beginning of what it says, which stands in the prompt.
         news: the event that tells the server's thread to look.
         error: why it ended early, or None.
         text: what it says, without the stop token, a stop text or what may become one.
@@ -42,9 +43,10 @@ class Choice(Row):
     """
     news = error = reason = None
     text = ""
+    due = 0  # the number of tokens at which it is read again
 
     def __init__(self, prompt, *, chat, weights, sampling, stop_ids, stops=(), streams=False,
-                 **options):
+                 opening="", **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.chat = chat
         self.weights = weights
@@ -53,6 +55,7 @@ class Choice(Row):
         self.stops = stops
         self.longest = max(map(len, stops), default=1)
         self.streams = streams
+        self.opening = opening
 
     @property
     def ids(self) -> list[int]:
@@ -70,9 +73,11 @@ class Choice(Row):
         """Read what was sampled until now."""
         # Read the state first: the engine's thread may sample meanwhile.
         has_ended = self.state == "ended"
-        if not has_ended and not self.streams:
-            return
         turn = list(self.turn)
+        if not has_ended and not (self.streams and len(turn) >= self.due):
+            return
+        # All of it is read again, which takes linear time if a long turn waits for more tokens.
+        self.due = len(turn) * 257 / 256
         is_stop = not self.stop_ids.isdisjoint(turn[-1:])
         text = self.chat.text(turn[:len(turn) - is_stop])
         for stop in self.stops:
@@ -84,7 +89,7 @@ class Choice(Row):
             # A stop text may have come by half, and the last character may lack some bytes.
             text = text.rstrip("\ufffd")
             text = text[:max(len(text) - self.longest + 1, 0)]
-        self.text = text
+        self.text = self.opening + text
 
 
 class SharedEngine(Engine):
@@ -175,10 +180,12 @@ class Player:
                 for choice in list(waiting):
                     if choice.error:
                         raise Refusal(500, choice.error)
+                    text = choice.text
                     choice.show()
                     if choice.reason:
                         waiting.remove(choice)
-                    yield choice
+                    if choice.reason or choice.text != text:
+                        yield choice
         except TimeoutError:
             raise Refusal(408, f"not answered within {SECONDS} s", "timeout") from None
         finally:

@@ -4,6 +4,7 @@ import re
 import secrets
 from contextlib import contextmanager
 from itertools import groupby
+from os.path import commonprefix
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
@@ -14,15 +15,15 @@ from llm.chat import Chat
 from llm.recorded import thoughtful_ids, with_thought
 
 BASE = "base"  # the name of the model that was started
-# The order of messages in an episode.
-ORDER = re.compile("((system|developer) )*user (assistant (user |(tool )+))*")
+# The order of messages in an episode. What the system or the user says in several is one message.
+ORDER = re.compile("((system|developer) )*(user )+(assistant ((tool )+|user )(user )*)*")
 
 # Values that ask for nothing, as 0, false or an empty list of a parameter that is not ours does.
 # Clients send them, also where nobody knows the parameter.
 NOTHING = {"best_of": 1, "top_k": -1, "repetition_penalty": 1, "service_tier": "auto",
            "response_format": {"type": "text"}, "modalities": ["text"]}
-# What a client calls itself or its request.
-LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+# What a client calls itself or its request, and what OpenAI is to do with it.
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "store"}
 
 Natural = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -73,15 +74,20 @@ class Turns(Sampled):
     # The first one counts where both are given.
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
-    stop: Text | Annotated[Items[Text], Field(max_length=4)] = []
+    stop: Text | Annotated[Items[Text], Field(max_length=32)] = []
     stop_token_ids: Items[Natural] = []
+
+
+def listed(prompt):
+    """Return a list of prompts. Text or ids are one."""
+    is_one = not isinstance(prompt, list) or all(isinstance(token, int) for token in prompt)
+    return [prompt] if is_one else prompt
 
 
 class Completion(Turns):
     """POST /v1/completions"""
 
-    # LangChain sends its text in a list.
-    prompt: str | Items[Natural] | Annotated[Items[str], Field(max_length=1)]
+    prompt: Annotated[Items[str | Items[Natural]], BeforeValidator(listed), Field(max_length=128)]
     logprobs: Literal[0, 1] | None = None
     return_token_ids: bool = False
     ignore_eos: bool = False
@@ -147,7 +153,7 @@ class ChatCompletion(Turns):
 
     messages: Items[Message]
     tools: Items[Tool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     stream: bool = False
@@ -184,14 +190,13 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
     """
     roles = "".join(f"{message.role} " for message in messages)
     if not ORDER.fullmatch(roles):
-        raise ValueError("expected system, user, assistant, user or tool results, assistant, ... "
+        raise ValueError("expected system, user, assistant, tool results or user, assistant, ... "
                          f"and at the end not the assistant; got {roles}")
     groups = groupby(messages, lambda message: message.role == "assistant")
     opening, *rest = [list(group) for _, group in groups]
-    *system, user = [message.text for message in opening]
-    shown = [{"role": "user", "content": user}]
-    if system:
-        shown.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    shown = [{"role": "user", "content": said(opening)}]
+    if opening[0].role != "user":
+        shown.insert(0, {"role": "system", "content": said(opening, "system", "developer")})
     ids = chat.prompt(shown)
     for [turn], after in zip(rest[::2], rest[1::2]):
         calls = turn.tool_calls or []
@@ -205,10 +210,31 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
         called = [call.function.model_dump() for call in calls]
         ids += turn_ids(chat, turn.text, called)
         if calls:
-            ids += chat.results(called, [results[call.id] for call in calls], ids[-1])
+            ids += chat.results(called, [results[call.id] for call in calls], ids[-1], said(after))
         else:
-            ids += chat.reply(after[0].text, ids[-1])
+            ids += chat.reply(said(after), ids[-1])
     return ids
+
+
+def said(messages: list[Message], *roles: str) -> str:
+    """Return what these roles, or else the user, say in messages."""
+    texts = [message.text for message in messages if message.role in (roles or ["user"])]
+    return "\n\n".join(texts)
+
+
+@refused("tool_choice")
+def call_opening(chat: Chat, body: ChatCompletion) -> str:
+    """Return how a turn begins that makes the call which the client requires, if it does."""
+    choice = body.tool_choice
+    if choice in ("auto", "none"):
+        return ""
+    name = None if choice == "required" else choice.function.name
+    if not chat.tools or (name and name not in chat.tools):
+        raise ValueError("a call is required, but its function is not among the tools")
+    calls = [{"name": name or "x", "arguments": {}}, {"name": name or "y", "arguments": {"x": 1}}]
+    begun = commonprefix([chat.text(chat.turn("", [call])) for call in calls])
+    # The next token may hold more of what stands before a word, such as {".
+    return begun.rstrip('< {["')
 
 
 def turn_ids(chat: Chat, text: str, calls: list[dict]) -> list[int]:

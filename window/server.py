@@ -1,7 +1,8 @@
 """An agent that others ask: OpenAI's API over the decoding engine (`python agent.py --serve`).
 
-    POST /v1/chat/completions   messages, tools, stream, n, seed, stop, logprobs
-    POST /v1/completions        text or token ids; with return_token_ids also ids out, as in vLLM
+    POST /v1/chat/completions   messages, tools, stream, n, seed, stop, logprobs (of what is sampled
+                                from, with temperature, top_k and top_p)
+    POST /v1/completions        texts or token ids; with return_token_ids also ids out, as in vLLM
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
     POST /solve                 {"problem"}: the agent plays its environment, its tools really run
     GET  /v1/models, /healthz
@@ -10,11 +11,13 @@ Another machine's run can have its episodes sampled here: `grpo.py --sampler htt
 """
 import asyncio
 import json
+import re
 import secrets
 import threading
 import time
 from contextlib import suppress
 from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 
 import uvicorn
@@ -37,16 +40,21 @@ from llm.adapter_files import ADAPTER
 from llm.chat import Chat
 from llm.loading import newest
 from llm.memory import facts, techniques_of
+from llm.recorded import split_thought
 from llm.tool_calls import parse_tool_calls
 from lora import settings
 from window.player import SECONDS, Choice, Player
 from window.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
-                             Turns, conversation_ids, refused)
+                             Turns, call_opening, conversation_ids, refused)
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
 BODY_SECONDS = 30  # in which they must come
 REQUESTS = 256  # that are answered at the same time
+# What is not streamed yet: of a thought or a text what may begin or end a thought, and where calls
+# may follow, what may belong to one.
+ENDING = re.compile(r"\s*(?:<(?:\|e|tool_call|function=).*|[<\[][!-~]*)?\Z", re.DOTALL)
+CALLING = re.compile(r"\s*(?:(?:[<\[{]|to=).*|[!-~]*\Z)", re.DOTALL)
 
 
 class Server:
@@ -112,7 +120,7 @@ class Server:
             self.requests -= 1
 
     # ----------------------------------------------------------------------------------- sampling
-    def turns(self, body: Turns, prompt, stop_ids, default: int, streams=False) -> list[Choice]:
+    def turns(self, body: Turns, prompt, stop_ids, default: int, **options) -> list[Choice]:
         """Return the rows of n turns after one prompt. `default` stands for max_tokens."""
         room = self.context - len(prompt)
         limit = body.max_completion_tokens or body.max_tokens or max(min(default, room), 1)
@@ -122,7 +130,7 @@ class Server:
                           "context_length_exceeded")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         stops=stops, streams=streams) for i in range(body.n)]
+                         stops=stops, **options) for i in range(body.n)]
 
     def weights_of(self, name: str):
         """Return the adapter of a model's name, or raise Refusal."""
@@ -158,20 +166,15 @@ class Server:
 
     # -------------------------------------------------------------------------------- completions
     async def completions(self, body: Completion, request: Request):
-        prompt = body.prompt
-        if [type(part) for part in prompt] == [str]:
-            [prompt] = prompt
-        if isinstance(prompt, str):
-            with refused("prompt"):
-                prompt = await asyncio.to_thread(self.plain.encode, prompt)
-                # A text begins as its tokenizer begins it, unless the client has written BOS.
-                start = [i for i in self.tokenizer("")["input_ids"]
-                         if i == self.tokenizer.bos_token_id]
-                prompt = prompt if prompt[:1] == start else start + prompt
-        if not prompt or max(prompt) >= self.vocabulary:
-            raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
         stop_ids = () if body.ignore_eos else self.plain.stop_ids
-        choices = self.turns(body, prompt, stop_ids, default=16)  # as in OpenAI's API
+        choices = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                with refused("prompt"):
+                    prompt = await asyncio.to_thread(self.text_ids, prompt)
+            if not prompt or max(prompt) >= self.vocabulary:
+                raise Refusal(400, f"prompt: needs token ids, all below {self.vocabulary}")
+            choices += self.turns(body, prompt, stop_ids, default=16)  # as in OpenAI's API
         await self.finish(choices, request)
         shown = []
         for i, choice in enumerate(choices):
@@ -179,19 +182,25 @@ class Server:
             if body.logprobs is not None:
                 shown[i]["logprobs"] = {"token_logprobs": choice.logprobs}
             if body.return_token_ids:
-                shown[i] |= {"token_ids": choice.turn, "prompt_token_ids": prompt}
-        return {**head("text_completion", body), "choices": shown, "usage": usage(choices)}
+                shown[i] |= {"token_ids": choice.turn, "prompt_token_ids": choice.group}
+        return {**head("text_completion", body), "choices": shown, "usage": usage(body, choices)}
+
+    def text_ids(self, text: str) -> list[int]:
+        """Return a text's ids, which begin as the tokenizer begins them if BOS is not in it."""
+        ids = self.plain.encode(text)
+        start = [i for i in self.tokenizer("")["input_ids"] if i == self.tokenizer.bos_token_id]
+        return ids if ids[:1] == start else start + ids
 
     async def chat_completions(self, body: ChatCompletion, request: Request):
-        tools = body.tools if body.tool_choice == "auto" else []
+        tools = [] if body.tool_choice == "none" else body.tools
         # A long text takes seconds, in which others are answered.
         with refused("tools"):
             chat = await asyncio.to_thread(
                 self.chat_of, json.dumps([tool.model_dump() for tool in tools]))
         prompt = await asyncio.to_thread(conversation_ids, chat, body.messages)
-        # A call is shown when it is whole.
-        streams = body.stream and not tools
-        choices = self.turns(body, prompt, chat.end_ids, self.limits.max_new_tokens, streams)
+        opening = call_opening(chat, body)
+        choices = self.turns(body, prompt + chat.encode(opening), chat.end_ids,
+                             self.limits.max_new_tokens, streams=body.stream, opening=opening)
         if body.stream:
             return Stream(self.events(body, choices, chat), media_type="text/event-stream")
         await self.finish(choices, request)
@@ -200,7 +209,7 @@ class Server:
             message, reason = assistant_message(choice, chat, body)
             shown.append({"index": i, "message": {"role": "assistant", **message},
                           "finish_reason": reason, "logprobs": self.logprobs(body, choice)})
-        return {**head("chat.completion", body), "choices": shown, "usage": usage(choices)}
+        return {**head("chat.completion", body), "choices": shown, "usage": usage(body, choices)}
 
     async def events(self, body, choices, chat):
         """Yield the events of a streamed answer."""
@@ -213,23 +222,26 @@ class Server:
         # Clients expect the choices to begin in their order.
         for i in range(len(choices)):
             yield chunk(i, {"role": "assistant", "content": ""})
-        sent = dict.fromkeys(choices, (0, 0))  # how many characters and tokens of each
+        sent = dict.fromkeys(choices, ({}, 0))  # the message and the number of tokens of each
         try:
             async for choice in self.player.play(choices):
-                characters, tokens = sent[choice]
-                if not choice.reason and len(choice.text) <= characters:
+                message, reason = assistant_message(choice, chat, body)
+                before, tokens = sent[choice]
+                if not reason and message == before:
                     continue
-                sent[choice] = len(choice.text), len(choice.logprobs)
+                sent[choice] = message, len(choice.logprobs)
                 i = choices.index(choice)
-                delta, reason = assistant_message(choice, chat, body)
-                delta["content"] = (delta["content"] or "")[characters:]
+                delta = dict(message)
+                for name in message.keys() - {"tool_calls"}:
+                    shared = commonprefix([message[name] or "", before.get(name) or ""])
+                    delta[name] = (message[name] or "")[len(shared):]
                 new = slice(tokens, sent[choice][1])
                 yield chunk(i, delta, logprobs=self.logprobs(body, choice, new))
                 # Clients take a call for whole when the next chunk comes.
                 if reason:
                     yield chunk(i, {"content": ""}, reason)
             if body.stream_options.include_usage:
-                yield event({**start, "usage": usage(choices)})
+                yield event({**start, "usage": usage(body, choices)})
             yield "data: [DONE]\n\n"
         except Refusal as refusal:
             yield event(error_of(refusal))
@@ -355,20 +367,28 @@ def head(kind: str, body) -> dict:
             "model": body.model}
 
 
-def usage(choices) -> dict:
-    """Return the numbers of tokens of choices after one prompt."""
-    asked, sampled = len(choices[0].group), sum(len(choice.turn) for choice in choices)
+def usage(body, choices) -> dict:
+    """Return the numbers of tokens of choices, n after each prompt."""
+    asked = sum(len(choice.group) for choice in choices[::body.n])
+    sampled = sum(len(choice.turn) for choice in choices)
     return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
 def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
-    """Return what a choice says and calls, and why the choice ended, None if it has not."""
-    calls = []
+    """Return what a choice thinks, says and calls, and why the choice ended, None if it has not."""
+    text, reason, calls = choice.text, choice.reason, []
     # A call that was cut would lack arguments.
-    if chat.tools and choice.reason != "length":
-        content, calls, _ = parse_tool_calls(choice.text, chat.tools)
+    if chat.tools and reason == "stop":
+        content, calls, _ = parse_tool_calls(text, chat.tools)
+    thought, answer = split_thought(chat.opened_thought + (content if calls else text))
+    if not reason:
+        thought = thought if answer else ENDING.sub("", thought)
+        answer = (CALLING if chat.tools else ENDING).sub("", answer)
+    message = {"content": answer}
+    if thought:
+        message["reasoning_content"] = thought
     if not calls:
-        return {"content": choice.text}, choice.reason
+        return message, reason
     if chat.shows_one_call or not body.parallel_tool_calls:
         calls = calls[:1]
     tool_calls = []
@@ -376,7 +396,7 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         tool_calls.append({"index": i, "id": f"call_{secrets.token_hex(8)}", "type": "function",
                            "function": function})
-    return {"content": content or None, "tool_calls": tool_calls}, "tool_calls"
+    return {**message, "content": answer or None, "tool_calls": tool_calls}, "tool_calls"
 
 
 def event(content: dict) -> str:
