@@ -84,12 +84,10 @@ class Adapter(nn.Module):
 
     def factors(self, x):
         """Return A and B in the dtype and on the device of x."""
-        keeps = self.mode == "cached" and torch.is_inference_mode_enabled()
-        if keeps and self.cast:
-            return self.cast
-        factors = Cast.apply(self.A, x), Cast.apply(self.B, x)
-        self.cast = factors if keeps else None
-        return factors
+        if self.mode != "cached" or not torch.is_inference_mode_enabled():
+            return Cast.apply(self.A, x), Cast.apply(self.B, x)
+        self.cast = self.cast or (Cast.apply(self.A, x), Cast.apply(self.B, x))
+        return self.cast
 
     def frozen_weight(self, linear):
         """Return W, whether the Linear holds it or the merged weight."""
