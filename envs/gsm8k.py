@@ -270,8 +270,7 @@ class GSM8K:
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
         """Return at most n rows of the official split, in an order fixed by the seed."""
         rows = [row for _, row in read_rows(str(_cached(split)))]
-        return [{"question": row["question"], "answer": row["answer"]}
-                for row in shuffled(rows, seed)[:n]]
+        return shuffled(rows, seed)[:n]
 
 
 def true_calculations(solution: str) -> list[str]:
