@@ -284,14 +284,14 @@ def _cached(split: str) -> Path:
     """Return the path of the official file, which is downloaded once and checked by its hash."""
     url = f"{URL}/{split}.jsonl"
     try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        path = Path(cache, f"agentic-rl/gsm8k/{split}.jsonl")
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache",
+                    f"agentic-rl/gsm8k/{split}.jsonl")
         if path.exists():
             return path
         data = urllib.request.urlopen(url, timeout=10).read()
         if hashlib.sha256(data).hexdigest() != SHA256[split]:
             raise ValueError("sha256 differs from the official file's")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(path.parent, exist_ok=True)
         # Several processes may begin with a download. Each has a file of its own to rename.
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_bytes(data)

@@ -40,7 +40,6 @@ def main(config_class, train, doc):
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # The threads of gloo may abort an orderly end.
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     if code:
         sys.exit(code)
