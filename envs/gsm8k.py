@@ -270,8 +270,7 @@ class GSM8K:
     def _tasks(split: str, n: int | None, seed: int) -> list[dict]:
         """Return at most n rows of the official split, in an order fixed by the seed."""
         rows = [row for _, row in read_rows(str(_cached(split)))]
-        return [{"question": row["question"], "answer": row["answer"]}
-                for row in shuffled(rows, seed)[:n]]
+        return shuffled(rows, seed)[:n]
 
 
 def true_calculations(solution: str) -> list[str]:
@@ -283,21 +282,22 @@ def true_calculations(solution: str) -> list[str]:
 
 def _cached(split: str) -> Path:
     """Return the path of the official file, which is downloaded once and checked by its hash."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(cache, "agentic-rl", "gsm8k", f"{split}.jsonl")
-    if path.exists():
-        return path
-    # Several processes may begin with a download. Each has a file of its own to rename.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    url = f"{URL}/{split}.jsonl"
     try:
-        data = urllib.request.urlopen(f"{URL}/{split}.jsonl", timeout=10).read()
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache",
+                    f"agentic-rl/gsm8k/{split}.jsonl")
+        if path.exists():
+            return path
+        data = urllib.request.urlopen(url, timeout=10).read()
         if hashlib.sha256(data).hexdigest() != SHA256[split]:
             raise ValueError("sha256 differs from the official file's")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(path.parent, exist_ok=True)
+        # Several processes may begin with a download. Each has a file of its own to rename.
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_bytes(data)
         temporary.replace(path)
-    # An OSError (no network, a home that cannot be written), or a reply that is not HTTP.
+        return path
+    # No network, a reply that is not HTTP, or no home, or one that cannot be read or written.
     except Exception as error:
-        raise UserError(f"gsm8k: {URL}/{split}.jsonl: {getattr(error, 'reason', error)}; "
+        raise UserError(f"gsm8k: {url}: {getattr(error, 'reason', error)}; "
                         f"give --tasks path/to/{split}.jsonl") from None
-    return path

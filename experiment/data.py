@@ -31,10 +31,10 @@ def reading(path, line=None):
     except Exception as error:
         line = line or getattr(error, "lineno", None)
         place = f"{path}:{line}" if line else path
-        raise UserError(f"{place}: {_reason(error)}") from error
+        raise UserError(f"{place}: {_reason(error, path)}") from error
 
 
-def _reason(error):
+def _reason(error, path):
     """Return what is wrong with a file, for an exception that reading it raised."""
     if isinstance(error, KeyError):
         return f"no {error} in it"
@@ -44,8 +44,10 @@ def _reason(error):
         return f"not JSON: {error.msg} at column {error.colno}"
     if type(error) is ValueError:
         return first_line(error)
-    strerror = getattr(error, "strerror", None)  # of an OSError
-    return strerror or f"cannot be read ({type(error).__name__}: {first_line(error)})"
+    # Of another file, such as one of the hub's cache, the error itself says which.
+    if getattr(error, "strerror", None) and error.filename in (None, str(path)):
+        return error.strerror
+    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
 
 
 def lines_of(path):
@@ -185,8 +187,8 @@ def read_yaml(path):
         try:
             root = yaml.compose(read_text(path), Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
-            place = f"{path}:{error.problem_mark.line + 1}"
-            raise UserError(f"{place}: cannot be read as YAML: {error.problem}") from None
+            raise UserError(f"{path}:{error.problem_mark.line + 1}: cannot be read as YAML: "
+                            f"{error.problem}") from None
     if root and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():

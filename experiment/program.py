@@ -25,9 +25,6 @@ def main(config_class, train, doc):
         128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
     """
     prepare_streams()
-    if not sys.stderr.isatty():
-        for library in ("HF_HUB", "HF_DATASETS"):
-            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     words, code = "", 0
     try:
         with Signals() as signals:
@@ -43,18 +40,20 @@ def main(config_class, train, doc):
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # The threads of gloo may abort an orderly end.
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     if code:
         sys.exit(code)
 
 
 def prepare_streams():
-    """Let printing never fail."""
+    """Let printing never fail, and the libraries draw their bars for a terminal alone."""
     # What the terminal cannot show is escaped, and every line is written at once, into a file too.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
         sys.stdin.reconfigure(errors="replace")
+    if not sys.stderr.isatty():
+        for library in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
 def _explain(error, signals, trains):

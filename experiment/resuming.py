@@ -4,7 +4,7 @@ from importlib import import_module
 from itertools import takewhile
 
 from experiment.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
-from experiment.config import ONCE, convert
+from experiment.config import CODE, ONCE, convert
 from experiment.data import read_yaml
 from experiment.errors import UserError
 from experiment.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_of
@@ -68,17 +68,19 @@ def _compare(folder, flags):
     if values["max_steps"] is None:
         values["max_steps"] = began.get("max_steps")
     changed = {name: old for name, old in began.items() if old != values[name]}
-    if _sequences(values) == _sequences({**values, **began}):
+    if _sequences(values) == _sequences(values | began):
         for name in UPDATE:
             changed.pop(name, None)
     longer = (values["max_steps"] or 0) > (began.get("max_steps") or 0)
     if longer:
         changed.pop("max_steps", None)
     if changed:
-        differences = [f"--{name} is {values[name]!s:.200} and was {changed[name]!s:.200}"
-                       for name in changed]
+        differences = [f"--{name} is {values[name]!s:.200} and was {old!s:.200}"
+                       for name, old in changed.items()]
+        # The command names the code of this call.
+        how = "" if changed.keys() & CODE else f"; continue with: {folder.command}"
         raise UserError(f"{folder.path}: --resume continues the run as it began (max_steps may "
-                        f"grow), but {', '.join(differences)}; continue with: {folder.command}")
+                        f"grow), but {', '.join(differences)}{how}")
     return longer
 
 

@@ -206,3 +206,10 @@ def test_the_first_row_is_read_without_the_rest(tmp_path):
     assert next(rows) == (1, {"a": "0" * 50})
     with pytest.raises(UserError, match=r"a\.parquet: .*[Cc]orrupt"):
         list(rows)
+
+
+def test_a_file_of_a_cache_that_may_not_be_read_is_named():
+    """`docker run --user 12345` with root's HOME: "hub:openai/gsm8k: Permission denied" sounded like a gated data set."""
+    for path, words in (("hub:a/b", r"hub:a/b: cannot be read .*denied: '/root/.cache'"), ("/root/.cache", "/root/.cache: denied$")):
+        with pytest.raises(UserError, match=words), reading(path):
+            raise PermissionError(13, "denied", "/root/.cache")

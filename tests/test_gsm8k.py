@@ -312,6 +312,19 @@ def test_a_home_that_cannot_be_written(remote, monkeypatch):
         GSM8K._tasks("train", 1, 0)
 
 
+@pytest.mark.parametrize("error, why", [
+    (RuntimeError("Could not determine home directory."), "Could not determine home directory"),
+    (PermissionError(13, "Permission denied", "/root/.cache"), "Permission denied: '/root/.cache'")])
+def test_no_home_or_that_of_another(remote, monkeypatch, error, why):
+    """`docker run --user 12345`: no name in /etc/passwd, and no HOME, or root's."""
+    def home():
+        raise error
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(gsm8k.Path, "home", home)
+    with pytest.raises(UserError, match=f"^gsm8k: .*{why}.*; give --tasks path/to/train.jsonl"):
+        GSM8K._tasks("train", 1, 0)
+
+
 @pytest.mark.parametrize("fault, why", [
     (urllib.error.URLError(OSError(-2, "Name or service not known")), "[Errno -2] Name or service not known"),
     (TimeoutError("timed out"), "timed out"), (ConnectionResetError("reset"), "reset"),

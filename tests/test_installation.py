@@ -84,6 +84,14 @@ def test_the_package_lists_every_module_and_folder_and_no_requirement_of_its_own
     assert setuptools["dynamic"]["dependencies"] == {"file": "requirements.txt"} and "dependencies" not in PYPROJECT["project"]
 
 
+def test_an_install_that_copies_brings_the_files_that_the_code_reads():
+    """`pip install .`, or from a git address: `import grpo` did not find experiment/synonyms.txt."""
+    setuptools = PYPROJECT["tool"]["setuptools"]
+    files = [path for name in setuptools["packages"] if name != "bench" for path in (ROOT / name).iterdir()]
+    files = [path for path in files if path.is_file() and path.suffix != ".py"]
+    assert files and all(any(path.match(form) for form in setuptools["package-data"]["*"]) for path in files)
+
+
 @pytest.mark.parametrize("given, expected", [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")])
 def test_how_long_torchs_threads_spin_is_set_before_torch_unless_the_user_did(given, expected):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}

@@ -234,6 +234,19 @@ def test_another_config_is_refused_by_name_and_changes_nothing(stopped, tmp_path
     assert all(path.read_bytes() == data for path, data in before.items())
 
 
+def test_no_command_to_continue_with_names_another_environment_than_the_run_had(place, tmp_path, monkeypatch):
+    """The one of the refused call was refused again, in the same words."""
+    first, other = tmp_path / "first.py", tmp_path / "other.py"
+    for path in (first, other):
+        path.write_text("from envs.equations import Equations\n")
+    again = toy(place, tmp_path / "run", env=f"{first}:Equations", resume=True)
+    with pytest.raises(Killed):
+        train(sft, again, monkeypatch, 2)
+    for env in (f"{other}:Equations", "equations"):
+        with pytest.raises(UserError, match=f"but --env is {env} and was {first}:Equations$"):
+            sft.train(replace(again, env=env))
+
+
 def test_max_steps_may_grow_also_after_the_end(stopped, tmp_path):
     again = stopped(tmp_path / "run")
     again.save_every = 2

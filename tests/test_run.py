@@ -515,12 +515,13 @@ def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
 
 
 @pytest.mark.parametrize("words", ["-m window.report ü.jsonl", "lora.py merge tiny ü"])
-def test_programs_with_a_main_of_their_own_print_to_an_ascii_terminal(words, tmp_path):
+def test_programs_with_a_main_of_their_own_print_to_an_ascii_terminal_and_no_bars(words, tmp_path):
     """`lora.py merge` ended with a UnicodeEncodeError before it had merged, where a path had an umlaut."""
     (tmp_path / "ü.jsonl").write_text("")
     command = [sys.executable, *words.replace("lora.py", str(ROOT / "lora.py")).split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and "\\xfc" in done.stdout, done.stderr
+    assert "%|" not in done.stderr  # transformers' bars, which only a terminal gets
 
 
 @pytest.mark.parametrize("tasks, per_step, epochs, steps", [(10, 8, 1, 2), (15, 8, 8, 15), (16, 8, 3, 6), (11, 10, 10, 11), (4, 8, 10, 5), (1, 8, 1, 1)])
