@@ -447,7 +447,7 @@ def test_a_thought_is_a_field_of_its_own_and_the_stream_says_the_same(served, cl
     if not called or tools:
         assert (message.content or "") == answer and getattr(message, "reasoning_content", None) == thought
     # A word is shown when the next one begins, also where a call may follow.
-    assert len(thoughts) > 1 or not thought
+    assert len(thoughts) > 1 or not answer or not thought  # a short turn may have ended before its first token is read
     assert sum(bool(delta.content) for delta in deltas) > 1 or len(answer) < 2 or answer[0] == "<"
 
 

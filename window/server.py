@@ -51,8 +51,8 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
 BODY_SECONDS = 30  # in which they must come
 REQUESTS = 256  # that are answered at the same time
-# What is not streamed yet: of a thought what may end it or belong to a call, of an answer with tools
-# what may belong to a call, and else what may begin a thought. Each takes linear time.
+# What is not streamed yet: of a thought what may end it or begin a call; of an answer, with tools
+# what may belong to a call, without tools what may begin a thought. All take linear time.
 LAST_WORD = r"(?<![!-~])[!-~]*+\Z"
 ENDING = re.compile(rf"(?<!\s)\s*+(?:<(?:\||tool_call|function=).*|{LAST_WORD})", re.DOTALL)
 CALLING = re.compile(rf"(?<!\s)\s*+(?:(?:[<\[{{]|to=).*|{LAST_WORD})", re.DOTALL)
@@ -130,9 +130,8 @@ class Server:
             raise Refusal(400, f"{len(prompt)} tokens of prompt and {limit} more do not fit: this "
                                f"server's context has {self.context} (--max_tokens)",
                           "context_length_exceeded")
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         stops=stops, **options) for i in range(body.n)]
+                         stops=body.stop, **options) for i in range(body.n)]
 
     def weights_of(self, name: str):
         """Return the adapter of a model's name, or raise Refusal."""
@@ -228,12 +227,11 @@ class Server:
         sent = [Counter() for _ in choices]
         try:
             async for choice in self.player.play(choices):
-                message, reason = assistant_message(choice, chat, body)
                 i = choices.index(choice)
                 counts = sent[i]
-                delta = dict(message)
-                for name in message.keys() - {"tool_calls"}:
-                    delta[name] = (message[name] or "")[counts[name]:]
+                delta, reason = assistant_message(choice, chat, body)
+                for name in delta.keys() - {"tool_calls"}:
+                    delta[name] = (delta[name] or "")[counts[name]:]
                     counts[name] += len(delta[name])
                 if not reason and not any(delta.values()):
                     continue
@@ -391,7 +389,8 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
         thought = thought if answer else ENDING.sub("", thought)
         answer = (CALLING if chat.tools else BEGINNING).sub("", answer)
     message = {"content": answer}
-    if thought := thought.strip():
+    thought = thought.strip()
+    if thought:
         message["reasoning_content"] = thought
     if not calls:
         return message, reason
