@@ -172,9 +172,10 @@ def with_thought(message: dict, text: str) -> str:
 
 def split_thought(text: str) -> tuple[str, str]:
     """Return the thought that a text begins with, ended or not, and what follows it."""
-    answer = after_thought(text)
+    # In an answer or a call </think> may be a word like others.
+    answer = after_thought(text) if MARKUP.match(text.lstrip()) else text
     thought = text[:len(text) - len(answer)]
-    return MARKUP.sub("", thought).strip(), answer.lstrip("\n") if thought else answer
+    return MARKUP.sub("", thought), answer.lstrip("\n") if thought else answer
 
 
 def _as_json(call):

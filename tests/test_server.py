@@ -13,6 +13,8 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import dropwhile, islice
 from types import SimpleNamespace
 
 import pytest
@@ -445,7 +447,7 @@ def test_a_thought_is_a_field_of_its_own_and_the_stream_says_the_same(served, cl
     if not called or tools:
         assert (message.content or "") == answer and getattr(message, "reasoning_content", None) == thought
     # A word is shown when the next one begins, also where a call may follow.
-    assert len(thoughts) > 1 or not thought
+    assert len(thoughts) > 1 or not answer or not thought  # a short turn may have ended before its first token is read
     assert sum(bool(delta.content) for delta in deltas) > 1 or len(answer) < 2 or answer[0] == "<"
 
 
@@ -462,9 +464,97 @@ def test_no_part_of_a_call_is_streamed_as_a_thought():
     text = chat.text(chat.turn("", CALLS, thinking="Half."))
     body = ChatCompletion(messages=[], tools=TOOLS)
     seen = {served_by.assistant_message(SimpleNamespace(text=text[:end], reason=None), chat, body)[0].get("reasoning_content") for end in range(len(text))}
-    assert seen == {None, "H", "Ha", "Hal", "Half", "Half."}
+    assert seen == {None, "Half."}
     message, _ = served_by.assistant_message(SimpleNamespace(text=text, reason="stop"), chat, body)
     assert message["reasoning_content"] == "Half." and message["content"] is None and len(message["tool_calls"]) == 1
+
+
+MENTIONS = [{"name": "look", "arguments": {"x": "a <b> [c] é我 </think>"}}]
+# What the model says, its calls and its thought, as the template writes them; then texts as the model might write them.
+SAID = [("Yes, 3 < 4 and [a] {b}. 我想", [], ""), ("It is 3.", [], "Half <b> of [it].\n\nAnd é."), ("I look.\n", MENTIONS, ""), ("", MENTIONS, ""), ("", MENTIONS, "Half."), ("Hm. ", MENTIONS * 2, "A 我 <\n")]
+WRITTEN = ["The tag </think> ends it. <think> begins.", "  \n \n Hi  \n\n", '\n\nOk <tool_call>{"name":"look","arguments":{"x":"1"}}</tool_call> mid <tool_call>{bad</tool_call> more ',
+           ' {"name":"look","arguments":{"x":"1"}}', "</think>\n\nHi", "<think>\nab [/x] <\n</think>\n\nHi <think> there </think>.", "<|channel|>final<|message|>Hi", "<think>a b", "Well <think>a</think> Hi",
+           "go to=3 to=user<|message|> x", '  I say <tool_call>\n{"name":"look","arguments":{"x":"1"}}\n</tool_call>']
+
+
+def streamed(chat, turn, opening, stops, rng):
+    """Return the message that a stream's chunks add up to, where a few tokens come at a time, and the message of an answer in one piece."""
+    body = ChatCompletion(messages=[], stream=True)
+    rows = [Choice([5], chat=chat, weights=None, sampling=None, stop_ids=chat.end_ids, stops=stops, streams=True, opening=opening) for _ in range(2)]
+
+    def say(row, end):
+        row.turn, row.logprobs, row.state = turn[:end], [0.0] * end, "ended" if end == len(turn) else "decode"
+        row.show()
+
+    async def play(choices):
+        end = 0
+        while end < len(turn):
+            end = min(end + rng.choice([1, 1, 2, 9]), len(turn))
+            say(rows[0], end)
+            yield rows[0]
+
+    async def events():
+        server = SimpleNamespace(player=SimpleNamespace(play=play), logprobs=lambda *_: None)
+        return [json.loads(event[6:])["choices"][0] async for event in Server.events(server, body, rows[:1], chat) if "DONE" not in event]
+
+    say(rows[1], len(turn))
+    message, reason = served_by.assistant_message(rows[1], chat, body)
+    choices = asyncio.run(events())
+    answering = dropwhile(lambda choice: not choice["delta"]["content"], choices)
+    assert not any(choice["delta"].get("reasoning_content") for choice in islice(answering, 1, None)), "a thought after the answer has begun"
+    joined = {name: "".join(choice["delta"].get(name) or "" for choice in choices) for name in ("content", "reasoning_content")}
+    whole = {name: message.get(name) or "" for name in joined}
+    for seen, calls in ((joined, [call for choice in choices for call in choice["delta"].get("tool_calls", [])]), (whole, message.get("tool_calls", []))):
+        seen["calls"] = [call["function"] for call in calls]
+    return {**joined, "reason": choices[-1]["finish_reason"]}, {**whole, "reason": reason}
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in ROOT.glob(".real/templates/*.jinja") if not file.stem.endswith("_training")))
+def test_the_chunks_of_a_stream_add_up_to_the_answer_in_one_piece(name):
+    """However it is cut, and without a character that comes twice or is taken back."""
+    rng = random.Random(name)
+    for tools in ([], TOOLS):
+        try:
+            chat = Chat(real(name), tools)
+        except ValueError as error:
+            pytest.skip(str(error))
+        turns = [chat.encode(text) for text in WRITTEN]
+        for text, calls, thought in SAID:
+            with suppress(ValueError):  # it shows one call a turn
+                turns.append(chat.turn(text, calls, reasoning_content=thought, thinking=thought))
+        required = ChatCompletion(messages=[], tool_choice="required") if tools else ChatCompletion(messages=[])
+        for turn in turns:
+            turn = turn[:-1] if turn[-1] in chat.stop_ids else turn
+            for ended in ([*turn, chat.call_stop_id], turn, turn[:rng.randrange(1, len(turn) + 1)]):
+                stops = rng.choice([[], ["it", "\n\n\n"]])
+                opening = call_opening(chat, rng.choice([required, ChatCompletion(messages=[])]))
+                joined, whole = streamed(chat, ended, opening, stops, rng)
+                assert joined == whole, (chat.text(ended), stops)
+
+
+def test_an_answer_and_a_call_may_name_the_tags_of_thoughts():
+    """The words before a </think> were told as a thought, those of a call too."""
+    for tools, text, content in (([], "It writes </think> then.", "It writes </think> then."), (TOOLS, json.dumps(MENTIONS[0]), "")):
+        chat = Chat(real("qwen2_5"), tools)
+        for reason in ("stop", None):
+            message, _ = served_by.assistant_message(SimpleNamespace(text=text, reason=reason), chat, ChatCompletion(messages=[]))
+            assert "reasoning_content" not in message and (message["content"] or "") == content
+
+
+@pytest.mark.parametrize("text", ["\n" * 10000 + "a", "=" * 30000 + " b", "[[" * 8000 + " b", "<" * 8000 + " x"])
+def test_what_is_not_streamed_yet_is_found_in_linear_time(text):
+    """8,000 empty lines took 3 s each time that they were read, and all clients waited."""
+    began = time.process_time()
+    for pattern in (served_by.ENDING, served_by.CALLING, served_by.BEGINNING):
+        pattern.sub("", text)
+    assert time.process_time() - began < 0.3
+
+
+def test_an_answer_without_spaces_is_streamed():
+    chat = Chat(real("qwen2_5"), [])
+    for text in ('{"a":[1,2],"b":"c"}', "[" + "1," * 30 + "2]", "aGVsbG8="):
+        message, _ = served_by.assistant_message(SimpleNamespace(text=text, reason=None), chat, ChatCompletion(messages=[]))
+        assert message == {"content": text}
 
 
 def test_a_long_turn_is_streamed_in_linear_time(tiny_model):

@@ -67,6 +67,12 @@ class Sampled(Body):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
+def listed(given):
+    """Return a list of texts or lists of ids, of which a client may give one alone."""
+    is_one = not isinstance(given, list) or int in map(type, given)
+    return [given] if is_one else given
+
+
 class Turns(Sampled):
     """What both kinds of completion ask: n turns after one prompt."""
 
@@ -74,20 +80,15 @@ class Turns(Sampled):
     # The first one counts where both are given.
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
-    stop: Text | Annotated[Items[Text], Field(max_length=32)] = []
+    stop: Annotated[Items[Text], BeforeValidator(listed), Field(max_length=32)] = []
     stop_token_ids: Items[Natural] = []
-
-
-def listed(prompt):
-    """Return a list of prompts. Text or ids are one."""
-    is_one = not isinstance(prompt, list) or all(isinstance(token, int) for token in prompt)
-    return [prompt] if is_one else prompt
 
 
 class Completion(Turns):
     """POST /v1/completions"""
 
-    prompt: Annotated[Items[str | Items[Natural]], BeforeValidator(listed), Field(max_length=128)]
+    prompt: Annotated[Items[str | Items[Natural]], BeforeValidator(listed),
+                      Field(min_length=1, max_length=128)]
     logprobs: Literal[0, 1] | None = None
     return_token_ids: bool = False
     ignore_eos: bool = False
@@ -218,8 +219,8 @@ def conversation_ids(chat: Chat, messages: list[Message]) -> list[int]:
 
 def said(messages: list[Message], *roles: str) -> str:
     """Return what these roles, or else the user, say in messages."""
-    texts = [message.text for message in messages if message.role in (roles or ["user"])]
-    return "\n\n".join(texts)
+    return "\n\n".join(message.text for message in messages
+                       if message.role in (roles or ["user"]))
 
 
 @refused("tool_choice")

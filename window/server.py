@@ -15,9 +15,9 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
-from os.path import commonprefix
 from pathlib import Path
 
 import uvicorn
@@ -51,10 +51,12 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 BODY = 2**22  # bytes of a request
 BODY_SECONDS = 30  # in which they must come
 REQUESTS = 256  # that are answered at the same time
-# What is not streamed yet: of a thought or a text what may begin or end a thought, and where calls
-# may follow, what may belong to one.
-ENDING = re.compile(r"\s*(?:<(?:\|e|tool_call|function=).*|[<\[][!-~]*)?\Z", re.DOTALL)
-CALLING = re.compile(r"\s*(?:(?:[<\[{]|to=).*|[!-~]*\Z)", re.DOTALL)
+# What is not streamed yet: of a thought what may end it or begin a call; of an answer, with tools
+# what may belong to a call, without tools what may begin a thought. All take linear time.
+LAST_WORD = r"(?<![!-~])[!-~]*+\Z"
+ENDING = re.compile(rf"(?<!\s)\s*+(?:<(?:\||tool_call|function=).*|{LAST_WORD})", re.DOTALL)
+CALLING = re.compile(rf"(?<!\s)\s*+(?:(?:[<\[{{]|to=).*|{LAST_WORD})", re.DOTALL)
+BEGINNING = re.compile(r"\A\s*+(?:(?:[<\[]|to=)[!-~]{,40}|to?)?\Z")
 
 
 class Server:
@@ -128,9 +130,8 @@ class Server:
             raise Refusal(400, f"{len(prompt)} tokens of prompt and {limit} more do not fit: this "
                                f"server's context has {self.context} (--max_tokens)",
                           "context_length_exceeded")
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop
         return [self.row(body, prompt, i, stop_ids={*stop_ids, *body.stop_token_ids}, limit=limit,
-                         stops=stops, **options) for i in range(body.n)]
+                         stops=body.stop, **options) for i in range(body.n)]
 
     def weights_of(self, name: str):
         """Return the adapter of a model's name, or raise Refusal."""
@@ -222,20 +223,20 @@ class Server:
         # Clients expect the choices to begin in their order.
         for i in range(len(choices)):
             yield chunk(i, {"role": "assistant", "content": ""})
-        sent = dict.fromkeys(choices, ({}, 0))  # the message and the number of tokens of each
+        # How many characters of each field were sent, and how many tokens.
+        sent = [Counter() for _ in choices]
         try:
             async for choice in self.player.play(choices):
-                message, reason = assistant_message(choice, chat, body)
-                before, tokens = sent[choice]
-                if not reason and message == before:
-                    continue
-                sent[choice] = message, len(choice.logprobs)
                 i = choices.index(choice)
-                delta = dict(message)
-                for name in message.keys() - {"tool_calls"}:
-                    shared = commonprefix([message[name] or "", before.get(name) or ""])
-                    delta[name] = (message[name] or "")[len(shared):]
-                new = slice(tokens, sent[choice][1])
+                counts = sent[i]
+                delta, reason = assistant_message(choice, chat, body)
+                for name in delta.keys() - {"tool_calls"}:
+                    delta[name] = (delta[name] or "")[counts[name]:]
+                    counts[name] += len(delta[name])
+                if not reason and not any(delta.values()):
+                    continue
+                new = slice(counts["tokens"], len(choice.logprobs))
+                counts["tokens"] = new.stop
                 yield chunk(i, delta, logprobs=self.logprobs(body, choice, new))
                 # Clients take a call for whole when the next chunk comes.
                 if reason:
@@ -381,10 +382,14 @@ def assistant_message(choice, chat, body) -> tuple[dict, str | None]:
     if chat.tools and reason == "stop":
         content, calls, _ = parse_tool_calls(text, chat.tools)
     thought, answer = split_thought(chat.opened_thought + (content if calls else text))
+    if chat.tools:
+        # As `parse_tool_calls` strips the text before a call, which may still come.
+        answer = answer.lstrip()
     if not reason:
         thought = thought if answer else ENDING.sub("", thought)
-        answer = (CALLING if chat.tools else ENDING).sub("", answer)
+        answer = (CALLING if chat.tools else BEGINNING).sub("", answer)
     message = {"content": answer}
+    thought = thought.strip()
     if thought:
         message["reasoning_content"] = thought
     if not calls:
