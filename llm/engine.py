@@ -302,8 +302,8 @@ class StockForward:
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
         # Transformers 5.24 calls it "cache" everywhere. Before, Mamba's models had another name.
-        names = "cache", "cache_params", "past_key_values"
-        self.cache_name = next(name for name in names if name in arguments)
+        names = [name for name in ("cache", "cache_params") if name in arguments]
+        self.cache_name = names[0] if names else "past_key_values"
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):
