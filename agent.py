@@ -258,9 +258,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             env_options=None, run=None, engine=None, on_end=None, rewards=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
-    Step and first_task + index of the task name a group: a step's second rollout continues the
-    count. With seed and sample they seed the episode's random numbers. While a tool runs others
-    decode, at most TOOL_STEPS steps. Who shares a batch depends on token counts, not on the clock.
+    A group is named by step and first_task + index of its task, so a second rollout of the same
+    step needs another first_task. The name, seed and sample seed an episode's random numbers. While
+    a tool runs others decode, at most TOOL_STEPS steps: token counts, not clocks, form a batch.
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.

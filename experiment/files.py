@@ -32,7 +32,7 @@ def to_json(value, indent=None):
 
 
 def write_json(path, value):
-    """Write a file of JSON to be read, whole or not at all."""
+    """Write a value as indented JSON. The file is whole or not there."""
     replace_file(path, to_json(value, indent=1))
 
 
