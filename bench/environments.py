@@ -52,7 +52,7 @@ RUNS = {
              "--env code --env_options levels=1 --max_turns 6 --learning_rate 2e-4 --max_steps 20 --tasks_per_step 4"),
     "equations,search,code": ("smollm2", [0, 1, 2], 300,
                               [f"{THREE} --expert_noise 0.5 --max_samples 1200 {SFT} --max_steps 120"],
-                              f"{THREE} --max_turns 8 --max_new_tokens 192 --max_steps 40"),
+                              f"{THREE} --max_turns 8 --max_new_tokens 192 --learning_rate 1e-4 --max_steps 40"),
     "business, smollm2": ("smollm2", [0, 1, 2], 100,
                           [f"--env business --expert_noise 0.4 --max_samples 800 {SFT} --max_steps 120"],
                           "--env business --max_steps 40"),
