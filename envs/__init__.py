@@ -213,11 +213,9 @@ def sources(config) -> list[str]:
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)
-            for name, module in finder.modules.items():
-                file = module.__file__
-                if not file:
-                    # Python brings it itself.
-                    continue
+            # What Python brings itself has no file.
+            files = {name: m.__file__ for name, m in finder.modules.items() if m.__file__}
+            for name, file in files.items():
                 loaded = getattr(sys.modules.get(name), "__file__", None) or file
                 if file != loaded and name != "__main__" and loaded.startswith(tuple(FOLDERS)):
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
