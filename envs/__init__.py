@@ -7,7 +7,7 @@
     search.py     questions over documents (corpus.py: their index); writing.py; business.py
     prompts.py    rows with a prompt and no tools: --env envs.prompts:Prompts
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
-    options.py    reads --env_options
+    options.py    reads --env_options, and the cells of a .csv file of tasks
     calls.py      the tools of a class, and one call of one of them (steps.py: a step of Gymnasium)
     rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
