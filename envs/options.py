@@ -19,18 +19,16 @@ def parse(text: str, env_names: str | None) -> dict:
     `option_types` or else of the default's, or arguments of `reset`, whose values are JSON or else
     text. Raises UserError.
     """
-    arguments, types = {}, {}
+    types = {}
+    takes_any = False
     for cls in map(envs.load, envs.names_of(env_names)):
-        arguments.update(inspect.signature(cls.reset).parameters)
-        types.update(typing.get_type_hints(cls.reset))
-        types.pop("return", None)
-        types.update({name: type(value) for name, value in getattr(cls, "options", {}).items()})
-        types.update(getattr(cls, "option_types", {}))
-    # By convention **_ is thrown away, and **kwargs is read.
-    for name in ("self", "_"):
-        arguments.pop(name, None)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in arguments.values())
-    known = list(dict.fromkeys(["--unsafe_code", *arguments, *types]))
+        arguments = inspect.signature(cls.reset).parameters
+        # By convention **_ is thrown away, and **kwargs is read.
+        takes_any |= any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in arguments.values())
+        types |= dict.fromkeys(arguments) | typing.get_type_hints(cls.reset)
+        types |= {name: type(value) for name, value in getattr(cls, "options", {}).items()}
+        types |= getattr(cls, "option_types", {})
+    known = [name for name in types if name not in ("self", "_", "return")]
     options = {}
     # Not at the commas of a list: operators=["+", "-"].
     for item in filter(str.strip, re.split(r",(?![^\[({]*[\])}])", text)):
@@ -38,10 +36,10 @@ def parse(text: str, env_names: str | None) -> dict:
         if not equals:
             raise UserError(f"--env_options {name!r}: write name=value,name=value")
         if name == "unsafe_code" or name not in known and not takes_any:
-            hint = nearest(name, known, otherwise=f"known: {', '.join(known[1:])}")
+            hint = nearest(name, ["--unsafe_code", *known], otherwise=f"known: {', '.join(known)}")
             raise UserError(f"--env_options {name}: {env_names} has no such option; {hint}")
         options[name] = value
-        if name in types:
+        if types.get(name):
             with reading("--env_options"):
                 options[name] = read_cell(name, value, types[name])
         else:
