@@ -7,7 +7,7 @@
     search.py     questions over documents (corpus.py: their index); writing.py; business.py
     prompts.py    rows with a prompt and no tools: --env envs.prompts:Prompts
     sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
-    options.py    reads --env_options
+    options.py    reads --env_options, and the cells of a .csv file of tasks
     calls.py      the tools of a class, and one call of one of them (steps.py: a step of Gymnasium)
     rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
     session.py    one environment during an episode: its calls are made in a thread of its own
@@ -213,11 +213,9 @@ def sources(config) -> list[str]:
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)
-            for name, module in finder.modules.items():
-                file = module.__file__
-                if not file:
-                    # Python brings it itself.
-                    continue
+            # What Python brings itself has no file.
+            files = {name: m.__file__ for name, m in finder.modules.items() if m.__file__}
+            for name, file in files.items():
                 loaded = getattr(sys.modules.get(name), "__file__", None) or file
                 if file != loaded and name != "__main__" and loaded.startswith(tuple(FOLDERS)):
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")

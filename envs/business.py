@@ -27,9 +27,9 @@ from experiment.seeds import split_of
 
 FEASIBILITY, RISK, RETURN, FEE = 0.25, 0.25, 0.5, 0.01
 LEAST_CHANCE = 70  # percent
-NAMES = ("one", "two", "three", "four", "five", "six")
-SIZES = {1: (4, 1), 2: (4, 3), 3: (6, 5)}  # options, years
-SPREAD = {1: 1, 2: 10, 3: 15}  # by how much the costs within the budget differ
+NAMES = "one two three four five six".split()
+# Level -> options, years, and by how much the costs within the budget differ.
+LEVELS = {1: (4, 1, 1), 2: (4, 3, 10), 3: (6, 5, 15)}
 # The second best option is worth at most this share of the best, so that rounding decides nothing.
 MAX_SECOND = 0.9
 
@@ -65,13 +65,13 @@ class Case:
 def draw_case(number: int, level: int) -> Case:
     """Return the case of a number. At least two options are allowed, and the best one is clear."""
     rng = random.Random(f"{number} {level}")
-    options, years = SIZES[level]
+    options, years, spread = LEVELS[level]
     while True:
         budget = rng.randrange(20, 45, 5)
         case = Case(budget, rng.randint(4, 12) if level > 1 else 0, {}, {}, {})
         for name in NAMES[:options]:
             is_feasible = rng.random() < 2 / 3
-            cost = budget - rng.randrange(SPREAD[level])
+            cost = budget - rng.randrange(spread)
             case.costs[name] = cost if is_feasible else budget + rng.randint(1, budget // 4)
             mean = case.costs[name] / years
             case.flows[name] = [round(mean * rng.uniform(1.1, 1.95)) for _ in range(years)]

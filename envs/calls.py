@@ -112,10 +112,9 @@ def _fit_arguments(name: str, method, arguments: dict) -> dict:
     """Return the arguments as the signature wants them, or raise WrongCall."""
     parameters = inspect.signature(method).parameters
     takes = f"takes: {', '.join(parameters)}"
-    for key in arguments:
+    for key in [*arguments, *needed(method)]:
         if key not in parameters:
             raise WrongCall(f"{name}: unknown argument {key!r}; {takes}")
-    for key in needed(method):
         if key not in arguments:
             raise WrongCall(f"{name}: missing argument {key!r}; {takes}")
     hints = typing.get_type_hints(method)

@@ -132,9 +132,8 @@ def _marked(text: str) -> set:
 
     They are the rest of each "####" line and the contents of each \\boxed{}.
     """
-    boxes = BOXED.findall(text)
-    lines = re.findall(r"####([^\n]*)", text)
-    return {_number(value) for value in boxes + [BOXED.sub(r"\1", line) for line in lines]}
+    lines = re.findall(r"####([^\n]*)", BOXED.sub(r"\1", text))
+    return set(map(_number, BOXED.findall(text) + lines))
 
 
 class GSM8K:

@@ -27,7 +27,7 @@ class Game(Numbered):
 
     def reset(self, number: int, **_) -> str:
         super().reset(number)
-        self._game = gymnasium.make(type(self).__name__, render_mode=self._mode, **self.options)
+        self._game = gymnasium.make(type(self).__name__, **self.options)
         return self._show(self._game.reset(seed=number)[0])
 
     def act(self, action: int) -> str:
@@ -40,17 +40,16 @@ class Game(Numbered):
             raise ValueError(f"an action is one of {self._game.action_space}, until the end")
         observation, reward, terminated, truncated, _ = self._game.step(action)
         self.reward += float(reward)
-        goal = self._game.spec.reward_threshold
         # In floating point 0.1 + 0.2 - 0.3 is above 0, and 0.6 + 0.3 + 0.1 below 1.
-        self._solved = self.reward > 1e-9 if goal is None else self.reward >= goal - 1e-9
+        self._solved = self.reward >= (self._game.spec.reward_threshold or 2e-9) - 1e-9
         self.done = terminated or truncated
         return f"{self._show(observation)}\nreward: {reward}"
 
     def _show(self, observation) -> str:
-        picture = COLOURED.sub(r"[\1]", self._game.render()) if self._mode else ""
+        picture = self._game.render() if self._game.render_mode else ""
         # Taxi packs row, column, passenger and destination into one number.
         decode = getattr(self._game.unwrapped, "decode", str)
-        return f"{picture}\nobservation: {decode(observation)}".strip()
+        return COLOURED.sub(r"[\1]", f"{picture}\nobservation: {decode(observation)}").strip()
 
 
 @cache
@@ -60,14 +59,14 @@ def make(name: str) -> type:
         game = gymnasium.make(name)
         if not isinstance(game.action_space, gymnasium.spaces.Discrete):
             raise ValueError(f"its actions are {game.action_space}, not numbered")
-    kind = type(game.unwrapped)
-    parameters = inspect.signature(kind).parameters.values()
+    parameters = inspect.signature(type(game.unwrapped)).parameters.values()
     # FrozenLake8x8-v1 is FrozenLake with another map.
     options = {p.name: game.spec.kwargs.get(p.name, p.default) for p in parameters}
+    if "ansi" in game.metadata["render_modes"]:
+        options["render_mode"] = "ansi"
     steps = game.spec.max_episode_steps or 100
     return type(name, (Game,), {
-        "_mode": "ansi" if "ansi" in kind.metadata["render_modes"] else None,
         "options": {name: value for name, value in options.items() if value is not None},
-        "system_prompt": inspect.getdoc(kind).partition("## Starting State")[0],
+        "system_prompt": inspect.getdoc(game.unwrapped).partition("## Starting State")[0],
         "max_turns": steps,
         "limits": {"max_tokens": 4096, "max_tool_calls": steps, "max_tool_tokens": 4096}})

@@ -68,10 +68,9 @@ class Game:
         if env is not None:
             self.session.worker.env = env
         messages, self.turns_left = self.session.start()
-        *first, last = messages
-        question = last["content"]
         # A "prompt" may begin in the middle of a conversation.
-        self.system_prompt = "\n".join(message["content"] for message in first) or None
+        *first, question = [message["content"] for message in messages]
+        self.system_prompt = "\n".join(first)
         self.seen = [question]
         self.record = [self.system_prompt, question]
         self.over = False
@@ -96,7 +95,7 @@ class Game:
 
 def play(game: Game):
     """Let the person at the terminal play an episode. Raises EOFError for Ctrl-D."""
-    print(f"\nSystem: {printable(game.system_prompt or '')}\nUser: {printable(game.seen[0])}")
+    print(f"\nSystem: {printable(game.system_prompt)}\nUser: {printable(game.seen[0])}")
     while not game.over:
         line = input("You: ").strip()
         is_call = PYTHON_CALL.fullmatch(line)

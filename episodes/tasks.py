@@ -17,7 +17,7 @@ from experiment.errors import UserError
 from experiment.files import finite
 from experiment.seeds import mix, shuffled, split_of
 
-CELLS = "envs.cells"  # only a .csv file needs it
+CELLS = "envs.options"  # only a .csv file needs it
 needed = cache(envs.needed)  # a file may have a million rows
 
 
