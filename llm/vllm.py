@@ -59,16 +59,13 @@ def ask(url: str, body=None) -> bytes:
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     key = os.environ.get("VLLM_API_KEY", "none")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = body and json.dumps(body)
     try:
         with closing(kind(parts.netloc, timeout=CONNECT)) as connection:
             connection.connect()
             connection.sock.settimeout(PATIENCE)
-            if body:
-                connection.request("POST", parts.path, json.dumps(body), headers)
-                response = await_response(connection, url)
-            else:
-                connection.request("GET", parts.path, headers=headers)
-                response = connection.getresponse()
+            connection.request("POST" if body else "GET", parts.path, data, headers)
+            response = await_response(connection, url) if body else connection.getresponse()
             text = response.read()
     except (OSError, HTTPException) as error:
         raise Lost(f"--sampler {url}: {type(error).__name__}: {first_line(error)}") from None
