@@ -16,7 +16,6 @@ The client is http.client, which can continue to wait after a time-out.
 """
 import json
 import os
-import secrets
 import shutil
 import time
 from collections import deque
@@ -111,7 +110,7 @@ class Servers:
         urls: of all servers; `living` are those that answered when they were last asked.
         name: of the adapter that is played. It is new each step: vLLM keeps the keys and values of
             a prompt under the adapter's name, and under an old name would use stale ones.
-        names: of all adapters that are loaded, the newest last.
+        prefix: of all names of the run. It grows with time, so that names are sorted by age.
         is_proved: True once llm/vllm_proof.py has compared log-probabilities.
     """
 
@@ -128,11 +127,11 @@ class Servers:
                                 "https://")
         self.urls = self.living = list(dict.fromkeys(urls))
         self.folder = run.folder / "sampler"
-        self.names = []
         # A server may know the names of an earlier run, and so they begin with a prefix.
         self.context, self.prefix = run.ranks.first(
-            lambda: (min(map(context_of, self.urls)), secrets.token_hex(4)))
-        run.endings.append(self.leave)
+            lambda: (min(map(context_of, self.urls)), f"{time.time_ns():x}"))
+        if run.writes:
+            run.endings.append(self.retire)
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""
@@ -162,11 +161,7 @@ class Servers:
 
         Returns the servers that live. It is an error if there are none, or one refuses.
         """
-        if not self.names:
-            # What the run left that was stopped before: the servers may still have it.
-            self.names = sorted(path.name for path in self.folder.glob("*"))
         save_model(model, self.folder / name)
-        self.names.append(name)
         futures = self.everywhere(self.urls, self.tell, "load", name)
         errors = {url: future.exception() for url, future in futures.items()}
         living = [url for url in errors if not errors[url]]
@@ -177,21 +172,19 @@ class Servers:
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank")
             say(f"{error}; the other servers take its episodes")
         self.living = living
-        for old in self.names[:-KEPT]:
-            self.retire(old)
+        self.retire(KEPT)
         return living
 
-    def retire(self, name: str):
-        """Let the servers that live unload an adapter, and remove its folder."""
-        self.everywhere(self.living, self.tell, "unload", name)
-        # On a network drive a file that is in use cannot be removed.
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        self.names.remove(name)
+    def retire(self, kept: int = 0):
+        """Let the servers that live unload all adapters but the newest, and remove their folders.
 
-    def leave(self):
-        """Let the servers unload the last adapters of a run that has finished."""
-        for name in list(self.names):
-            self.retire(name)
+        They may also have what the run left that was stopped before.
+        """
+        names = sorted(path.name for path in self.folder.glob("*"))
+        for name in names[:len(names) - kept]:
+            self.everywhere(self.living, self.tell, "unload", name)
+            # On a network drive a file that is in use cannot be removed.
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def tell(self, url: str, verb: str, name: str):
         """Let a server load or unload an adapter, unless it has done so already."""

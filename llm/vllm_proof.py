@@ -40,7 +40,7 @@ def prove(servers, model, prompts, sampling):
         servers.publish(model, name)
         turns = sample(servers, name, prompts, sampling)
         random_gap = check(model, turns, temperature, change / 4)
-    servers.retire(name)
+    servers.retire(kept=1)
     print(f"sampler: its log-probabilities differ from ours by {gap:.2g} nats, with a random "
           f"adapter by {random_gap:.2g}")
 

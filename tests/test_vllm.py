@@ -146,7 +146,7 @@ def other(place):  # noqa: F811
 
 def patch_sleep(monkeypatch, sleep):
     """Replace the pauses of the client alone: a rollout's watch sleeps, too, and would spin."""
-    monkeypatch.setattr(vllm, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(vllm, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic, time_ns=time.time_ns))
 
 
 def played(place, out, servers, **options):  # noqa: F811
@@ -615,7 +615,7 @@ def test_a_step_ahead_is_played_by_the_adapter_before_the_update(place, tmp_path
 def test_a_run_ahead_continues_with_a_step_of_its_own_version(place, tmp_path, server, monkeypatch):  # noqa: F811
     with monkeypatch.context() as patch:
         # A run that a signal stops leaves its adapters: resumed, it left them on the servers for good.
-        patch.setattr(vllm.Servers, "leave", lambda self: None)
+        patch.setattr(vllm.Servers, "retire", lambda self, kept=0: None)
         played(place, tmp_path / "r", [server], max_steps=2, rollout_ahead=1)
     assert server.models
     _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, resume=True)
