@@ -273,7 +273,6 @@ class ServerEngine:
             "model": servers.name, "stop_token_ids": sorted(stop_ids), "logprobs": 0,
             "return_token_ids": True, "temperature": temperature, "top_p": top_p,
             "top_k": top_k or -1, "min_p": 0, "repetition_penalty": 1}
-        self.numbers = {}  # group -> the number of its server
         self.asked = {}  # the Future of a turn -> its row
         self.queue = deque()  # rows that are asked for when others have been answered
 
@@ -287,35 +286,31 @@ class ServerEngine:
         return int(time.monotonic() * 100)
 
     def add(self, rows):
-        rank = self.servers.run.ranks.rank
-        if not self.servers.is_proved and rank == 0:
+        if self.servers.run.writes and not self.servers.is_proved:
             prompts = list({row.group: row.pending for row in rows}.values())
             prove(self.servers, self.model, prompts, self.body)
         self.servers.is_proved = True
-        for row in rows:
-            # Ranks begin with different servers.
-            self.numbers.setdefault(row.group, rank + len(self.numbers))
-            self.queue.append(row)
-        self.ask_more()
+        self.ask(rows)
 
     def extend(self, row, ids, limit):
         row.pending = row.pending + ids
         row.limit = limit
-        self.queue.append(row)
-        self.ask_more()
+        self.ask([row])
 
     def release(self, row):
         pass
 
-    def ask_more(self):
-        """Ask for the next turns, each in a thread. The ranks share what the servers take."""
-        servers = self.servers
-        places = REQUESTS * len(servers.living) / servers.run.ranks.world
+    def ask(self, rows=()):
+        """Ask for turns, each in a thread. The ranks share what the servers take."""
+        self.queue.extend(rows)
+        ranks = self.servers.run.ranks
+        places = REQUESTS * len(self.servers.living) / ranks.world
         while self.queue and len(self.asked) < places:
             row = self.queue.popleft()
             body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
-            number = self.numbers[row.group]
-            future = in_thread(persist, TRIES, servers.complete, body, number)
+            # A rollout counts its groups. Ranks begin with different servers.
+            number = ranks.rank + row.group
+            future = in_thread(persist, TRIES, self.servers.complete, body, number)
             self.asked[future] = row
 
     def step(self):
@@ -326,5 +321,5 @@ class ServerEngine:
             row.turn, row.logprobs = future.result()
             row.pending = row.pending + row.turn
             rows.append(row)
-        self.ask_more()
+        self.ask()
         return rows

@@ -647,9 +647,9 @@ def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     """Where each rank plays one task, all of them would else ask the first server."""
     asked = []
     servers = SimpleNamespace(name="a", living=["u"], is_proved=False, complete=lambda body, number: asked.append((body["prompt"], number)),
-                              run=SimpleNamespace(ranks=SimpleNamespace(rank=1, world=2)))
+                              run=SimpleNamespace(writes=False, ranks=SimpleNamespace(rank=1, world=2)))
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
-    engine.add([Row([ord(group)], group=group) for group in "aabc"])
+    engine.add([Row([97 + group], group=group) for group in (0, 0, 1, 2)])
     wait(engine.asked)
     assert sorted(asked) == [([97], 1), ([97], 1), ([98], 2), ([99], 3)]
     assert servers.is_proved  # by rank 0 alone
@@ -664,10 +664,10 @@ def test_a_turn_continues_all_that_its_row_has_seen_and_rows_wait_for_a_place(mo
         asked.append((body["prompt"], body["max_tokens"]))
         return [5, 2], [-1.0, -0.5]
     servers = SimpleNamespace(name="a", urls=["u", "gone"], living=["u"], is_proved=True, complete=complete,
-                              run=SimpleNamespace(ranks=SimpleNamespace(rank=0, world=2)))
+                              run=SimpleNamespace(writes=True, ranks=SimpleNamespace(rank=0, world=2)))
     monkeypatch.setattr(vllm, "REQUESTS", 4)
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
-    rows = [Row([10 + i], limit=6) for i in range(5)]
+    rows = [Row([10 + i], group=i, limit=6) for i in range(5)]
     engine.add(rows)
     while engine.busy:
         for row in engine.step():
