@@ -49,6 +49,8 @@ class Busy(Lost):
     """The server lives, and has too much to do."""
 
 
+ERRORS = {408: Lost, 429: Busy}  # what these statuses raise
+
 def ask(url: str, body=None) -> bytes:
     """Return the answer to a POST of `body`, or to a GET without one.
 
@@ -71,12 +73,8 @@ def ask(url: str, body=None) -> bytes:
     if response.status == 200:
         return text
     reason = first_line(text.decode(errors="replace") or response.reason)
-    message = f"--sampler {url}: {response.status}: {reason}"
-    if response.status == 429:
-        raise Busy(message)
-    if response.status == 408 or response.status >= 500:
-        raise Lost(message)
-    raise UserError(message)
+    other = Lost if response.status >= 500 else UserError
+    raise ERRORS.get(response.status, other)(f"--sampler {url}: {response.status}: {reason}")
 
 
 def await_response(connection, url: str):
@@ -163,17 +161,16 @@ class Servers:
         """
         save_model(model, self.folder / name)
         futures = self.everywhere(self.urls, self.tell, "load", name)
-        errors = {url: future.exception() for url, future in futures.items()}
-        living = [url for url in errors if not errors[url]]
-        for error in filter(None, errors.values()):
-            if not living or not isinstance(error, Lost):
+        errors = [future.exception() for future in futures.values()]
+        self.living = [url for url, error in zip(futures, errors) if not error]
+        for error in filter(None, errors):
+            if not self.living or not isinstance(error, Lost):
                 raise UserError(
                     f"{error}; start it where it sees {self.folder / name}, with "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank")
             say(f"{error}; the other servers take its episodes")
-        self.living = living
         self.retire(KEPT)
-        return living
+        return self.living
 
     def retire(self, kept: int = 0):
         """Let the servers that live unload all adapters but the newest, and remove their folders.
@@ -215,12 +212,10 @@ class Servers:
         url = living[number % len(living)]
         try:
             return self.turn(url, body)
-        except Busy:
-            # It stays among the living, and `persist` asks it again.
-            raise
-        except Lost:
+        except Lost as error:
             # The others take its rows until the next adapter. If there are none, all are asked.
-            self.living = [other for other in living if other != url] or self.urls
+            if not isinstance(error, Busy):
+                self.living = [other for other in living if other != url] or self.urls
             raise
         except UserError:
             # It may have been started again, and then lacks the adapter.
@@ -231,20 +226,17 @@ class Servers:
         """Ask a server for one turn. Returns its ids and logprobs."""
         text = ask(f"{url}/v1/completions", body)
         limit, stop_ids = body["max_tokens"], set(body["stop_token_ids"])
-        try:
+        with suppress(LookupError, TypeError, ValueError, RecursionError):
             choice = json.loads(text)["choices"][0]
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            is_turn = (len(ids) == len(logprobs) <= limit
-                       and 0 <= min(ids) and max(ids) < self.vocabulary
-                       and all(-9999 < logprob < 1e-3 for logprob in logprobs)
-                       and stop_ids.isdisjoint(ids[:-1])
-                       and (ids[-1] in stop_ids or len(ids) == limit))
-        except (LookupError, TypeError, ValueError, RecursionError):
-            is_turn = False
-        if not is_turn:
-            raise Lost(f"--sampler {url}: the answer is no turn, which has token ids with their "
-                       "log-probabilities, and ends with its first stop id or with max_tokens")
-        return ids, logprobs
+            if (len(ids) == len(logprobs) <= limit
+                    and 0 <= min(ids) and max(ids) < self.vocabulary
+                    and all(-9999 < logprob < 1e-3 for logprob in logprobs)
+                    and stop_ids.isdisjoint(ids[:-1])
+                    and (ids[-1] in stop_ids or len(ids) == limit)):
+                return ids, logprobs
+        raise Lost(f"--sampler {url}: the answer is no turn, which has token ids with their "
+                   "log-probabilities, and ends with its first stop id or with max_tokens")
 
 
 # One for all rollouts and evaluations of a run.
