@@ -108,7 +108,7 @@ class Servers:
         urls: of all servers; `living` are those that answered when they were last asked.
         name: of the adapter that is played. It is new each step: vLLM keeps the keys and values of
             a prompt under the adapter's name, and under an old name would use stale ones.
-        prefix: of all names of the run. It grows with time, so that names are sorted by age.
+        prefix: of all names of the run.
         is_proved: True once llm/vllm_proof.py has compared log-probabilities.
     """
 
@@ -178,6 +178,7 @@ class Servers:
         They may also have what the run left that was stopped before.
         """
         names = sorted(path.name for path in self.folder.glob("*"))
+        names.sort(key=lambda name: name.startswith(self.prefix))
         for name in names[:len(names) - kept]:
             self.everywhere(self.living, self.tell, "unload", name)
             # On a network drive a file that is in use cannot be removed.
@@ -301,8 +302,7 @@ class ServerEngine:
             row = self.queue.popleft()
             body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
             # A rollout counts its groups. Ranks begin with different servers.
-            number = ranks.rank + row.group
-            future = in_thread(persist, TRIES, self.servers.complete, body, number)
+            future = in_thread(persist, TRIES, self.servers.complete, body, ranks.rank + row.group)
             self.asked[future] = row
 
     def step(self):
