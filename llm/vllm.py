@@ -16,7 +16,6 @@ The client is http.client, which can continue to wait after a time-out.
 """
 import json
 import os
-import secrets
 import shutil
 import time
 from collections import deque
@@ -50,6 +49,8 @@ class Busy(Lost):
     """The server lives, and has too much to do."""
 
 
+ERRORS = {408: Lost, 429: Busy}  # what these statuses raise
+
 def ask(url: str, body=None) -> bytes:
     """Return the answer to a POST of `body`, or to a GET without one.
 
@@ -59,28 +60,21 @@ def ask(url: str, body=None) -> bytes:
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     key = os.environ.get("VLLM_API_KEY", "none")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = body and json.dumps(body)
     try:
         with closing(kind(parts.netloc, timeout=CONNECT)) as connection:
             connection.connect()
             connection.sock.settimeout(PATIENCE)
-            if body:
-                connection.request("POST", parts.path, json.dumps(body), headers)
-                response = await_response(connection, url)
-            else:
-                connection.request("GET", parts.path, headers=headers)
-                response = connection.getresponse()
+            connection.request("POST" if body else "GET", parts.path, data, headers)
+            response = await_response(connection, url) if body else connection.getresponse()
             text = response.read()
     except (OSError, HTTPException) as error:
         raise Lost(f"--sampler {url}: {type(error).__name__}: {first_line(error)}") from None
     if response.status == 200:
         return text
     reason = first_line(text.decode(errors="replace") or response.reason)
-    message = f"--sampler {url}: {response.status}: {reason}"
-    if response.status == 429:
-        raise Busy(message)
-    if response.status == 408 or response.status >= 500:
-        raise Lost(message)
-    raise UserError(message)
+    other = Lost if response.status >= 500 else UserError
+    raise ERRORS.get(response.status, other)(f"--sampler {url}: {response.status}: {reason}")
 
 
 def await_response(connection, url: str):
@@ -114,7 +108,7 @@ class Servers:
         urls: of all servers; `living` are those that answered when they were last asked.
         name: of the adapter that is played. It is new each step: vLLM keeps the keys and values of
             a prompt under the adapter's name, and under an old name would use stale ones.
-        names: of all adapters that are loaded, the newest last.
+        prefix: of all names of the run.
         is_proved: True once llm/vllm_proof.py has compared log-probabilities.
     """
 
@@ -131,11 +125,11 @@ class Servers:
                                 "https://")
         self.urls = self.living = list(dict.fromkeys(urls))
         self.folder = run.folder / "sampler"
-        self.names = []
         # A server may know the names of an earlier run, and so they begin with a prefix.
         self.context, self.prefix = run.ranks.first(
-            lambda: (min(map(context_of, self.urls)), secrets.token_hex(4)))
-        run.endings.append(self.leave)
+            lambda: (min(map(context_of, self.urls)), f"{time.time_ns():x}"))
+        if run.writes:
+            run.endings.append(self.retire)
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""
@@ -165,36 +159,30 @@ class Servers:
 
         Returns the servers that live. It is an error if there are none, or one refuses.
         """
-        if not self.names:
-            # What the run left that was stopped before: the servers may still have it.
-            self.names = sorted(path.name for path in self.folder.glob("*"))
         save_model(model, self.folder / name)
-        self.names.append(name)
         futures = self.everywhere(self.urls, self.tell, "load", name)
-        errors = {url: future.exception() for url, future in futures.items()}
-        living = [url for url in errors if not errors[url]]
-        for error in filter(None, errors.values()):
-            if not living or not isinstance(error, Lost):
+        errors = [future.exception() for future in futures.values()]
+        self.living = [url for url, error in zip(futures, errors) if not error]
+        for error in filter(None, errors):
+            if not self.living or not isinstance(error, Lost):
                 raise UserError(
                     f"{error}; start it where it sees {self.folder / name}, with "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank")
             say(f"{error}; the other servers take its episodes")
-        self.living = living
-        for old in self.names[:-KEPT]:
-            self.retire(old)
-        return living
+        self.retire(KEPT)
+        return self.living
 
-    def retire(self, name: str):
-        """Let the servers that live unload an adapter, and remove its folder."""
-        self.everywhere(self.living, self.tell, "unload", name)
-        # On a network drive a file that is in use cannot be removed.
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        self.names.remove(name)
+    def retire(self, kept: int = 0):
+        """Let the servers that live unload all adapters but the newest, and remove their folders.
 
-    def leave(self):
-        """Let the servers unload the last adapters of a run that has finished."""
-        for name in list(self.names):
-            self.retire(name)
+        They may also have what the run left that was stopped before.
+        """
+        names = sorted(path.name for path in self.folder.glob("*"))
+        names.sort(key=lambda name: name.startswith(self.prefix))
+        for name in names[:len(names) - kept]:
+            self.everywhere(self.living, self.tell, "unload", name)
+            # On a network drive a file that is in use cannot be removed.
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def tell(self, url: str, verb: str, name: str):
         """Let a server load or unload an adapter, unless it has done so already."""
@@ -225,12 +213,10 @@ class Servers:
         url = living[number % len(living)]
         try:
             return self.turn(url, body)
-        except Busy:
-            # It stays among the living, and `persist` asks it again.
-            raise
-        except Lost:
+        except Lost as error:
             # The others take its rows until the next adapter. If there are none, all are asked.
-            self.living = [other for other in living if other != url] or self.urls
+            if not isinstance(error, Busy):
+                self.living = [other for other in living if other != url] or self.urls
             raise
         except UserError:
             # It may have been started again, and then lacks the adapter.
@@ -241,20 +227,17 @@ class Servers:
         """Ask a server for one turn. Returns its ids and logprobs."""
         text = ask(f"{url}/v1/completions", body)
         limit, stop_ids = body["max_tokens"], set(body["stop_token_ids"])
-        try:
+        with suppress(LookupError, TypeError, ValueError, RecursionError):
             choice = json.loads(text)["choices"][0]
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            is_turn = (len(ids) == len(logprobs) <= limit
-                       and 0 <= min(ids) and max(ids) < self.vocabulary
-                       and all(-9999 < logprob < 1e-3 for logprob in logprobs)
-                       and stop_ids.isdisjoint(ids[:-1])
-                       and (ids[-1] in stop_ids or len(ids) == limit))
-        except (LookupError, TypeError, ValueError, RecursionError):
-            is_turn = False
-        if not is_turn:
-            raise Lost(f"--sampler {url}: the answer is no turn, which has token ids with their "
-                       "log-probabilities, and ends with its first stop id or with max_tokens")
-        return ids, logprobs
+            if (len(ids) == len(logprobs) <= limit
+                    and 0 <= min(ids) and max(ids) < self.vocabulary
+                    and all(-9999 < logprob < 1e-3 for logprob in logprobs)
+                    and stop_ids.isdisjoint(ids[:-1])
+                    and (ids[-1] in stop_ids or len(ids) == limit)):
+                return ids, logprobs
+        raise Lost(f"--sampler {url}: the answer is no turn, which has token ids with their "
+                   "log-probabilities, and ends with its first stop id or with max_tokens")
 
 
 # One for all rollouts and evaluations of a run.
@@ -283,7 +266,6 @@ class ServerEngine:
             "model": servers.name, "stop_token_ids": sorted(stop_ids), "logprobs": 0,
             "return_token_ids": True, "temperature": temperature, "top_p": top_p,
             "top_k": top_k or -1, "min_p": 0, "repetition_penalty": 1}
-        self.numbers = {}  # group -> the number of its server
         self.asked = {}  # the Future of a turn -> its row
         self.queue = deque()  # rows that are asked for when others have been answered
 
@@ -297,35 +279,30 @@ class ServerEngine:
         return int(time.monotonic() * 100)
 
     def add(self, rows):
-        rank = self.servers.run.ranks.rank
-        if not self.servers.is_proved and rank == 0:
+        if self.servers.run.writes and not self.servers.is_proved:
             prompts = list({row.group: row.pending for row in rows}.values())
             prove(self.servers, self.model, prompts, self.body)
         self.servers.is_proved = True
-        for row in rows:
-            # Ranks begin with different servers.
-            self.numbers.setdefault(row.group, rank + len(self.numbers))
-            self.queue.append(row)
-        self.ask_more()
+        self.ask(rows)
 
     def extend(self, row, ids, limit):
         row.pending = row.pending + ids
         row.limit = limit
-        self.queue.append(row)
-        self.ask_more()
+        self.ask([row])
 
     def release(self, row):
         pass
 
-    def ask_more(self):
-        """Ask for the next turns, each in a thread. The ranks share what the servers take."""
-        servers = self.servers
-        places = REQUESTS * len(servers.living) / servers.run.ranks.world
+    def ask(self, rows=()):
+        """Ask for turns, each in a thread. The ranks share what the servers take."""
+        self.queue.extend(rows)
+        ranks = self.servers.run.ranks
+        places = REQUESTS * len(self.servers.living) / ranks.world
         while self.queue and len(self.asked) < places:
             row = self.queue.popleft()
             body = {**self.body, "prompt": row.pending, "max_tokens": row.limit}
-            number = self.numbers[row.group]
-            future = in_thread(persist, TRIES, servers.complete, body, number)
+            # A rollout counts its groups. Ranks begin with different servers.
+            future = in_thread(persist, TRIES, self.servers.complete, body, ranks.rank + row.group)
             self.asked[future] = row
 
     def step(self):
@@ -336,5 +313,5 @@ class ServerEngine:
             row.turn, row.logprobs = future.result()
             row.pending = row.pending + row.turn
             rows.append(row)
-        self.ask_more()
+        self.ask()
         return rows

@@ -33,24 +33,24 @@ def prove(servers, model, prompts, sampling):
     """
     model.eval()
     temperature = sampling["temperature"]
-    turns = sample(servers, servers.name, prompts, sampling)
+    turns = sample(servers, prompts, sampling)
     gap = check(model, turns, temperature, TOLERANCE)
     with random_adapter(model, turns[servers.urls[0]], temperature) as change:
         name = f"{servers.prefix}-proof"
         servers.publish(model, name)
-        turns = sample(servers, name, prompts, sampling)
+        turns = sample(servers, prompts, {**sampling, "model": name})
         random_gap = check(model, turns, temperature, change / 4)
-    servers.retire(name)
+    servers.retire(kept=1)
     print(f"sampler: its log-probabilities differ from ours by {gap:.2g} nats, with a random "
           f"adapter by {random_gap:.2g}")
 
 
-def sample(servers, adapter: str, prompts, sampling) -> dict:
+def sample(servers, prompts, sampling) -> dict:
     """Return {url: its turns}. A turn is its prompt, the sampled ids and their logprobs."""
     def turns_of(url):
         turns = []
         for prompt in prompts[:PROMPTS]:
-            body = {**sampling, "model": adapter, "prompt": prompt, "max_tokens": TOKENS}
+            body = {**sampling, "prompt": prompt, "max_tokens": TOKENS}
             turns.append((prompt, *servers.turn(url, body)))
         return turns
 

@@ -146,7 +146,7 @@ def other(place):  # noqa: F811
 
 def patch_sleep(monkeypatch, sleep):
     """Replace the pauses of the client alone: a rollout's watch sleeps, too, and would spin."""
-    monkeypatch.setattr(vllm, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(vllm, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic, time_ns=time.time_ns))
 
 
 def played(place, out, servers, **options):  # noqa: F811
@@ -615,9 +615,11 @@ def test_a_step_ahead_is_played_by_the_adapter_before_the_update(place, tmp_path
 def test_a_run_ahead_continues_with_a_step_of_its_own_version(place, tmp_path, server, monkeypatch):  # noqa: F811
     with monkeypatch.context() as patch:
         # A run that a signal stops leaves its adapters: resumed, it left them on the servers for good.
-        patch.setattr(vllm.Servers, "leave", lambda self: None)
+        patch.setattr(vllm.Servers, "retire", lambda self, kept=0: None)
         played(place, tmp_path / "r", [server], max_steps=2, rollout_ahead=1)
-    assert server.models
+    # Whatever the names of an earlier run are, they are older than its own.
+    server.models["z-step-000009"] = None
+    (tmp_path / "r" / "sampler" / "z-step-000009").mkdir()
     _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, resume=True)
     assert [line["staleness"] for line in log] == [0, 1, 0, 1]
     assert len({name.partition("-")[0] for name in server.loads}) == 2  # a server knows the names of the first run
@@ -647,9 +649,9 @@ def test_rows_of_a_group_ask_one_server_and_ranks_begin_with_different_ones():
     """Where each rank plays one task, all of them would else ask the first server."""
     asked = []
     servers = SimpleNamespace(name="a", living=["u"], is_proved=False, complete=lambda body, number: asked.append((body["prompt"], number)),
-                              run=SimpleNamespace(ranks=SimpleNamespace(rank=1, world=2)))
+                              run=SimpleNamespace(writes=False, ranks=SimpleNamespace(rank=1, world=2)))
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
-    engine.add([Row([ord(group)], group=group) for group in "aabc"])
+    engine.add([Row([97 + group], group=group) for group in (0, 0, 1, 2)])
     wait(engine.asked)
     assert sorted(asked) == [([97], 1), ([97], 1), ([98], 2), ([99], 3)]
     assert servers.is_proved  # by rank 0 alone
@@ -664,10 +666,10 @@ def test_a_turn_continues_all_that_its_row_has_seen_and_rows_wait_for_a_place(mo
         asked.append((body["prompt"], body["max_tokens"]))
         return [5, 2], [-1.0, -0.5]
     servers = SimpleNamespace(name="a", urls=["u", "gone"], living=["u"], is_proved=True, complete=complete,
-                              run=SimpleNamespace(ranks=SimpleNamespace(rank=0, world=2)))
+                              run=SimpleNamespace(writes=True, ranks=SimpleNamespace(rank=0, world=2)))
     monkeypatch.setattr(vllm, "REQUESTS", 4)
     engine = vllm.ServerEngine(servers, None, stop_ids={2}, temperature=1.0)
-    rows = [Row([10 + i], limit=6) for i in range(5)]
+    rows = [Row([10 + i], group=i, limit=6) for i in range(5)]
     engine.add(rows)
     while engine.busy:
         for row in engine.step():
