@@ -298,5 +298,5 @@ def need_expert(env_names: str):
 
 
 def taken(cls, options: dict) -> dict:
-    """Return those of the options with which `reset` can be called."""
+    """Return those of the options, or of a task's columns, with which `reset` can be called."""
     return {name: value for name, value in options.items() if accepts(cls.reset, name)}

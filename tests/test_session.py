@@ -166,6 +166,21 @@ def test_rollouts_and_demonstrations_play_it_too():
     assert [t.info["success"] for t in shown] == [True] * 2 and [len(ids) for ids in Shop.threads] == [1] * 5
 
 
+def test_reset_gets_the_columns_that_it_takes_and_no_others():
+    """A reset without **_ passed envs.check, and sft.py gave it the expert's noise: TypeError, ten times."""
+    class Strict:
+        def reset(self, city: str):
+            self.city = city
+            return city
+
+        def get_reward(self):
+            return 1.0
+    session = Session(Watch(10.0), "strict", Strict, {"city": "Rome", "noise": 0.6, "country": "Italy"})
+    assert session.start()[0] == [{"role": "user", "content": "Rome"}] and session.task["country"] == "Italy"
+    with pytest.raises(EnvironmentFault, match="missing 1 required positional argument: 'city'"):
+        Session(Watch(10.0), "strict", Strict, {"town": "Rome"}).start()
+
+
 def left(before):
     until = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < until:
