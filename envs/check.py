@@ -49,9 +49,9 @@ class Conformance:
     def tools(self) -> list[dict]:
         return [schema["function"] for schema in envs.schemas(self.setup.cls)]
 
-    def play(self, agent, task: dict, env=None) -> Game:
+    def play(self, agent, task: dict) -> Game:
         """Return a game that the agent has played to its end."""
-        game = Game(self.setup, task, env)
+        game = Game(self.setup, task)
         while not game.over:
             game.take_turn(*agent(game))
         # A tool that never works is no fault of the agents.
@@ -127,10 +127,9 @@ class Conformance:
 
     def among_others(self, agent, task):
         """Play a task in an instance that has played another one, in turns with that one again."""
-        env = self.setup.cls()
         other = self.held_out[-1]
-        self.play(agent, other, env)
-        games = [Game(self.setup, task, env), Game(self.setup, other)]
+        before = self.play(agent, other)
+        games = [Game(self.setup, task, before.session.worker), Game(self.setup, other)]
         while playing := [game for game in games if not game.over]:
             for game in playing:
                 game.take_turn(*agent(game))

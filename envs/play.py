@@ -53,7 +53,7 @@ class Game:
     """One episode that no model plays. Its methods raise EnvironmentFault.
 
     Args:
-        env: an instance to use again. Without it a new one is made.
+        worker: that of an earlier game, whose instance is used again. Without it one is made.
 
     Attributes:
         seen: what the player was shown: the question, and then results and replies.
@@ -62,16 +62,15 @@ class Game:
         score: then the reward, its parts, and whether the task was solved.
     """
 
-    def __init__(self, setup: Setup, task: dict, env=None):
+    def __init__(self, setup: Setup, task: dict, worker=None):
         self.limits = setup.limits
         self.session = Session(setup.watch, setup.config.env, setup.cls, task)
-        if env is not None:
-            self.session.worker.env = env
+        if worker:
+            self.session.worker = worker
         messages, self.turns_left = self.session.start()
-        *first, last = messages
-        question = last["content"]
         # A "prompt" may begin in the middle of a conversation.
-        self.system_prompt = "\n".join(message["content"] for message in first) or None
+        *first, question = (message["content"] for message in messages)
+        self.system_prompt = "\n".join(first) or None
         self.seen = [question]
         self.record = [self.system_prompt, question]
         self.over = False
