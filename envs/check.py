@@ -223,6 +223,8 @@ class Conformance:
                 is_passed, reason = check(*arguments)
             except (UserError, EnvironmentFault) as error:
                 is_passed, reason = False, " ".join(str(error).split())
+                # The next check may call other tools.
+                self.setup.watch.broken = None
             yield name, "pass" if is_passed else "FAIL", reason
 
 

@@ -212,6 +212,12 @@ class Typo(Sums):
         return self.bee
 
 
+class TypoBeside(Sums):
+    def peek(self) -> str:
+        """See what is not there."""
+        return self.bee
+
+
 class Database(Sums):
     def __init__(self):
         self.database = sqlite3.connect(":memory:")

@@ -119,6 +119,12 @@ def test_a_tool_that_never_works_is_told():
     assert RANDOM in those(told, "FAIL") and "Typo: look on task" in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: 'Typo' object has no attribute 'bee'")
 
 
+def test_a_tool_that_never_works_fails_the_checks_that_call_it():
+    """All checks after it failed with its words, also that the expert solves the tasks, which it does."""
+    told, reasons = verdicts("sums:TypoBeside")
+    assert those(told, "FAIL") == {SAME, SHARED, RANDOM, "random calls pays less", COPY}, reasons
+
+
 def test_an_expert_that_refuses_to_play_is_none():
     told, reasons = verdicts("sums:Refuses")
     assert not those(told, "FAIL") and {reasons[name] for name in those(told, "-")} == {"nobody knows the sum"}, reasons
