@@ -14,6 +14,7 @@ import time
 from functools import cache, cached_property
 from itertools import product, zip_longest
 from random import Random
+from statistics import fmean
 
 import envs
 from envs.play import Config, Game, Setup, run
@@ -62,7 +63,7 @@ class Conformance:
     def mean_score(self, agent) -> tuple[float, float]:
         """Return the mean reward of an agent, and the share of tasks that it solves."""
         rewards, _, solved = zip(*(self.play(agent, task).score for task in self.held_out))
-        return sum(rewards) / len(rewards), sum(solved) / len(solved)
+        return fmean(rewards), fmean(solved)
 
     def expert(self, game):
         return game.session.expert()

@@ -101,7 +101,7 @@ def play(game: Game):
         is_call = PYTHON_CALL.fullmatch(line)
         text, calls, errors = parse_tool_calls(f"[{line}]" if is_call else line)
         if errors or is_call and not calls:
-            print("That call cannot be read.", *map(printable, errors))
+            print("Write a call as name(argument=value).", *map(printable, errors))
             continue
         for result, gain in game.take_turn(text, calls):
             print(f"{printable(result or 'The end.')}   [reward {gain:+g}]")

@@ -2,9 +2,11 @@
 import contextlib
 import gc
 import io
+import os
 import signal
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -179,6 +181,26 @@ def test_reset_gets_the_columns_that_it_takes_and_no_others():
     assert session.start()[0] == [{"role": "user", "content": "Rome"}] and session.task["country"] == "Italy"
     with pytest.raises(EnvironmentFault, match="missing 1 required positional argument: 'city'"):
         Session(Watch(10.0), "strict", Strict, {"town": "Rome"}).start()
+
+
+def test_the_temporary_directory_of_an_instance_goes_with_its_episode():
+    class Files:
+        def reset(self):
+            self.folder = tempfile.TemporaryDirectory()
+            return self.folder.name
+
+        def fail(self):
+            """Fail."""
+            raise OSError
+    session = Session(Watch(10.0), "files", Files, {})
+    [question], _ = session.start()
+    session.submit([{"name": "fail", "arguments": {}}])
+    assert session.results() == [("error: OSError: ", True, 0.0)] and os.path.isdir(question["content"])
+    del session
+    until = time.monotonic() + 20
+    while os.path.isdir(question["content"]) and time.monotonic() < until:
+        gc.collect()
+    assert not os.path.isdir(question["content"])
 
 
 def left(before):
