@@ -47,8 +47,8 @@ def schemas(env) -> list[dict]:
             code = inspect.unwrap(method).__code__
             raise UserError(
                 f"{code.co_filename}:{code.co_firstlineno}: tool {name}: {first_line(error)}; each "
-                "argument has a type of JSON as its hint and a line under `Args:` of a docstring "
-                "in Google style; a method whose name begins with _ is no tool") from None
+                "argument has a type of JSON (object: dict) as its hint, a line under `Args:` of a "
+                "Google-style docstring; a method whose name begins with _ is no tool") from None
     return out
 
 

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from itertools import product, zip_longest
 from multiprocessing import get_context
 from random import Random
+from statistics import fmean
 
 import envs
 from envs.play import Config, Game, Setup, run
@@ -41,9 +42,9 @@ class Conformance:
     def tools(self) -> list[dict]:
         return [schema["function"] for schema in envs.schemas(self.setup.cls)]
 
-    def play(self, agent, task: dict, env=None) -> Game:
+    def play(self, agent, task: dict) -> Game:
         """Return a game that the agent has played to its end."""
-        game = Game(self.setup, task, env)
+        game = Game(self.setup, task)
         while not game.over:
             game.take_turn(*agent(game))
         # A tool that never works is no fault of the agents.
@@ -54,7 +55,7 @@ class Conformance:
     def mean_score(self, agent) -> tuple[float, float]:
         """Return the mean reward of an agent, and the share of tasks that it solves."""
         rewards, _, solved = zip(*(self.play(agent, task).score for task in self.held_out))
-        return sum(rewards) / len(rewards), sum(solved) / len(solved)
+        return fmean(rewards), fmean(solved)
 
     def expert(self, game):
         return game.session.expert()
@@ -119,10 +120,9 @@ class Conformance:
 
     def among_others(self, agent, task):
         """Play a task in an instance that has played another one, in turns with that one again."""
-        env = self.setup.cls()
         other = self.held_out[-1]
-        self.play(agent, other, env)
-        games = [Game(self.setup, task, env), Game(self.setup, other)]
+        before = self.play(agent, other)
+        games = [Game(self.setup, task, before.session.worker), Game(self.setup, other)]
         while playing := [game for game in games if not game.over]:
             for game in playing:
                 game.take_turn(*agent(game))
@@ -209,6 +209,8 @@ class Conformance:
                 is_passed, reason = check(*arguments)
             except (UserError, EnvironmentFault) as error:
                 is_passed, reason = False, " ".join(str(error).split())
+                # The next check may call other tools.
+                self.setup.watch.broken = None
             yield name, "pass" if is_passed else "FAIL", reason
 
 

@@ -53,7 +53,7 @@ class Game:
     """One episode that no model plays. Its methods raise EnvironmentFault.
 
     Args:
-        env: an instance to use again. Without it a new one is made.
+        worker: that of an earlier game, whose instance is used again. Without it one is made.
 
     Attributes:
         seen: what the player was shown: the question, and then results and replies.
@@ -62,11 +62,11 @@ class Game:
         score: then the reward, its parts, and whether the task was solved.
     """
 
-    def __init__(self, setup: Setup, task: dict, env=None):
+    def __init__(self, setup: Setup, task: dict, worker=None):
         self.limits = setup.limits
         self.session = Session(setup.watch, setup.config.env, setup.cls, task)
-        if env is not None:
-            self.session.worker.env = env
+        if worker:
+            self.session.worker = worker
         messages, self.turns_left = self.session.start()
         # A "prompt" may begin in the middle of a conversation.
         *first, question = [message["content"] for message in messages]
@@ -101,7 +101,7 @@ def play(game: Game):
         is_call = PYTHON_CALL.fullmatch(line)
         text, calls, errors = parse_tool_calls(f"[{line}]" if is_call else line)
         if errors or is_call and not calls:
-            print("That call cannot be read.", *map(printable, errors))
+            print("Write a call as name(argument=value).", *map(printable, errors))
             continue
         for result, gain in game.take_turn(text, calls):
             print(f"{printable(result or 'The end.')}   [reward {gain:+g}]")

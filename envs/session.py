@@ -234,15 +234,16 @@ class Session:
             self.worker.env = self.cls()
         self.env = self.worker.env
         # Its own copy: the other episodes of the task begin with what this one may change.
-        observation = text_or_none(awaited(self._get("reset()")(**deepcopy(self.task))))
+        task = deepcopy(envs.taken(self.cls, self.task))
+        observation = text_or_none(awaited(self._get("reset()")(**task))) or ""
         system_prompt = text_or_none(self._get("system_prompt"))
         self._read_done()
         self.member = "reset()"
         if self.done:
             raise ValueError("done is still True after it")
-        messages = [{"role": "user", "content": observation or ""}]
+        messages = [{"role": "user", "content": observation}]
         if "prompt" in self.task:
-            messages = import_module(envs.TRL).opening(self.env.reset, self.task, observation or "")
+            messages = import_module(envs.TRL).opening(self.env.reset, self.task, observation)
         if system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         if not any(message["content"] for message in messages):

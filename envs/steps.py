@@ -1,7 +1,7 @@
 """An environment as Gymnasium reads it: step(env, name, arguments), or only call."""
 from dataclasses import dataclass
 
-from envs.calls import call_tool, is_done, tools
+from envs.calls import awaited, call_tool, is_done, tools
 
 
 @dataclass
@@ -26,14 +26,15 @@ def step(env, name: str, arguments: dict) -> StepResult:
     observation, error = call(env, name, arguments)
     info = {"error": error}
     if hasattr(env, "_check"):
-        info["success"] = bool(env._check())
+        info["success"] = bool(awaited(env._check()))
     return StepResult(observation, _paid(env) - before, is_done(env), info)
 
 
 def _paid(env) -> float:
     """Return the running total, which after the end is all that the episode is paid."""
-    is_over = is_done(env) and hasattr(env, "get_reward")
-    return env.get_reward() if is_over else getattr(env, "reward", 0.0)
+    if is_done(env) and hasattr(env, "get_reward"):
+        return awaited(env.get_reward())
+    return getattr(env, "reward", 0.0)
 
 
 def valid_actions(env) -> list[str]:

@@ -1,4 +1,5 @@
 """An environment that conforms to what envs/check.py asks, and ways not to."""
+import sqlite3
 import time
 
 import numpy as np
@@ -209,6 +210,21 @@ class Typo(Sums):
     def look(self) -> str:
         """See the other number."""
         return self.bee
+
+
+class TypoBeside(Sums):
+    def peek(self) -> str:
+        """See what is not there."""
+        return self.bee
+
+
+class Database(Sums):
+    def __init__(self):
+        self.database = sqlite3.connect(":memory:")
+
+    def reset(self, **task):
+        self.database.executescript("drop table if exists looks; create table looks (n integer)")
+        return super().reset(**task)
 
 
 class Refuses(Sums):

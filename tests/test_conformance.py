@@ -90,6 +90,12 @@ def test_an_attribute_that_hides_a_tool_is_told():
     assert RANDOM in those(told, "FAIL") and "raises as ValueError; the last: " in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: an attribute 'look' hides the tool")
 
 
+def test_an_instance_is_used_again_in_its_own_thread():
+    """One with a database failed: SQLite objects created in a thread can only be used in that same thread."""
+    told, reasons = verdicts("sums:Database")
+    assert not those(told, "FAIL"), reasons
+
+
 def test_no_turns_is_no_endless_game():
     told, reasons = verdicts("sums:NoTurns")
     assert told[RANDOM] == "FAIL" and reasons[RANDOM].endswith("raised ValueError: max_turns is -1, and must be at least 1")
@@ -111,6 +117,12 @@ def test_advice_on_a_tool_is_told_whole():
 def test_a_tool_that_never_works_is_told():
     told, reasons = verdicts("sums:Typo")
     assert RANDOM in those(told, "FAIL") and "Typo: look on task" in reasons[RANDOM] and reasons[RANDOM].endswith("raised AttributeError: 'Typo' object has no attribute 'bee'")
+
+
+def test_a_tool_that_never_works_fails_the_checks_that_call_it():
+    """All checks after it failed with its words, also that the expert solves the tasks, which it does."""
+    told, reasons = verdicts("sums:TypoBeside")
+    assert those(told, "FAIL") == {SAME, SHARED, RANDOM, "random calls pays less", COPY}, reasons
 
 
 def test_an_expert_that_refuses_to_play_is_none():
@@ -165,8 +177,8 @@ def test_the_command(name, status, says, capsys, monkeypatch):
 
 
 def test_an_environment_without_content_is_one_too():
-    """`Game` plays the instance it is given, even one whose length is 0."""
+    """`Game` plays the instance of the worker it is given, even one whose length is 0."""
     setup = Setup(Config(env="sums:Empty"))
-    env = setup.cls()
     with setup.watch:
-        assert check.Game(setup, {}, env).session.env is env
+        first = check.Game(setup, {})
+        assert check.Game(setup, {}, first.session.worker).session.env is first.session.env

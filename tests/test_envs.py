@@ -729,6 +729,24 @@ def test_async_tools_share_one_loop():
     assert asyncio.run(notebook()) == ("alive", False)
 
 
+def test_step_awaits_what_is_async():
+    """The check was a coroutine, which is true, and the reward one that cannot be added up: TypeError."""
+    class Asks:
+        done = False
+
+        async def go(self) -> str:
+            """Go."""
+            self.done = True
+            return "gone"
+
+        async def _check(self):
+            return False
+
+        async def get_reward(self):
+            return 0.5
+    assert envs.step(Asks(), "go", {}) == envs.StepResult("gone", 0.5, True, {"error": False, "success": False})
+
+
 def test_step_is_gymnasiums_reading(tmp_path):
     env = envs.load("equations")()
     env.reset(equation="3x + 7 = 16")
@@ -812,7 +830,7 @@ def test_missing_fields_and_small_files(tmp_path, asks):
     path = write(tmp_path, '{"question": "a", "answer": "b"}\n\n{"question": "a", "solution": "b"}\n')
     with pytest.raises(UserError) as error:
         load_tasks("asks", "train", None, 0, path)
-    assert str(error.value) == f'{path}:3: no "answer" field; has: question, solution; rows are read as tasks of Asks; --env chooses another environment, for prompts without tools envs.prompts:Prompts'
+    assert str(error.value) == f'{path}:3: no "answer" field; has: question, solution; rows are read as tasks of Asks; --fields renames columns, --env chooses another environment, for prompts without tools envs.prompts:Prompts'
     path = write(tmp_path, '{"q": "a"}\n{"p": "a"}\n')
     with pytest.raises(UserError) as error:
         load_tasks("converts", "train", None, 0, path)

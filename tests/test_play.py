@@ -37,7 +37,7 @@ def test_a_person_sees_what_the_model_sees_and_plays_in_three_ways(monkeypatch, 
 
 def test_a_call_that_cannot_be_read_is_typed_again(monkeypatch, capsys):
     out = played(monkeypatch, capsys, ["<tool_call>{", "state_answer(value=)"], env="equations")
-    assert out.count("That call cannot be read.") == 2 and "error: " in out and "[reward" not in out
+    assert out.count("Write a call as name(argument=value).") == 2 and "error: " in out and "[reward" not in out
 
 
 def test_nothing_that_is_shown_steers_the_terminal(monkeypatch, capsys, tmp_path):

@@ -2,9 +2,11 @@
 import contextlib
 import gc
 import io
+import os
 import signal
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -164,6 +166,41 @@ def test_rollouts_and_demonstrations_play_it_too():
     assert [t.info.get("error") for t in episodes] == [None] * 3 and [len(ids) for ids in Shop.threads] == [1] * 3
     shown = demonstrate(tokenizer, "shop", [{}] * 2)
     assert [t.info["success"] for t in shown] == [True] * 2 and [len(ids) for ids in Shop.threads] == [1] * 5
+
+
+def test_reset_gets_the_columns_that_it_takes_and_no_others():
+    """A reset without **_ passed envs.check, and sft.py gave it the expert's noise: TypeError, ten times."""
+    class Strict:
+        def reset(self, city: str):
+            self.city = city
+            return city
+
+        def get_reward(self):
+            return 1.0
+    session = Session(Watch(10.0), "strict", Strict, {"city": "Rome", "noise": 0.6, "country": "Italy"})
+    assert session.start()[0] == [{"role": "user", "content": "Rome"}] and session.task["country"] == "Italy"
+    with pytest.raises(EnvironmentFault, match="missing 1 required positional argument: 'city'"):
+        Session(Watch(10.0), "strict", Strict, {"town": "Rome"}).start()
+
+
+def test_the_temporary_directory_of_an_instance_goes_with_its_episode():
+    class Files:
+        def reset(self):
+            self.folder = tempfile.TemporaryDirectory()
+            return self.folder.name
+
+        def fail(self):
+            """Fail."""
+            raise OSError
+    session = Session(Watch(10.0), "files", Files, {})
+    [question], _ = session.start()
+    session.submit([{"name": "fail", "arguments": {}}])
+    assert session.results() == [("error: OSError: ", True, 0.0)] and os.path.isdir(question["content"])
+    del session
+    until = time.monotonic() + 20
+    while os.path.isdir(question["content"]) and time.monotonic() < until:
+        gc.collect()
+    assert not os.path.isdir(question["content"])
 
 
 def left(before):
