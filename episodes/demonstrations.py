@@ -25,8 +25,9 @@ TEXT = "text"  # the role of the one message of a row that is a text, not a conv
 class Conversation(NamedTuple):
     """The conversation in a row of a file. Messages with "loss": 0 are not learned.
 
-    The row may also hold "tools" (schemas, or their JSON text) and "system" (the system message,
-    where `messages` has none). Without them, those of the environment are taken.
+    The row may also hold "tools" or "functions" (schemas, or their JSON text) and "system" or
+    "system_prompt" (the system message, where `messages` has none). Without them, those of the
+    environment are taken.
     """
 
     messages: list[dict]
@@ -124,13 +125,14 @@ class Encoder:
         """Return a conversation as an episode. UserError: `FILE:LINE: what is wrong`."""
         messages, row, place = conversation
         with reading(place):
-            system = row.get("system") or self.system_prompt
+            system = row.get("system") or row.get("system_prompt") or self.system_prompt
             if messages[0].get("role") == TEXT:
                 token_ids, loss_mask = self.plain_text(messages[0]["content"])
             else:
                 if system and messages[0].get("role") != "system":
                     messages = [{"role": "system", "content": system, "loss": 0}, *messages]
-                tools = self.schemas if row.get("tools") is None else read_tools(row["tools"])
+                tools = row.get("tools", row.get("functions"))
+                tools = self.schemas if tools is None else read_tools(tools)
                 recorded_ids = import_module(RECORDED).recorded_ids
                 token_ids, loss_mask = recorded_ids(self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",

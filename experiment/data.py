@@ -13,8 +13,10 @@ from experiment.errors import UserError, first_line
 
 TABLES = "experiment.tables"  # a run without data files needs no reader of them
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-                  "observation": "tool"}
+# Names that others give to our roles: ShareGPT, OpenAI, ms-swift.
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool",
+         "developer": "system", "function": "tool", "tool_call": "assistant",
+         "tool_response": "tool"}
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
 
 
@@ -161,17 +163,20 @@ def as_messages(value, name: str, role: str | None = None) -> list[dict]:
     if role and isinstance(value, dict):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return [from_sharegpt(message) for message in value]
+        return list(map(with_our_names, value))
     kind = "text or a list" if role else "a list"
     raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
 
 
-def from_sharegpt(message: dict) -> dict:
-    """Return a message {"from", "value"} with our names, and any other as it is."""
-    if "from" not in message:
-        return message
-    sender = message["from"]
-    return {**message, "role": SHAREGPT_ROLES.get(sender, sender), "content": message.get("value")}
+def with_our_names(message: dict) -> dict:
+    """Return a message that may be ShareGPT's {"from", "value"} or call OpenAI's older way."""
+    message = dict(message)
+    if "from" in message:
+        message |= {"role": message["from"], "content": message.get("value")}
+    if message.get("function_call"):
+        message["tool_calls"] = [message.pop("function_call")]
+    role = message.get("role")
+    return {**message, "role": ROLES.get(role, role)}
 
 
 # --------------------------------------------------------------------------------------- YAML

@@ -139,11 +139,10 @@ def _loss(message):
 
 def _read_message(message, tools):
     """Return the text and the calls of a message, calls written in the text included."""
-    # OpenAI's old form, and what other trainers call a loss of 0.
-    for name in ("function_call", "train", "training"):
+    # What other trainers call a loss of 0.
+    for name in ("train", "training"):
         if message.get(name) is not None:
-            raise ValueError(f'"{name}" is not read; calls stand in "tool_calls", and "loss": 0 '
-                             "keeps a message from being learned")
+            raise ValueError(f'"{name}" is not read; "loss": 0 keeps a message from being learned')
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
     content = message.get("content")
