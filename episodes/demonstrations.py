@@ -19,6 +19,7 @@ from experiment.episodes import without_faults
 from llm.chat import Chat
 
 RECORDED = "llm.recorded"  # only conversations in files need it
+CONVERSATIONS = {"messages", "conversations", "completion", "output"}
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
 
 
@@ -68,13 +69,15 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
+    for name in ("label", "kto_tag"):
+        if given & CONVERSATIONS and str(row.get(name)).lower() == "false":
+            raise ValueError(f'"{name}" is false: a bad answer is not imitated; leave such rows '
+                             "out")
     for name in ("messages", "conversations"):
         if name in given:
             return as_messages(row[name], name)
     if "completion" in row and not given & {"output", "text"}:
         need(row, "prompt", "completion")
-        if str(row.get("label")).lower() == "false":
-            raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     prompt = prompt_in(row)
     for name in ("completion", "output"):
         if name in given and prompt:
