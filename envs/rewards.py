@@ -50,6 +50,7 @@ READ_AS = {**dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F))),
 UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
 ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
+LAST = re.compile(r"####|^[^\w\n]*answer:", re.MULTILINE | re.IGNORECASE)  # as in GSM8K, DAPO
 
 
 # ---------------------------------------------------------------------------------------- built in
@@ -72,10 +73,10 @@ def answer_of(t) -> str:
 
 
 def marked(text: str) -> str:
-    """Return what <answer></answer>, \\boxed{} or "####" marks in a text, or all of it."""
+    """Return what <answer></answer>, \\boxed{}, "####" or "Answer:" marks, or all of a text."""
     answers = ANSWERS.findall(text)
     # One may stand in another: <answer>\boxed{3}</answer>.
-    return marked("".join(answers[-1])) if answers else text.rpartition("####")[2]
+    return marked("".join(answers[-1])) if answers else LAST.split(text)[-1]
 
 
 def references_of(t) -> list[str]:
