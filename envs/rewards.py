@@ -88,11 +88,12 @@ def references_of(t) -> list[str]:
 def alternatives(reference) -> list[str]:
     """Return a reference as text, and if it is a list of answers that are all right, each of them.
 
-    pandas makes 72.0 of 72 where the column has a gap, and parquet fills lists with nulls.
+    pandas makes 72.0 of 72 where the column has a gap, and parquet fills lists with nulls. An
+    object, such as TriviaQA's, is none: --fields answer=answer.aliases.
     """
     answers = [reference, *(reference if isinstance(reference, list) else ())]
     return [f"{answer:.15g}" if type(answer) is float else str(answer)
-            for answer in answers if answer is not None]
+            for answer in answers if not isinstance(answer, dict | None)]
 
 
 def spaced(text: str) -> str:
