@@ -69,10 +69,9 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
-    for name in ("label", "kto_tag"):
-        if given & CONVERSATIONS and str(row.get(name)).lower() == "false":
-            raise ValueError(f'"{name}" is false: a bad answer is not imitated; leave such rows '
-                             "out")
+    label = str(row.get("label", row.get("kto_tag")))
+    if given & CONVERSATIONS and label.lower() == "false":
+        raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     for name in ("messages", "conversations"):
         if name in given:
             return as_messages(row[name], name)
@@ -171,8 +170,8 @@ def read_tools(tools) -> list[dict]:
 
 def count_control_tokens(conversations: list[Conversation], tokenizer):
     """Print how many conversations spell a control token as text. Spelled so, it ends no turn."""
-    texts = [json.dumps(c.messages, ensure_ascii=False) for c in conversations
-             if c.messages[0].get("role") != TEXT]
+    texts = [json.dumps(messages, ensure_ascii=False) for messages, *_ in conversations
+             if messages[0].get("role") != TEXT]
     for token in tokenizer.all_special_tokens:
         if count := sum(token in text for text in texts):
             print(f"{count} rows contain {token} as text")

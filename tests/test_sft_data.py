@@ -510,7 +510,7 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"prompt": "a", "completion": "b", "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # KTO's rows
     ({"prompt": "a", "completion": "b", "label": "False"}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # in .csv
     ({"messages": [ASK, ANSWER], "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # ms-swift's and LLaMA-Factory's, which were learned
-    ({"instruction": "a", "output": "b", "kto_tag": False}, '"kto_tag" is false: a bad answer is not imitated; leave such rows out'),
+    ({"instruction": "a", "output": "b", "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
     ({"messages": [ASK, {**ANSWER, "train": False}]}, 'message 1: "train" is not read; "loss": 0 keeps a message from being learned'),
