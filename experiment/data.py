@@ -169,13 +169,20 @@ def as_messages(value, name: str, role: str | None = None) -> list[dict]:
 
 
 def with_our_names(message: dict) -> dict:
-    """Return a message that may be ShareGPT's {"from", "value"} or call OpenAI's older way."""
+    """Return a message of ShareGPT, ms-swift or OpenAI's older form with our names.
+
+    A call that is no "tool_calls" becomes text between tags.
+    """
     message = dict(message)
     if "from" in message:
         message |= {"role": message["from"], "content": message.get("value")}
-    if message.get("function_call"):
-        message["tool_calls"] = [message.pop("function_call")]
+    call = message.pop("function_call", None)
     role = message.get("role")
+    if role in ("function_call", "tool_call"):
+        call = message.pop("content")
+    if call:
+        said = message.get("content") or ""
+        message["content"] = f"{said}\n<tool_call>\n{call}\n</tool_call>".lstrip()
     return {**message, "role": ROLES.get(role, role)}
 
 

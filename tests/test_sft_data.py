@@ -776,6 +776,23 @@ def test_openais_older_form_and_ms_swifts_are_calls_as_well(name, tmp_path):
     assert len({(*episode.token_ids, *episode.loss_mask) for row in rows for episode in read(write(tmp_path, [row]), tokenizer)}) == 1
 
 
+def test_calls_in_messages_of_their_own_are_one_turn(chat):
+    """Toucan's and ms-swift's: the text and the calls of a turn, each a message. They were refused."""
+    def ids(*messages):
+        return recorded_ids(chat, as_messages([ASK, *messages, TOOL, TOOL, ANSWER], "messages"))
+
+    wanted = ids({**CALLING, "tool_calls": [CALL, CALL]})
+    said, old = {"role": "assistant", "content": "Half of it."}, {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    assert ids(said, *[{"role": "assistant", "content": "", "function_call": old}] * 2) == wanted
+    for text in (json.dumps(CALL), str(CALL)):
+        assert ids(said, *[{"role": "tool_call", "content": text}] * 2) == wanted
+    assert ids({**said, "function_call": old}, {"from": "function_call", "value": json.dumps(CALL)}) == wanted
+    assert not any(recorded_ids(chat, as_messages([ASK, said, {"role": "tool_call", "content": str(CALL), "loss": 0}, TOOL, ANSWER], "messages"))[1][:-5])
+    for first in ({**CALLING, "content": None}, said):
+        with pytest.raises(ValueError, match="need (tool|user) after"):
+            ids(first, {**said, "content": f"<tool_call>{CALL}</tool_call>"} if "tool_calls" in first else said)
+
+
 def test_a_system_prompt_of_its_own_column_is_not_dropped(tokenizer, tmp_path):
     """OpenOrca's and OpenHermes's, which nothing showed to the model."""
     row = {"system_prompt": "Be brief.", "question": "How many?", "response": "42"}
