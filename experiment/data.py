@@ -13,10 +13,6 @@ from experiment.errors import UserError, first_line
 
 TABLES = "experiment.tables"  # a run without data files needs no reader of them
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
-# Names that others give to our roles: ShareGPT, OpenAI, ms-swift.
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool",
-         "developer": "system", "function": "tool", "tool_call": "assistant",
-         "tool_response": "tool"}
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
 
 
@@ -156,34 +152,17 @@ def json_rows(path, wanted=None, is_log=False):
 # --------------------------------------------------------------------------------------- messages
 def as_messages(value, name: str, role: str | None = None) -> list[dict]:
     """Return a field's messages as a list. With a role it may also be one message, or its text."""
+    tables = importlib.import_module(TABLES)
     if isinstance(value, str):
-        value = importlib.import_module(TABLES).messages_of(value)
+        value = tables.messages_of(value)
     if role and isinstance(value, str):
         value = {"role": role, "content": value}
     if role and isinstance(value, dict):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return list(map(with_our_names, value))
+        return list(map(tables.with_our_names, value))
     kind = "text or a list" if role else "a list"
     raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
-
-
-def with_our_names(message: dict) -> dict:
-    """Return a message of ShareGPT, ms-swift or OpenAI's older form with our names.
-
-    A call that is no "tool_calls" becomes text between tags.
-    """
-    message = dict(message)
-    if "from" in message:
-        message |= {"role": message["from"], "content": message.get("value")}
-    call = message.pop("function_call", None)
-    role = message.get("role")
-    if role in ("function_call", "tool_call"):
-        call = message.pop("content")
-    if call:
-        said = message.get("content") or ""
-        message["content"] = f"{said}\n<tool_call>\n{call}\n</tool_call>".lstrip()
-    return {**message, "role": ROLES.get(role, role)}
 
 
 # --------------------------------------------------------------------------------------- YAML
