@@ -19,6 +19,7 @@ import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -326,11 +327,8 @@ def per_turn(name: str, value, count: int) -> list[float]:
     A single number is of the last turn.
     """
     turns = value if isinstance(value, list) else [0.0] * (count - 1) + [value]
-    try:
-        turns = [float(number) for number in turns]
-    except (TypeError, ValueError):
-        turns = []
-    if len(turns) != count:
-        raise UserError(f"--rewards {name} returned {value!r:.60}; a reward is a number, or a list "
-                        f"with one for each of the {count} assistant turns, or None")
-    return turns
+    with suppress(TypeError, ValueError):
+        if len(turns) == count:
+            return list(map(float, turns))
+    raise UserError(f"--rewards {name} returned {value!r:.60}; a reward is a number, or a list "
+                    f"with one for each of the {count} assistant turns, or None")

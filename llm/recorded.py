@@ -87,14 +87,14 @@ def one_per_turn(messages):
     """
     turns = [{}]
     for message in messages:
-        role, text = message.get("role"), message.get("content")
-        last = turns[-1]
-        is_text = text and isinstance(text, str)
+        last, role = turns[-1], message.get("role")
+        text = str(message.get("content") or "")
         is_next = role == last.get("role") == "assistant" and not last.get("tool_calls")
-        if role == "tool" and is_text and not TAGGED_RESULT.sub("", text):
+        if role == "tool" and text and not TAGGED_RESULT.sub("", text):
             turns += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
-        elif is_next and is_text and text.startswith("<tool_call>"):
-            turns[-1] = {**last, **message, "content": f"{last.get('content') or ''}\n{text}"}
+        elif is_next and text.startswith("<tool_call>"):
+            before = _text_of(last.get("content") or "")
+            turns[-1] = {**last, **message, "content": f"{before}\n{text}"}
         else:
             turns.append(message)
     return turns[1:]

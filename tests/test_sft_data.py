@@ -786,6 +786,7 @@ def test_calls_in_messages_of_their_own_are_one_turn(chat):
     assert ids(said, *[{"role": "assistant", "content": "", "function_call": old}] * 2) == wanted
     for text in (json.dumps(CALL), str(CALL)):
         assert ids(said, *[{"role": "tool_call", "content": text}] * 2) == wanted
+        assert ids({**said, "content": [{"type": "text", "text": "Half of it."}]}, *[{"role": "tool_call", "content": text}] * 2) == wanted
     assert ids({**said, "function_call": old}, {"from": "function_call", "value": json.dumps(CALL)}) == wanted
     assert not any(recorded_ids(chat, as_messages([ASK, said, {"role": "tool_call", "content": str(CALL), "loss": 0}, TOOL, ANSWER], "messages"))[1][:-5])
     for first in ({**CALLING, "content": None}, said):
