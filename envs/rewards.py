@@ -19,6 +19,7 @@ import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ READ_AS = {**dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F))),
 UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
 ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
+LAST = re.compile(r"####|^[^\w\n]*answer:", re.MULTILINE | re.IGNORECASE)  # as in GSM8K, DAPO
 
 
 # ---------------------------------------------------------------------------------------- built in
@@ -72,10 +74,10 @@ def answer_of(t) -> str:
 
 
 def marked(text: str) -> str:
-    """Return what <answer></answer>, \\boxed{} or "####" marks in a text, or all of it."""
+    """Return what <answer></answer>, \\boxed{}, "####" or "Answer:" marks, or all of a text."""
     answers = ANSWERS.findall(text)
     # One may stand in another: <answer>\boxed{3}</answer>.
-    return marked("".join(answers[-1])) if answers else text.rpartition("####")[2]
+    return marked("".join(answers[-1])) if answers else LAST.split(text)[-1]
 
 
 def references_of(t) -> list[str]:
@@ -87,11 +89,12 @@ def references_of(t) -> list[str]:
 def alternatives(reference) -> list[str]:
     """Return a reference as text, and if it is a list of answers that are all right, each of them.
 
-    pandas makes 72.0 of 72 where the column has a gap, and parquet fills lists with nulls.
+    pandas makes 72.0 of 72 where the column has a gap, and parquet fills lists with nulls. An
+    object, such as TriviaQA's, is none: --fields answer=answer.aliases.
     """
     answers = [reference, *(reference if isinstance(reference, list) else ())]
     return [f"{answer:.15g}" if type(answer) is float else str(answer)
-            for answer in answers if answer is not None]
+            for answer in answers if not isinstance(answer, dict | None)]
 
 
 def spaced(text: str) -> str:
@@ -324,11 +327,8 @@ def per_turn(name: str, value, count: int) -> list[float]:
     A single number is of the last turn.
     """
     turns = value if isinstance(value, list) else [0.0] * (count - 1) + [value]
-    try:
-        turns = [float(number) for number in turns]
-    except (TypeError, ValueError):
-        turns = []
-    if len(turns) != count:
-        raise UserError(f"--rewards {name} returned {value!r:.60}; a reward is a number, or a list "
-                        f"with one for each of the {count} assistant turns, or None")
-    return turns
+    with suppress(TypeError, ValueError):
+        if len(turns) == count:
+            return list(map(float, turns))
+    raise UserError(f"--rewards {name} returned {value!r:.60}; a reward is a number, or a list "
+                    f"with one for each of the {count} assistant turns, or None")

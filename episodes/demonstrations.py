@@ -19,14 +19,16 @@ from experiment.episodes import without_faults
 from llm.chat import Chat
 
 RECORDED = "llm.recorded"  # only conversations in files need it
+CONVERSATIONS = {"messages", "conversations", "completion", "output"}
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
 
 
 class Conversation(NamedTuple):
     """The conversation in a row of a file. Messages with "loss": 0 are not learned.
 
-    The row may also hold "tools" (schemas, or their JSON text) and "system" (the system message,
-    where `messages` has none). Without them, those of the environment are taken.
+    The row may also hold "tools" or "functions" (schemas, or their JSON text) and "system" or
+    "system_prompt" (the system message, where `messages` has none). Without them, those of the
+    environment are taken.
     """
 
     messages: list[dict]
@@ -67,13 +69,14 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
+    label = str(row.get("label", row.get("kto_tag")))
+    if given & CONVERSATIONS and label.lower() == "false":
+        raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     for name in ("messages", "conversations"):
         if name in given:
             return as_messages(row[name], name)
     if "completion" in row and not given & {"output", "text"}:
         need(row, "prompt", "completion")
-        if str(row.get("label")).lower() == "false":
-            raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     prompt = prompt_in(row)
     for name in ("completion", "output"):
         if name in given and prompt:
@@ -124,13 +127,14 @@ class Encoder:
         """Return a conversation as an episode. UserError: `FILE:LINE: what is wrong`."""
         messages, row, place = conversation
         with reading(place):
-            system = row.get("system") or self.system_prompt
+            system = row.get("system") or row.get("system_prompt") or self.system_prompt
             if messages[0].get("role") == TEXT:
                 token_ids, loss_mask = self.plain_text(messages[0]["content"])
             else:
                 if system and messages[0].get("role") != "system":
                     messages = [{"role": "system", "content": system, "loss": 0}, *messages]
-                tools = self.schemas if row.get("tools") is None else read_tools(row["tools"])
+                tools = row.get("tools", row.get("functions"))
+                tools = self.schemas if tools is None else read_tools(tools)
                 recorded_ids = import_module(RECORDED).recorded_ids
                 token_ids, loss_mask = recorded_ids(self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
@@ -166,8 +170,8 @@ def read_tools(tools) -> list[dict]:
 
 def count_control_tokens(conversations: list[Conversation], tokenizer):
     """Print how many conversations spell a control token as text. Spelled so, it ends no turn."""
-    texts = [json.dumps(c.messages, ensure_ascii=False) for c in conversations
-             if c.messages[0].get("role") != TEXT]
+    texts = [json.dumps(messages, ensure_ascii=False) for messages, *_ in conversations
+             if messages[0].get("role") != TEXT]
     for token in tokenizer.all_special_tokens:
         if count := sum(token in text for text in texts):
             print(f"{count} rows contain {token} as text")

@@ -13,8 +13,6 @@ from experiment.errors import UserError, first_line
 
 TABLES = "experiment.tables"  # a run without data files needs no reader of them
 LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
-                  "observation": "tool"}
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
 
 
@@ -154,24 +152,17 @@ def json_rows(path, wanted=None, is_log=False):
 # --------------------------------------------------------------------------------------- messages
 def as_messages(value, name: str, role: str | None = None) -> list[dict]:
     """Return a field's messages as a list. With a role it may also be one message, or its text."""
+    tables = importlib.import_module(TABLES)
     if isinstance(value, str):
-        value = importlib.import_module(TABLES).messages_of(value)
+        value = tables.messages_of(value)
     if role and isinstance(value, str):
         value = {"role": role, "content": value}
     if role and isinstance(value, dict):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return [from_sharegpt(message) for message in value]
+        return list(map(tables.with_our_names, value))
     kind = "text or a list" if role else "a list"
     raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
-
-
-def from_sharegpt(message: dict) -> dict:
-    """Return a message {"from", "value"} with our names, and any other as it is."""
-    if "from" not in message:
-        return message
-    sender = message["from"]
-    return {**message, "role": SHAREGPT_ROLES.get(sender, sender), "content": message.get("value")}
 
 
 # --------------------------------------------------------------------------------------- YAML

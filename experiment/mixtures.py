@@ -9,6 +9,8 @@
 A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
 the others as many as the weights ask for, drawn by the seed.
 """
+from contextlib import suppress
+
 from experiment.bars import say_once
 from experiment.data import LISTS, data_sources, read_rows
 from experiment.errors import UserError
@@ -50,12 +52,8 @@ def _rows(source, columns):
     for line, row in read_rows(source):
         renamed = {}
         for ours, theirs in columns.items():
-            # verl has answers as "reward_model.ground_truth".
-            outer, _, inner = theirs.partition(".")
-            if theirs in row:
-                renamed[ours] = row[theirs]
-            elif isinstance(row.get(outer), dict) and inner in row[outer]:
-                renamed[ours] = row[outer][inner]
+            with suppress(KeyError, TypeError):
+                renamed[ours] = _value(row, theirs)
         missing -= renamed.keys()
         if row.get("chat_template_kwargs"):
             say_once(f"note: {place}: chat_template_kwargs is not read; set such values at the top "
@@ -65,6 +63,14 @@ def _rows(source, columns):
     if missing:
         names = sorted({columns[name] for name in missing})
         say_once(f"note: {place}: no row has {', '.join(names)}, which --fields names")
+
+
+def _value(row, name):
+    """Return what a row has under a name. verl has answers as "reward_model.ground_truth"."""
+    if name in row:
+        return row[name]
+    outer, _, inner = name.partition(".")
+    return _value(row[outer], inner)
 
 
 def _columns(fields):

@@ -8,6 +8,9 @@ from contextlib import suppress
 from experiment.data import json_rows, lines_of, parse_object, read_text, reading
 from experiment.errors import UserError
 
+# What others call our roles.
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system",
+         "function": "tool", "tool_response": "tool"}
 LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{\s*['"](role|from|(content|value)['"].*['"](role|from))['"]\s*:""", re.DOTALL)
 HH_TURN = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
@@ -70,6 +73,24 @@ def messages_of(cell: str):
         messages = ast.literal_eval(cell)
     # An answer in JSON may have objects with a "role" or a "from", too.
     return messages if {"content", "value", "tool_calls"} & messages[0].keys() else cell
+
+
+def with_our_names(message: dict) -> dict:
+    """Return a message of ShareGPT, ms-swift or OpenAI's older form with our names.
+
+    A call that is no "tool_calls" becomes text between tags.
+    """
+    message = dict(message)
+    if "from" in message:
+        message |= {"role": message["from"], "content": message.get("value")}
+    call = message.pop("function_call", None)
+    role = message.get("role")
+    if role in ("function_call", "tool_call"):
+        role, call = "assistant", message.pop("content")
+    if call:
+        said = message.get("content") or ""
+        message["content"] = f"{said}\n<tool_call>\n{call}\n</tool_call>".lstrip()
+    return {**message, "role": ROLES.get(role, role)}
 
 
 def parquet_rows(path):

@@ -41,7 +41,7 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     # A role that we do not know may be the assistant's.
     while messages and messages[-1].get("role") in ("system", "user", "tool"):
         messages = messages[:-1]
-    messages = without_result_tags(messages)
+    messages = one_per_turn(messages)
     ids, mask = [], []
     calls, call_ids = [], []  # of the last assistant message
     since = []  # the messages since then
@@ -79,20 +79,25 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def without_result_tags(messages):
-    """Return the messages, with a message for each result that a tool's text has between tags.
+def one_per_turn(messages):
+    """Return the messages with one for each turn of the assistant and one for each result.
 
-    Hermes's data sets write <tool_response> themselves, and so does the chat template.
+    Qwen-Agent and ms-swift write each call of a turn as a message of its own, and Hermes's data
+    sets all results as one, with the <tool_response> that the chat template writes as well.
     """
-    bare = []
+    turns = [{}]
     for message in messages:
-        text = message.get("content")
-        is_result = text and message.get("role") == "tool" and isinstance(text, str)
-        if is_result and not TAGGED_RESULT.sub("", text):
-            bare += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
+        last, role = turns[-1], message.get("role")
+        text = str(message.get("content") or "")
+        is_next = role == last.get("role") == "assistant" and not last.get("tool_calls")
+        if role == "tool" and text and not TAGGED_RESULT.sub("", text):
+            turns += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
+        elif is_next and text.startswith("<tool_call>"):
+            before = _text_of(last.get("content") or "")
+            turns[-1] = {**last, **message, "content": f"{before}\n{text}"}
         else:
-            bare.append(message)
-    return bare
+            turns.append(message)
+    return turns[1:]
 
 
 def _past(messages):
@@ -139,11 +144,10 @@ def _loss(message):
 
 def _read_message(message, tools):
     """Return the text and the calls of a message, calls written in the text included."""
-    # OpenAI's old form, and what other trainers call a loss of 0.
-    for name in ("function_call", "train", "training"):
+    # What other trainers call a loss of 0.
+    for name in ("train", "training"):
         if message.get(name) is not None:
-            raise ValueError(f'"{name}" is not read; calls stand in "tool_calls", and "loss": 0 '
-                             "keeps a message from being learned")
+            raise ValueError(f'"{name}" is not read; "loss": 0 keeps a message from being learned')
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
     content = message.get("content")

@@ -93,6 +93,9 @@ def test_names_of_columns(here):
     assert rows_of("a.jsonl", "c=a,tier=levl") == [{"b": 2, "c": 1}, {"c": 3}]  # other data may have it
     write("verl.jsonl", [{"a.b": 0, "reward_model": {"ground_truth": "4"}}, {"reward_model": None}])
     assert rows_of("verl.jsonl", "answer=reward_model.ground_truth,b=a.b") == [{"b": 0, "answer": "4", "reward_model": {"ground_truth": "4"}}, {"reward_model": None}]
+    write("search_r1.jsonl", [{"reward_model": {"ground_truth": {"target": ["1972"]}}}, {"reward_model": {"ground_truth": "1972"}}, {"reward_model": {"ground_truth": ["target"]}}])
+    assert rows_of("search_r1.jsonl", "answer=reward_model.ground_truth.target")[0]["answer"] == ["1972"]  # was not found
+    assert [row.get("answer") for row in rows_of("search_r1.jsonl", "answer=reward_model.ground_truth.target")[1:]] == [None, None]
     for fields in ("a", "a=", "=b", "a=b,a=c"):
         with pytest.raises(UserError, match=f"--fields {fields.split(',')[-1]}: write question=problem,"):
             rows_of("a.jsonl", fields)

@@ -49,7 +49,7 @@ def call(name, **arguments):
 
 # --------------------------------------------------------------------------------------- built in, by hand
 @pytest.mark.parametrize("text, answer", [
-    ("It is 7.", "It is 7."), ("so #### 7", " 7"), (r"<answer> \boxed{7} </answer>", "7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"it is \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
+    ("It is 7.", "It is 7."), ("so #### 7", " 7"), ("So 7.\n\nAnswer: $7$", " $7$"), ("Answer: 6\n**Answer:** 7", "** 7"), ("The answer: 7", "The answer: 7"), ("Answer: \\boxed{7}", "7"), (r"<answer> \boxed{7} </answer>", "7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"it is \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
     ([call("look", at="a", by="b"), call("submit", value=7)], "7"), ([call("done")], ""), ("", ""),
     ("<think>\n6? <answer>5</answer>\n</think>\n\n7", "\n\n7"), ("7? \\boxed{6}</think>7", "7"), ("<think>\n\\boxed{7}", ""),
     ([call("answer", value=6), call("answer", value=7)], "7"), ([call("answer", value=7, unit="m")], "")])
@@ -61,6 +61,7 @@ def test_the_final_answer(text, answer):
     ("The  Eiffel Tower!", {"answer": "eiffel tower"}, 1.0), ("Eiffel", {"answer": "eiffel tower"}, 0.0), ("#### 72", {"answer": "48 + 24 = 72\n#### 72"}, 1.0),
     ("-7", {"answer": 7}, 0.0), ("1.5", {"answer": 15}, 0.0), ("1/2", {"answer": "12"}, 0.0), ("-1.5.", {"answer": -1.5}, 1.0), ("1,000", {"answer": 1000}, 1.0), ("7", {"solution": "7"}, 1.0), (r"\boxed{7}", {"solution": r"As $x = 3 + 4$, it is $\boxed{7}$."}, 1.0), ("7", {"question": "?"}, None), ("", {"answer": "7"}, 0.0),
     ("Roma!", {"answer": ["Rome", "Roma"]}, 1.0), ("Oslo", {"answer": ["Rome", "Roma"]}, 0.0), ("A", {"answer": "A"}, 1.0), ("", {"answer": "A"}, 0.0), ("the", {"answer": "A"}, 0.0),
+    ("Paris", {"answer": {"aliases": ["Paris"], "value": "Paris"}}, None), ("Answer: 34", {"answer": "34"}, 1.0), ("**Answer:** $34$.", {"answer": 34}, 1.0),
     ("72", {"answer": 72.0}, 1.0), ("None", {"answer": ["Rome", None]}, 0.0), ("", {"answer": ""}, None), ("...", {"answer": []}, None), ("", {"answer": "?"}, None), ("", {"answer": ["", "A"]}, 0.0), ("Covid-19", {"answer": "covid19"}, 1.0), ("北京。", {"answer": "北京"}, 1.0), ("“O’Brien”", {"answer": "O'Brien"}, 1.0), ("STRASSE", {"answer": "Straße"}, 1.0), ("ΟΔΟΣ", {"answer": "οδός"}, 0.0), ("Zu\u0308rich", {"answer": "Zürich"}, 1.0), ("２０", {"answer": 20}, 1.0), ("7", {"answer": "7", "solution": "As 3 + 4 = 7, it is seven."}, 1.0)])
 def test_exact_match(text, task, value):
     assert rewards.exact(said(text, task=task)) == value

@@ -509,11 +509,11 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"question": "How many?"}, "no 'answer' in it"),
     ({"prompt": "a", "completion": "b", "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # KTO's rows
     ({"prompt": "a", "completion": "b", "label": "False"}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # in .csv
+    ({"messages": [ASK, ANSWER], "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # ms-swift's and LLaMA-Factory's, which were learned
+    ({"instruction": "a", "output": "b", "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
-    ({"messages": [ASK, {**ANSWER, "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
-     'message 1: "function_call" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
-    ({"messages": [ASK, {**ANSWER, "train": False}]}, 'message 1: "train" is not read; calls stand in "tool_calls", and "loss": 0 keeps a message from being learned'),
+    ({"messages": [ASK, {**ANSWER, "train": False}]}, 'message 1: "train" is not read; "loss": 0 keeps a message from being learned'),
 ])
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem):
     good = {"messages": [ASK, ANSWER]}
@@ -761,6 +761,44 @@ def test_alpacas_input_follows_the_instruction(tokenizer, tmp_path):
     alpaca = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     episode, = read(write(tmp_path, [alpaca]), tokenizer)
     assert "Add.\n\n1 and 2" in tokenizer.decode(episode.token_ids) and spelled(tokenizer, episode) == ["3<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "real:qwen2_5", "real:smollm2"])
+def test_openais_older_form_and_ms_swifts_are_calls_as_well(name, tmp_path):
+    """Toucan's and Qwen-Agent's, which were refused; the tools in "functions" were dropped without a word."""
+    tokenizer = make_tiny()[1] if name == "tiny" else real(name.removeprefix("real:"))
+    function = {"name": "calculator", "description": "Calculate.", "parameters": {"type": "object", "properties": {"expression": {"type": "string", "description": "x"}}, "required": ["expression"]}}
+    system, call = {"role": "developer", "content": "Be brief."}, {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    openai = [system, ASK, {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "calculator", "content": "24"}, {**ANSWER, "function_call": None}]
+    swift = [ASK, {"role": "tool_call", "content": json.dumps(CALL)}, {"role": "tool_response", "content": "24"}, ANSWER]
+    rows = ({"messages": openai, "functions": [function]}, {"messages": swift, "tools": json.dumps([function]), "system_prompt": "Be brief."},
+            {"messages": [SYSTEM, ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOL, ANSWER], "tools": [{"type": "function", "function": function}]})
+    assert len({(*episode.token_ids, *episode.loss_mask) for row in rows for episode in read(write(tmp_path, [row]), tokenizer)}) == 1
+
+
+def test_calls_in_messages_of_their_own_are_one_turn(chat):
+    """Toucan's and ms-swift's: the text and the calls of a turn, each a message. They were refused."""
+    def ids(*messages):
+        return recorded_ids(chat, as_messages([ASK, *messages, TOOL, TOOL, ANSWER], "messages"))
+
+    wanted = ids({**CALLING, "tool_calls": [CALL, CALL]})
+    said, old = {"role": "assistant", "content": "Half of it."}, {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    assert ids(said, *[{"role": "assistant", "content": "", "function_call": old}] * 2) == wanted
+    for text in (json.dumps(CALL), str(CALL)):
+        assert ids(said, *[{"role": "tool_call", "content": text}] * 2) == wanted
+        assert ids({**said, "content": [{"type": "text", "text": "Half of it."}]}, *[{"role": "tool_call", "content": text}] * 2) == wanted
+    assert ids({**said, "function_call": old}, {"from": "function_call", "value": json.dumps(CALL)}) == wanted
+    assert not any(recorded_ids(chat, as_messages([ASK, said, {"role": "tool_call", "content": str(CALL), "loss": 0}, TOOL, ANSWER], "messages"))[1][:-5])
+    for first in ({**CALLING, "content": None}, said):
+        with pytest.raises(ValueError, match="need (tool|user) after"):
+            ids(first, {**said, "content": f"<tool_call>{CALL}</tool_call>"} if "tool_calls" in first else said)
+
+
+def test_a_system_prompt_of_its_own_column_is_not_dropped(tokenizer, tmp_path):
+    """OpenOrca's and OpenHermes's, which nothing showed to the model."""
+    row = {"system_prompt": "Be brief.", "question": "How many?", "response": "42"}
+    theirs, = read(write(tmp_path, [row]), tokenizer, fields="prompt=question,completion=response")
+    assert theirs.token_ids == read(write(tmp_path, [{"messages": [SYSTEM, ASK, ANSWER]}]), tokenizer)[0].token_ids
 
 
 @pytest.mark.parametrize("name", ["tiny", "real:qwen2_5", "real:smollm2"])
