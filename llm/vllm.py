@@ -51,6 +51,7 @@ class Busy(Lost):
 
 ERRORS = {408: Lost, 429: Busy}  # what these statuses raise
 
+
 def ask(url: str, body=None) -> bytes:
     """Return the answer to a POST of `body`, or to a GET without one.
 
