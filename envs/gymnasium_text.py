@@ -40,8 +40,9 @@ class Game(Numbered):
             raise ValueError(f"an action is one of {self._game.action_space}, until the end")
         observation, reward, terminated, truncated, _ = self._game.step(action)
         self.reward += float(reward)
+        goal = self._game.spec.reward_threshold
         # In floating point 0.1 + 0.2 - 0.3 is above 0, and 0.6 + 0.3 + 0.1 below 1.
-        self._solved = self.reward >= (self._game.spec.reward_threshold or 2e-9) - 1e-9
+        self._solved = self.reward > 1e-9 if goal is None else self.reward >= goal - 1e-9
         self.done = terminated or truncated
         return f"{self._show(observation)}\nreward: {reward}"
 
@@ -59,7 +60,8 @@ def make(name: str) -> type:
         game = gymnasium.make(name)
         if not isinstance(game.action_space, gymnasium.spaces.Discrete):
             raise ValueError(f"its actions are {game.action_space}, not numbered")
-    parameters = inspect.signature(type(game.unwrapped)).parameters.values()
+    kind = type(game.unwrapped)
+    parameters = inspect.signature(kind).parameters.values()
     # FrozenLake8x8-v1 is FrozenLake with another map.
     options = {p.name: game.spec.kwargs.get(p.name, p.default) for p in parameters}
     if "ansi" in game.metadata["render_modes"]:
@@ -67,6 +69,6 @@ def make(name: str) -> type:
     steps = game.spec.max_episode_steps or 100
     return type(name, (Game,), {
         "options": {name: value for name, value in options.items() if value is not None},
-        "system_prompt": inspect.getdoc(game.unwrapped).partition("## Starting State")[0],
+        "system_prompt": inspect.getdoc(kind).partition("## Starting State")[0],
         "max_turns": steps,
         "limits": {"max_tokens": 4096, "max_tool_calls": steps, "max_tool_tokens": 4096}})

@@ -199,6 +199,29 @@ def test_a_game_is_solved_at_its_threshold(games):
     assert env._check()
 
 
+def test_a_game_may_have_the_threshold_0_and_no_documentation_of_its_own(games):
+    """The base class documents it then. Without any reward this game is solved; without a threshold it would not be."""
+    class Quiet(games.Env):
+        metadata = {"render_modes": []}
+        action_space = observation_space = games.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return 0, {}
+
+        def step(self, action):
+            return 0, 0.0, True, False, {}
+
+    solved = {}
+    for name, threshold in (("Quiet-v0", 0.0), ("Quiet-v1", None)):
+        games.register(name, entry_point=Quiet, reward_threshold=threshold)
+        env = envs.load(f"gymnasium:{name}")()
+        env.reset(number=0)
+        env.act(0)
+        solved[name] = env._check()
+        assert env.system_prompt
+    assert solved == {"Quiet-v0": True, "Quiet-v1": False}
+
+
 def test_a_registered_name_keeps_what_it_sets(games):
     """FrozenLake8x8-v1 is the constructor of FrozenLake-v1 with another map, and Blackjack-v1 plays by other rules than its constructor's defaults."""
     assert envs.load("gymnasium:FrozenLake8x8-v1")().reset(number=0).count("\n") == 9
