@@ -51,7 +51,8 @@ READ_AS = {**dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F))),
 UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
 ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
-LAST = re.compile(r"####|^[^\w\n]*answer:", re.MULTILINE | re.IGNORECASE)  # as in GSM8K, DAPO
+# As in DAPO, with Markdown around it, and in GSM8K.
+LAST = re.compile("^[^\\w\n]*answer[*_ ]*[:\uff1a]|####", re.MULTILINE | re.IGNORECASE)
 
 
 # ---------------------------------------------------------------------------------------- built in
@@ -176,8 +177,8 @@ def math_verify(t) -> float | None:
     golds = [gold for text in references_of(t) if (gold := parse(f"\\boxed{{{text}}}"))]
     if not golds:
         return None
-    answer = answer_of(t)
-    given = [parse(f"\\boxed{{{answer.strip().removesuffix('.')}}}")]
+    answer = answer_of(t).strip("*_` \n")
+    given = [parse(f"\\boxed{{{answer.removesuffix('.')}}}")]
     # Among words the answer may stand anywhere. A formula counts as a whole: 2x + 3 is no 2.
     if "$" in answer or re.search(r"(?<!\\)\b[A-Za-z]{3}", answer):
         given.append(parse(answer))

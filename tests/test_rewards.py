@@ -49,7 +49,7 @@ def call(name, **arguments):
 
 # --------------------------------------------------------------------------------------- built in, by hand
 @pytest.mark.parametrize("text, answer", [
-    ("It is 7.", "It is 7."), ("so #### 7", " 7"), ("So 7.\n\nAnswer: $7$", " $7$"), ("Answer: 6\n**Answer:** 7", "** 7"), ("The answer: 7", "The answer: 7"), ("Answer: \\boxed{7}", "7"), (r"<answer> \boxed{7} </answer>", "7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"it is \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
+    ("It is 7.", "It is 7."), ("so #### 7", " 7"), ("So 7.\n\nAnswer: $7$", " $7$"), ("Answer: 6\n**Answer:** 7", "** 7"), ("The answer: 7", "The answer: 7"), ("Answer: \\boxed{7}", "7"), ("**Answer**: 7", " 7"), ("#### Answer: 7", " 7"), ("Answer\uff1a7", "7"), ("Question: what?\nAnswers: 7", "Question: what?\nAnswers: 7"), (r"<answer> \boxed{7} </answer>", "7"), ("<answer>6</answer> no, <answer>7</answer>", "7"), (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"it is \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
     ([call("look", at="a", by="b"), call("submit", value=7)], "7"), ([call("done")], ""), ("", ""),
     ("<think>\n6? <answer>5</answer>\n</think>\n\n7", "\n\n7"), ("7? \\boxed{6}</think>7", "7"), ("<think>\n\\boxed{7}", ""),
     ([call("answer", value=6), call("answer", value=7)], "7"), ([call("answer", value=7, unit="m")], "")])
@@ -110,7 +110,7 @@ def test_repetition(texts, value):
     (r"so \boxed{\frac{1}{2}}", "1/2", 1.0), ("it is $0.5$", r"\frac{1}{2}", 1.0), (r"\boxed{x=3}", "3", 1.0), (r"\boxed{4}", "3", 0.0), ("nothing", "3", 0.0),
     ([call("submit", value="2/4")], "0.5", 1.0), ("3", None, None), ([call("submit", value=r"\frac{1}{2}")], "0.5", 1.0), ("(1, 2)", "(1,2)", 1.0), ("<answer> 7. </answer>", "7", 1.0),
     ("<answer>72 clips</answer>", "72", 1.0), ("<answer>It is $0.5$.</answer>", "0.5", 1.0), (r"\boxed{2x+3}", "2", 0.0), (r"\boxed{3\sqrt{2}}", "3", 0.0), ("<answer>3:4</answer>", "3", 0.0), ([call("submit", value="x + 1")], "1", 0.0),
-    ("#### 4!", "4", 0.0), ("$1 < x < 2$", "(1,2)", 0.0), ("$(1,2)$", "1 < x < 2", 1.0)])
+    ("#### 4!", "4", 0.0), ("$1 < x < 2$", "(1,2)", 0.0), ("$(1,2)$", "1 < x < 2", 1.0), ("**Answer: 34**", "34", 1.0), ("Answer: **-34.**", "-34", 1.0), ("`Answer: 34`", "34", 1.0)])
 def test_math_verify(text, answer, value):
     """In 2x + 3 there is no 2. The reference comes first: the package takes an interval for an inequality, not the other way."""
     pytest.importorskip("math_verify")
