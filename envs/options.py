@@ -25,7 +25,7 @@ def parse(text: str, env_names: str | None) -> dict:
         arguments = inspect.signature(cls.reset).parameters
         # By convention **_ is thrown away, and **kwargs is read.
         takes_any |= any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in arguments.values())
-        types |= dict.fromkeys(arguments) | typing.get_type_hints(cls.reset)
+        types = dict.fromkeys(arguments) | types | typing.get_type_hints(cls.reset)
         types |= {name: type(value) for name, value in getattr(cls, "options", {}).items()}
         types |= getattr(cls, "option_types", {})
     known = [name for name in types if name not in ("self", "_", "return")]

@@ -293,6 +293,19 @@ def test_options_are_what_the_type_hints_say_and_each_environment_gets_its_own(m
     assert hard == {"env": "hard", "hard": False, "name": "5", "signs": ("+", "-")} and equation["noise"] == 0.5
 
 
+def test_an_option_keeps_its_type_where_another_environment_gives_no_hint(monkeypatch):
+    class Typed:
+        def reset(self, code: str, **_):
+            return code
+
+    class Untyped:
+        def reset(self, code="", **_):
+            return code
+
+    monkeypatch.setattr(envs, "load", {"typed": Typed, "untyped": Untyped}.get)
+    assert options_of("code=123", "typed,untyped") == options_of("code=123", "untyped,typed") == {"code": "123"}
+
+
 def test_options_reach_reset(monkeypatch):
     class Anything:
         def reset(self, **options):
