@@ -9,8 +9,9 @@ from experiment.data import json_rows, lines_of, parse_object, read_text, readin
 from experiment.errors import UserError
 
 # What others call our roles.
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system",
-         "function": "tool", "tool_response": "tool"}
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
+         "tool_call": "assistant", "observation": "tool", "function": "tool",
+         "tool_response": "tool", "developer": "system"}
 LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{\s*['"](role|from|(content|value)['"].*['"](role|from))['"]\s*:""", re.DOTALL)
 HH_TURN = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
@@ -85,11 +86,11 @@ def with_our_names(message: dict) -> dict:
         message |= {"role": message["from"], "content": message.get("value")}
     call = message.pop("function_call", None)
     role = message.get("role")
-    if role in ("function_call", "tool_call"):
-        role, call = "assistant", message.pop("content")
+    said = message.get("content") or ""
+    if role in ("function_call", "tool_call") and "<tool_call>" not in said:
+        said, call = "", said
     if call:
-        said = message.get("content") or ""
-        message["content"] = f"{said}\n<tool_call>\n{call}\n</tool_call>".lstrip()
+        message["content"] = (said + f"\n<tool_call>\n{call}\n</tool_call>").lstrip()
     return {**message, "role": ROLES.get(role, role)}
 
 

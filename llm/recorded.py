@@ -48,18 +48,19 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     last = None  # the role of the message before
     past = _past(messages)
     for i, message in enumerate(messages):
+        role = message.get("role")
         try:
-            _check_role(message.get("role"), last, len(since) < len(calls))
+            _check_role(role, last, len(since) < len(calls))
             text, new_calls = _read_message(message, chat.tools)
             loss = _loss(message)
-            if message["role"] == "tool":
+            if role == "tool":
                 result_id, call_id = message.get("tool_call_id"), call_ids[len(since)]
                 if result_id and call_id and str(result_id) != str(call_id):
                     raise ValueError("results must stand in the order of their calls, by their "
                                      "tool_call_id")
-            last = message["role"]
-            if message["role"] != "assistant":
-                since.append({"role": message["role"], "content": text})
+            last = role
+            if role != "assistant":
+                since.append({"role": role, "content": text})
                 continue
             if i < past and not new_calls:
                 since.append({**message, "content": _text_of(message["content"])})
@@ -82,8 +83,9 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
 def one_per_turn(messages):
     """Return the messages with one for each turn of the assistant and one for each result.
 
-    Qwen-Agent and ms-swift write each call of a turn as a message of its own, and Hermes's data
-    sets all results as one, with the <tool_response> that the chat template writes as well.
+    Qwen-Agent and ms-swift write each call of a turn as a message of its own. The turn is learned
+    if all its messages are. Hermes's data sets write all results as one message, with the
+    <tool_response> that the chat template writes as well.
     """
     turns = [{}]
     for message in messages:
@@ -93,8 +95,9 @@ def one_per_turn(messages):
         if role == "tool" and text and not TAGGED_RESULT.sub("", text):
             turns += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
         elif is_next and text.startswith("<tool_call>"):
-            before = _text_of(last.get("content") or "")
-            turns[-1] = {**last, **message, "content": f"{before}\n{text}"}
+            before = with_thought(last, _text_of(last.get("content") or ""))
+            turns[-1] = {**last, **message, "content": f"{before}\n{text}",
+                         "loss": min(_loss(last), _loss(message))}
         else:
             turns.append(message)
     return turns[1:]
@@ -169,7 +172,7 @@ def with_thought(message: dict, text: str) -> str:
 
     A text that has a thought stays as it is.
     """
-    thoughts = [message.get(name) for name in ("reasoning_content", "thinking", "reasoning")]
+    thoughts = map(message.get, ("reasoning_content", "thinking", "reasoning"))
     thought = str(next(filter(None, thoughts), "")).strip()
     return f"<think>\n{thought}\n</think>\n\n{text}" if thought and "</think>" not in text else text
 

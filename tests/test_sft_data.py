@@ -510,6 +510,7 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"prompt": "a", "completion": "b", "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # KTO's rows
     ({"prompt": "a", "completion": "b", "label": "False"}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # in .csv
     ({"messages": [ASK, ANSWER], "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # ms-swift's and LLaMA-Factory's, which were learned
+    ({"messages": [ASK, ANSWER], "label": None, "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
     ({"instruction": "a", "output": "b", "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
@@ -771,7 +772,7 @@ def test_openais_older_form_and_ms_swifts_are_calls_as_well(name, tmp_path):
     system, call = {"role": "developer", "content": "Be brief."}, {**CALL, "arguments": json.dumps(CALL["arguments"])}
     openai = [system, ASK, {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "calculator", "content": "24"}, {**ANSWER, "function_call": None}]
     swift = [ASK, {"role": "tool_call", "content": json.dumps(CALL)}, {"role": "tool_response", "content": "24"}, ANSWER]
-    rows = ({"messages": openai, "functions": [function]}, {"messages": swift, "tools": json.dumps([function]), "system_prompt": "Be brief."},
+    rows = ({"messages": openai, "functions": [function]}, {"messages": openai, "functions": [function], "tools": None}, {"messages": swift, "tools": json.dumps([function]), "system_prompt": "Be brief."},
             {"messages": [SYSTEM, ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOL, ANSWER], "tools": [{"type": "function", "function": function}]})
     assert len({(*episode.token_ids, *episode.loss_mask) for row in rows for episode in read(write(tmp_path, [row]), tokenizer)}) == 1
 
@@ -789,6 +790,16 @@ def test_calls_in_messages_of_their_own_are_one_turn(chat):
         assert ids({**said, "content": [{"type": "text", "text": "Half of it."}]}, *[{"role": "tool_call", "content": text}] * 2) == wanted
     assert ids({**said, "function_call": old}, {"from": "function_call", "value": json.dumps(CALL)}) == wanted
     assert not any(recorded_ids(chat, as_messages([ASK, said, {"role": "tool_call", "content": str(CALL), "loss": 0}, TOOL, ANSWER], "messages"))[1][:-5])
+    call = {"role": "tool_call", "content": json.dumps(CALL)}
+    thought = {"reasoning_content": "Hm."}
+    for later in ({}, {"reasoning_content": None}, {"reasoning_content": ""}):  # Qwen-Agent writes it in each message
+        assert ids({**said, **thought}, *[call | later] * 2) == ids({**CALLING, **thought, "tool_calls": [CALL, CALL]})
+    assert ids(*[{"role": "assistant", "content": f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"}] * 2) == ids({**CALLING, "content": "", "tool_calls": [CALL, CALL]})
+    for one, other in ((0, 1), (1, 0), (0, None), (None, 0)):  # what says "loss": 0 is never learned
+        with pytest.raises(ValueError, match="nothing to train"):
+            recorded_ids(chat, as_messages([ASK, {**said, "loss": one}, {**call, "loss": other}, TOOL, {**ANSWER, "loss": 0}], "messages"))
+    with pytest.raises(TypeError):  # parts beside function_call were learned as Python's text of a list
+        ids({"role": "assistant", "content": [{"type": "text", "text": "Half."}], "function_call": old})
     for first in ({**CALLING, "content": None}, said):
         with pytest.raises(ValueError, match="need (tool|user) after"):
             ids(first, {**said, "content": f"<tool_call>{CALL}</tool_call>"} if "tool_calls" in first else said)
@@ -811,8 +822,11 @@ def test_sharegpts_function_calls_are_calls_and_observations_results(name, tmp_p
         {"from": "observation", "value": "24"}, {"from": "gpt", "value": "42"}]}
     ours = {"tools": [{"type": "function", "function": function}],
             "messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOL, ANSWER]}
-    theirs, ours = (read(write(tmp_path, [row]), tokenizer)[0] for row in (theirs, ours))
-    assert theirs.token_ids == ours.token_ids and theirs.loss_mask == ours.loss_mask and 1 in ours.loss_mask
+    tagged = json.loads(json.dumps(theirs))  # as some data sets do
+    tagged["conversations"][1]["value"] = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+    theirs, tagged, ours = (read(write(tmp_path, [row]), tokenizer)[0] for row in (theirs, tagged, ours))
+    assert theirs.token_ids == tagged.token_ids == ours.token_ids
+    assert theirs.loss_mask == tagged.loss_mask == ours.loss_mask and 1 in ours.loss_mask
 
 
 def test_a_call_that_hermes_data_writes_as_python_does_is_a_call(chat):
