@@ -69,8 +69,8 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
-    labels = [str(row.get(name)).lower() for name in ("label", "kto_tag")]
-    if given & CONVERSATIONS and "false" in labels:
+    label = str(row.get("label", row.get("kto_tag")))
+    if given & CONVERSATIONS and label.lower() == "false":
         raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     for name in ("messages", "conversations"):
         if name in given:
@@ -132,11 +132,11 @@ class Encoder:
                 token_ids, loss_mask = self.plain_text(messages[0]["content"])
             else:
                 if system and messages[0].get("role") != "system":
-                    messages = [{"role": "system", "content": system, "loss": 0}, *messages]
-                tools = row.get("tools") or row.get("functions", row.get("tools"))
+                    messages = [{"role": "system", "content": system}, *messages]
+                tools = row.get("tools", row.get("functions"))
                 tools = self.schemas if tools is None else read_tools(tools)
-                recorded_ids = import_module(RECORDED).recorded_ids
-                token_ids, loss_mask = recorded_ids(self.chat(json.dumps(tools)), messages)
+                token_ids, loss_mask = import_module(RECORDED).recorded_ids(
+                    self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
                           messages=messages, group_id=place, info={"env": self.env, "task": row})
 

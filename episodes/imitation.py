@@ -43,7 +43,7 @@ def read_dataset(config) -> tuple[list, list]:
     def content(conversation):
         """Return what is learned. Rows with an id of their own may say the same."""
         messages, row, _ = conversation
-        return [messages, *map(row.get, ("tools", "functions", "system", "system_prompt"))]
+        return [messages, row.get("tools"), row.get("system")]
 
     return learned, unseen(held_out, learned, content)
 
