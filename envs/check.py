@@ -130,12 +130,13 @@ class Conformance:
 
     def check_success(self, agent, low, high):
         _, solved = self.mean_score(agent)
-        errors = []
+        reason = f"solves {solved:.0%}"
         if solved < low:
             # What the tools told it in the first task may be why.
             seen = self.play(agent, self.held_out[0]).seen
-            errors = [first_line(text) for text in seen if text.startswith("error: ")]
-        return low <= solved <= high, "; ".join([f"solves {solved:.0%}", *errors[:1]])
+            errors = (f"; {first_line(text)}" for text in seen if text.startswith("error: "))
+            reason += next(errors, "")
+        return low <= solved <= high, reason
 
     def check_seed(self):
         """Check that the tasks do not depend on time, on chance or on Python's hash of text."""

@@ -42,7 +42,7 @@ class Game(Numbered):
         self.reward += float(reward)
         goal = self._game.spec.reward_threshold
         # In floating point 0.1 + 0.2 - 0.3 is above 0, and 0.6 + 0.3 + 0.1 below 1.
-        self._solved = self.reward > 1e-9 if goal is None else self.reward >= goal - 1e-9
+        self._solved = self.reward >= (1e-9 if goal is None else goal - 1e-9)
         self.done = terminated or truncated
         return f"{self._show(observation)}\nreward: {reward}"
 

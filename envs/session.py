@@ -191,8 +191,8 @@ class Session:
             results.append((text, error is not None, gain))
             # Other exceptions are not explained by the arguments: no network, a typo in the tool.
             # Nor are some ValueErrors: the sandbox does not start, signals need the main thread.
-            misused = isinstance(error, UserError) or "main thread" in str(error)
-            if misused or not isinstance(error, BY_ARGUMENTS):
+            if (isinstance(error, UserError) or "main thread" in str(error)
+                    or not isinstance(error, BY_ARGUMENTS)):
                 fault = error and f"{self.place(call['name'])} raised {message_of(error)}"
                 self.watch.count((self.name, call["name"]), fault)
         if not self.stuck:

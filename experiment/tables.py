@@ -26,7 +26,7 @@ def csv_rows(path):
     for number, cells in _lines_of_cells(path):
         with reading(path, number):
             if header is None:
-                header = [name.strip() for name in cells]
+                header = list(map(str.strip, cells))
                 names = list(filter(None, header))
                 if len(set(names)) < len(names):
                     raise ValueError("the header names a column twice")

@@ -112,7 +112,7 @@ def _past(messages):
     for i, message in enumerate(messages):
         if message.get("role") == "tool":
             break
-        is_learned = 0 not in (message.get("loss"), message.get("weight"))
+        is_learned = 0 not in map(message.get, ("loss", "weight"))
         if message.get("role") == "assistant" and is_learned:
             return i if messages[i - 1].get("role") == "user" else 0
     return 0
