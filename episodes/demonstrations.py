@@ -69,8 +69,8 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
-    label = str(row.get("label", row.get("kto_tag")))
-    if given & CONVERSATIONS and label.lower() == "false":
+    labels = {str(row.get(name)).lower() for name in ("label", "kto_tag")}
+    if given & CONVERSATIONS and "false" in labels:
         raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     for name in ("messages", "conversations"):
         if name in given:
@@ -133,7 +133,8 @@ class Encoder:
             else:
                 if system and messages[0].get("role") != "system":
                     messages = [{"role": "system", "content": system}, *messages]
-                tools = row.get("tools", row.get("functions"))
+                tools = row.get("tools")
+                tools = row.get("functions") if tools is None else tools
                 tools = self.schemas if tools is None else read_tools(tools)
                 token_ids, loss_mask = import_module(RECORDED).recorded_ids(
                     self.chat(json.dumps(tools)), messages)

@@ -510,6 +510,7 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"prompt": "a", "completion": "b", "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # KTO's rows
     ({"prompt": "a", "completion": "b", "label": "False"}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # in .csv
     ({"messages": [ASK, ANSWER], "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # ms-swift's and LLaMA-Factory's, which were learned
+    ({"messages": [ASK, ANSWER], "label": None, "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
     ({"instruction": "a", "output": "b", "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
@@ -771,7 +772,7 @@ def test_openais_older_form_and_ms_swifts_are_calls_as_well(name, tmp_path):
     system, call = {"role": "developer", "content": "Be brief."}, {**CALL, "arguments": json.dumps(CALL["arguments"])}
     openai = [system, ASK, {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "calculator", "content": "24"}, {**ANSWER, "function_call": None}]
     swift = [ASK, {"role": "tool_call", "content": json.dumps(CALL)}, {"role": "tool_response", "content": "24"}, ANSWER]
-    rows = ({"messages": openai, "functions": [function]}, {"messages": swift, "tools": json.dumps([function]), "system_prompt": "Be brief."},
+    rows = ({"messages": openai, "functions": [function]}, {"messages": openai, "functions": [function], "tools": None}, {"messages": swift, "tools": json.dumps([function]), "system_prompt": "Be brief."},
             {"messages": [SYSTEM, ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOL, ANSWER], "tools": [{"type": "function", "function": function}]})
     assert len({(*episode.token_ids, *episode.loss_mask) for row in rows for episode in read(write(tmp_path, [row]), tokenizer)}) == 1
 
