@@ -117,8 +117,8 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
 def _as_task(cls, row: dict) -> dict | None:
     """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
     required = needed(cls.reset)
-    hint = (f"rows are read as tasks of {cls.__name__}; --fields renames columns, --env chooses "
-            "another environment, for prompts without tools envs.prompts:Prompts")
+    hint = (f"rows are read as tasks of {cls.__name__}; --fields renames columns; "
+            "prompts without tools: --env envs.prompts:Prompts")
     try:
         task = cls._row(row) if hasattr(cls, "_row") else row
     except (KeyError, TypeError):

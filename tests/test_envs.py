@@ -843,7 +843,7 @@ def test_missing_fields_and_small_files(tmp_path, asks):
     path = write(tmp_path, '{"question": "a", "answer": "b"}\n\n{"question": "a", "solution": "b"}\n')
     with pytest.raises(UserError) as error:
         load_tasks("asks", "train", None, 0, path)
-    assert str(error.value) == f'{path}:3: no "answer" field; has: question, solution; rows are read as tasks of Asks; --fields renames columns, --env chooses another environment, for prompts without tools envs.prompts:Prompts'
+    assert str(error.value) == f'{path}:3: no "answer" field; has: question, solution; rows are read as tasks of Asks; --fields renames columns; prompts without tools: --env envs.prompts:Prompts'
     path = write(tmp_path, '{"q": "a"}\n{"p": "a"}\n')
     with pytest.raises(UserError) as error:
         load_tasks("converts", "train", None, 0, path)

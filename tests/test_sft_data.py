@@ -906,5 +906,5 @@ def test_a_message_about_a_file_of_chats_does_not_speak_of_equations(row, tmp_pa
     with pytest.raises(UserError) as caught:
         load_tasks("equations", "train", 10, 0, path)
     assert str(caught.value) == f"{path}:1: a conversation is given to sft.py with --dataset; the row has: {', '.join(row)}"
-    with pytest.raises(UserError, match='no "equation" field; has: question; rows are read as tasks of Equations; --fields renames columns, --env chooses another environment, for prompts without tools envs.prompts:Prompts'):
+    with pytest.raises(UserError, match='no "equation" field; has: question; rows are read as tasks of Equations; --fields renames columns; prompts without tools: --env envs.prompts:Prompts'):
         load_tasks("equations", "train", 10, 0, write(tmp_path, [{"question": "?"}]))
