@@ -60,15 +60,13 @@ def make(name: str) -> type:
         game = gymnasium.make(name)
         if not isinstance(game.action_space, gymnasium.spaces.Discrete):
             raise ValueError(f"its actions are {game.action_space}, not numbered")
-    kind = type(game.unwrapped)
-    parameters = inspect.signature(kind).parameters.values()
+    parameters = inspect.signature(type(game.unwrapped)).parameters.values()
     # FrozenLake8x8-v1 is FrozenLake with another map.
     options = {p.name: game.spec.kwargs.get(p.name, p.default) for p in parameters}
-    if "ansi" in game.metadata["render_modes"]:
-        options["render_mode"] = "ansi"
+    options["render_mode"] = "ansi" if "ansi" in game.metadata["render_modes"] else None
     steps = game.spec.max_episode_steps or 100
     return type(name, (Game,), {
         "options": {name: value for name, value in options.items() if value is not None},
-        "system_prompt": inspect.getdoc(kind).partition("## Starting State")[0],
+        "system_prompt": inspect.getdoc(type(game.unwrapped)).partition("## Starting State")[0],
         "max_turns": steps,
         "limits": {"max_tokens": 4096, "max_tool_calls": steps, "max_tool_tokens": 4096}})
