@@ -25,9 +25,10 @@ of the process, such as sys.stdout, the others meet. The policy decodes while to
 asks a model of its own, in one thread at a time, or a server; `_reply` and --rewards may ask the
 policy, because nothing decodes meanwhile. What a tool raises is its answer to the model;
 after ten in a row that are no ValueError or the like (calls.BY_ARGUMENTS) the run ends, so return
-what a wrong path or query leads to as text. Each episode has its own instance, with which its
-tempfile.TemporaryDirectory goes; one that holds something with a close(), such as a client, is kept
-and reset for a later episode, as TRL does with all. All else is optional and invisible to TRL:
+what a wrong path or query leads to as text. Each episode has its own instance, and a
+tempfile.TemporaryDirectory that this holds is removed with it. An instance that holds something
+with a close(), such as a client, is kept and reset for a later episode, as TRL does with all. All
+else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes
     done                        set it to True, and the episode ends

@@ -53,7 +53,7 @@ class Game:
     """One episode that no model plays. Its methods raise EnvironmentFault.
 
     Args:
-        worker: that of an earlier game, whose instance is used again. Without it one is made.
+        worker: that of an earlier game, whose instance is used again. Without it a new one is made.
 
     Attributes:
         seen: what the player was shown: the question, and then results and replies.

@@ -91,7 +91,7 @@ def alternatives(reference) -> list[str]:
     """Return a reference as text, and if it is a list of answers that are all right, each of them.
 
     pandas makes 72.0 of 72 where the column has a gap, and parquet fills lists with nulls. An
-    object, such as TriviaQA's, is none: --fields answer=answer.aliases.
+    object, such as TriviaQA's, is no answer; --fields answer=answer.aliases names those in it.
     """
     answers = [reference, *(reference if isinstance(reference, list) else ())]
     return [f"{answer:.15g}" if type(answer) is float else str(answer)

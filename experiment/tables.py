@@ -79,7 +79,7 @@ def messages_of(cell: str):
 def with_our_names(message: dict) -> dict:
     """Return a message of ShareGPT, ms-swift or OpenAI's older form with our names.
 
-    A call that is no "tool_calls" becomes text between tags.
+    A call outside of "tool_calls" becomes text between <tool_call> and </tool_call>.
     """
     message = dict(message)
     if "from" in message:
