@@ -232,16 +232,11 @@ def target_names(targets) -> list:
 def _text_targets(model, linears) -> list:
     """Return names by which PEFT finds the Linears of the text layers but no routers."""
     text = set(model.get_decoder().modules())
-    names, ends, other_ends = [], set(), set()
-    for name, linear in linears.items():
-        end = name.split(".")[-1]
-        if linear in text and end not in ROUTERS:
-            names.append(name)
-            ends.add(end)
-        else:
-            other_ends.add(end)
-    # The ends of the names are enough, unless those of other Linears end alike.
-    return sorted(names if ends & other_ends else ends)
+    end_of = {name: name.split(".")[-1] for name, _ in model.named_modules()}
+    names = [name for name in linears if linears[name] in text and end_of[name] not in ROUTERS]
+    ends = {end_of.pop(name) for name in names}
+    # The ends of the names are enough, unless those of other modules end alike.
+    return sorted(ends if ends.isdisjoint(end_of.values()) else names)
 
 
 def linears_of(model) -> dict:

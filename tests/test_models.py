@@ -10,7 +10,7 @@ import torch
 import grpo
 import lora
 from experiment.errors import UserError
-from llm import load_model
+from llm import load_model, save_model
 from llm.engine import Engine, Row, make_engine
 from llm.logprobs import token_logprobs
 from llm.memory import FOUR_BIT, PLAIN, Techniques, facts
@@ -260,6 +260,24 @@ def test_an_adapter_that_peft_trained_beside_the_vision_tower_is_read(targets, t
     model, _ = load_model(str(tmp_path / "adapter"), lora_r=2, device="cpu")
     with torch.no_grad():
         assert (model(input_ids=ids).logits - theirs(input_ids=ids).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family, text_family, wrapper", [
+    ("gemma4", "gemma4", "Gemma4ForConditionalGeneration"), ("mistral3", "ministral3", "Mistral3ForConditionalGeneration")])
+def test_an_adapter_beside_a_vision_tower_opens_in_peft(family, text_family, wrapper, tmp_path):
+    """By "q_proj" PEFT would find a module of Gemma 4's tower as well, which holds a Linear and is none, and refuse it."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+    save_wrapped(family, text_family, wrapper, tmp_path / "base")
+    ours, _ = load_model(str(tmp_path / "base"), lora_r=2, device="cpu")
+    for linear in adapters(ours).values():
+        linear.lora.B.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+    save_model(ours, tmp_path / "adapter")
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        assert (ours(input_ids=ids).logits - theirs(input_ids=ids).logits).abs().max() < 1e-4
 
 
 def save_text(family, folder, **options):
