@@ -48,6 +48,15 @@ def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, si
         Engine(model)
 
 
+def test_sparse_attention_that_sees_all_of_a_short_row_is_refused():
+    """`causal_attention` ignores which keys DeepSeek V3.2 has chosen. Rows of more than index_topk tokens trained 0.3 nats off."""
+    model = decoders.make("deepseek_v32")
+    decoders.use_causal_attention(model)
+    with pytest.raises(UserError, match="^folder: DeepseekV32ForCausalLM: the training forward differs from transformers' by"):
+        probe(model, "folder")
+    assert model.config.index_topk == 2048
+
+
 @pytest.mark.parametrize("family", ["granitemoehybrid", "kimi_linear"])
 def test_rounding_that_sends_a_token_to_another_expert_is_no_error(family, tmp_path):
     """One token was 0.25 nats off in Granite 4, whose other tokens were within 0.02."""
