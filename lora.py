@@ -209,15 +209,22 @@ def _targeted(model, targets):
     """Return {name: Linear} of the targets, and the targets as PEFT writes them."""
     linears = linears_of(model)
     if targets == ["all-linear"]:
-        targets = _text_targets(model, linears) or targets
-    chosen = set()
+        text = set(model.get_decoder().modules())
+        linears = {name: linear for name, linear in linears.items() if linear in text}
+        targets = sorted({name.split(".")[-1] for name in linears} - ROUTERS) or targets
+    chosen, found = set(), set()
     for target in targets:
-        names = [name for name in linears if f".{name}".endswith(f".{target}")]
+        # PEFT finds modules of any kind so, those of a vision tower too.
+        names = {name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")}
+        found |= names
+        names &= linears.keys()
         if not names:
             ends = ", ".join(sorted({name.split(".")[-1] for name in linears}))
             raise UserError(f"--lora_target_modules: no Linear called {target}; the model has: "
                             f"{ends or 'none; --lora_r 0 trains all weights'}")
-        chosen.update(names)
+        chosen |= names
+    if found != chosen:
+        targets = sorted(chosen)
     # In the model's order, in which their A are drawn.
     return {name: linears[name] for name in linears if name in chosen}, targets
 
@@ -227,16 +234,6 @@ def target_names(targets) -> list:
     if isinstance(targets, str):
         targets = targets.split(",")
     return [target.strip() for target in targets]
-
-
-def _text_targets(model, linears) -> list:
-    """Return names by which PEFT finds the Linears of the text layers but no routers."""
-    text = set(model.get_decoder().modules())
-    end_of = {name: name.split(".")[-1] for name, _ in model.named_modules()}
-    names = [name for name in linears if linears[name] in text and end_of[name] not in ROUTERS]
-    ends = {end_of.pop(name) for name in names}
-    # The ends of the names are enough, unless those of other modules end alike.
-    return sorted(ends if ends.isdisjoint(end_of.values()) else names)
 
 
 def linears_of(model) -> dict:

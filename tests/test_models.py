@@ -264,12 +264,13 @@ def test_an_adapter_that_peft_trained_beside_the_vision_tower_is_read(targets, t
 
 @pytest.mark.parametrize("family, text_family, wrapper", [
     ("gemma4", "gemma4", "Gemma4ForConditionalGeneration"), ("mistral3", "ministral3", "Mistral3ForConditionalGeneration")])
-def test_an_adapter_beside_a_vision_tower_opens_in_peft(family, text_family, wrapper, tmp_path):
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
+def test_an_adapter_beside_a_vision_tower_opens_in_peft(family, text_family, wrapper, targets, tmp_path):
     """By "q_proj" PEFT would find a module of Gemma 4's tower as well, which holds a Linear and is none, and refuse it."""
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
     save_wrapped(family, text_family, wrapper, tmp_path / "base")
-    ours, _ = load_model(str(tmp_path / "base"), lora_r=2, device="cpu")
+    ours, _ = load_model(str(tmp_path / "base"), lora_r=2, lora_target_modules=targets, device="cpu")
     for linear in adapters(ours).values():
         linear.lora.B.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     save_model(ours, tmp_path / "adapter")
