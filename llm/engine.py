@@ -117,7 +117,7 @@ class Engine:
         self.owner: list[Row | None] = [None] * slots
         self.waiting: list[Row] = []
         self.ended: list[Row] = []  # rows whose turn ended in this step
-        self.prompts = {}  # group -> its prompt's keys and values, logits and length
+        self.prompts = {}  # group with rows that wait -> its prompt's keys and values, logits
         self.clock = 0  # steps taken
 
     @property
@@ -186,20 +186,22 @@ class Engine:
         for row in entering:
             groups[row.group].append(row)
         first = [rows[0] for group, rows in groups.items() if group not in self.prompts]
-        if first:
-            logits = self.read(first)  # (groups, V)
-            for row, row_logits in zip(first, logits):
-                prefix = self.cache.prefix(row.slot, row.length)
-                self.prompts[row.group] = prefix, row_logits, row.length
+        read = self.read(first) if first else ()  # (groups, V)
+        read = {row.group: row_logits for row, row_logits in zip(first, read)}
+        later = {row.group for row in self.waiting}
+        logits = {}
         for group, rows in groups.items():
-            prefix, _, length = self.prompts[group]
+            length = len(rows[0].pending)
+            if group in read:
+                self.prompts[group] = self.cache.prefix(rows[0].slot, length), read[group]
+            prefix, logits[group] = self.prompts[group]
             self.cache.copy_prefix(prefix, [row.slot for row in rows], length)
             for row in rows:
                 row.length = length
-        logits = torch.stack([self.prompts[row.group][1] for row in entering])
-        for group in self.prompts.keys() - {row.group for row in self.waiting}:
-            del self.prompts[group]
-        return logits
+            # The copies of all groups at once would take as much memory as the cache.
+            if group not in later:
+                del self.prompts[group]
+        return torch.stack([logits[row.group] for row in entering])
 
     def decode(self):
         """Decode one token of every running row."""
