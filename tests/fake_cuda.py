@@ -185,6 +185,8 @@ class Functions(TorchFunctionMode):
             return mark(copy, False)
         if func is T.is_pinned:
             return getattr(storage(tensor), "is_locked", False)
+        if func is torch.histc and on_gpu(tensor):  # of whole numbers a CPU has none
+            args = (tensor.float(), *args[1:])
         if on_gpu(tensor) and func in (T.numpy, T.__array__):
             self.device.refuse("mix", "numpy() of a tensor of the device")
         if on_gpu(tensor) and func is T.tolist:
@@ -214,7 +216,7 @@ class Functions(TorchFunctionMode):
             elif isinstance(word, bool):
                 non_blocking = word
             elif isinstance(word, torch.Tensor):
-                device, dtype = word.device, word.dtype
+                device, dtype = GPU if on_gpu(word) else word.device, word.dtype
             elif word is not None:
                 device = word
         return self.move(tensor, device and torch.device(device), dtype, non_blocking, copy)
