@@ -296,7 +296,7 @@ class Graph:
                         old.copy_(new)
 
     def pool(self):
-        return "pool"
+        return self.memory
 
 
 @contextlib.contextmanager
@@ -313,8 +313,8 @@ def cuda(bfloat16=True, free=2**32):
             device.stream = before
 
     @contextlib.contextmanager
-    def graph(new, **_):
-        device.graph = new
+    def graph(new, pool=None, **_):
+        device.graph, new.memory = new, pool
         try:
             yield
         finally:
@@ -331,10 +331,10 @@ def cuda(bfloat16=True, free=2**32):
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "is_bf16_supported": bfloat16,
         "mem_get_info": (free, free), "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0,
         "get_rng_state": random, "set_rng_state": None, "is_current_stream_capturing": False, "synchronize": None, "empty_cache": None,
-        "manual_seed_all": None, "graph_pool_handle": "pool", "set_stream": None, "get_device_capability": (8, 0) if bfloat16 else (7, 5),
+        "manual_seed_all": None, "set_stream": None, "get_device_capability": (8, 0) if bfloat16 else (7, 5),
         "is_initialized": True}
     functions = {name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()}
-    functions |= {"Stream": Stream, "stream": stream, "current_stream": lambda *_: device.stream, "device": other, "CUDAGraph": Graph, "graph": graph}
+    functions |= {"Stream": Stream, "stream": stream, "current_stream": lambda *_: device.stream, "device": other, "CUDAGraph": Graph, "graph": graph, "graph_pool_handle": object}
     with contextlib.ExitStack() as stack:
         for name, function in functions.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
