@@ -188,6 +188,7 @@ class Workload(NamedTuple):
     decode_rows: int = 0  # episodes that decode at once if a GPU has room; 0: no rollout
     group_size: int = 1
     max_new_tokens: int = 64
+    result_tokens: int = 0  # of a tool result that all episodes read at once; 0: none is read
     free: float = math.inf  # bytes of the GPU, of which a rollout's cache takes what a run's would
 
 
@@ -263,7 +264,8 @@ def _update(model, optimizer, work: Workload):
 def _rollout(model, work: Workload, kind: str, free: float) -> int:
     """Decode the prompt's first token and the last one of the episode. Return how many do at once.
 
-    What lies between them only fills the cache, for which there are `free` bytes.
+    What lies between them only fills the cache, for which there are `free` bytes. Before the last
+    one all may read a tool result.
     """
     prompt = [1] * (work.tokens - work.max_new_tokens)
     with lora.merged(model), mock.patch.object(static_engine, "free_bytes", lambda device: free):
@@ -275,7 +277,9 @@ def _rollout(model, work: Workload, kind: str, free: float) -> int:
                     for i in range(work.decode_rows)])
         engine.step()
         for row in engine.owner:
-            row.length = work.tokens - 1
+            row.length = work.tokens - 1 - work.result_tokens
+            if work.result_tokens:
+                engine.extend(row, [1] * (work.result_tokens - 1), 2**30)
         engine.step()
     return engine.slots
 

@@ -39,6 +39,7 @@ TOKENS = 2048  # of an episode of gsm8k
 ALLOCATOR, CONTEXT = {"stream": 1.67}, 820  # MiB on the card = tensors x ALLOCATOR (else 1.27) + CONTEXT
 OURS = 500  # of the context: what this program takes while it asks how much is free
 CARDS = 4, 8, 16, 24  # GiB
+RESULT = 100  # tokens of a tool result, too long to go through decode steps (gsm8k's are short)
 
 
 def step_mib(name: str, memory: str, sequences: int) -> float:
@@ -145,7 +146,8 @@ def workload(algorithm, config, memory: str) -> Workload:
         # The weights at the start are kept for a KL penalty.
         keep_start=bool(getattr(config, "kl_coef", 0)),
         decode_rows=min(episodes, most), group_size=group_size,
-        max_new_tokens=min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1))
+        max_new_tokens=min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1),
+        result_tokens=min(RESULT, config.max_tokens // 2))
 
 
 def advice(needs: dict, free: float) -> str:
