@@ -186,14 +186,13 @@ class Engine:
         for row in entering:
             groups[row.group].append(row)
         first = [rows[0] for group, rows in groups.items() if group not in self.prompts]
-        read = self.read(first) if first else ()  # (groups, V)
-        read = {row.group: row_logits for row, row_logits in zip(first, read)}
+        read = iter(self.read(first) if first else ())  # (V,) each
         later = {row.group for row in self.waiting}
         logits = {}
         for group, rows in groups.items():
             length = len(rows[0].pending)
-            if group in read:
-                self.prompts[group] = self.cache.prefix(rows[0].slot, length), read[group]
+            if group not in self.prompts:
+                self.prompts[group] = self.cache.prefix(rows[0].slot, length), next(read)
             prefix, logits[group] = self.prompts[group]
             self.cache.copy_prefix(prefix, [row.slot for row in rows], length)
             for row in rows:
