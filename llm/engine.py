@@ -117,7 +117,7 @@ class Engine:
         self.owner: list[Row | None] = [None] * slots
         self.waiting: list[Row] = []
         self.ended: list[Row] = []  # rows whose turn ended in this step
-        self.prompts = {}  # group with rows that wait -> its prompt's keys and values, logits
+        self.prompts = {}  # group with rows that wait -> its prompt's cache, logits, length
         self.clock = 0  # steps taken
 
     @property
@@ -139,7 +139,7 @@ class Engine:
 
     def extend(self, row: Row, ids, limit: int):
         """Append tokens that the model did not sample, such as tool results, and start a turn."""
-        row.pending = row.pending + list(ids)
+        row.pending += ids
         row.turn = []
         row.logprobs = []
         row.limit = limit
@@ -190,10 +190,10 @@ class Engine:
         later = {row.group for row in self.waiting}
         logits = {}
         for group, rows in groups.items():
-            length = len(rows[0].pending)
+            slot, length = rows[0].slot, rows[0].length
             if group not in self.prompts:
-                self.prompts[group] = self.cache.prefix(rows[0].slot, length), next(read)
-            prefix, logits[group] = self.prompts[group]
+                self.prompts[group] = self.cache.prefix(slot, length), next(read), length
+            prefix, logits[group], length = self.prompts[group]
             self.cache.copy_prefix(prefix, [row.slot for row in rows], length)
             for row in rows:
                 row.length = length
