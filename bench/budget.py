@@ -7,6 +7,7 @@ allocator on a CPU within 1 %. Three things are not counted: what a kernel alloc
 CUDA's context (500 MiB and more), and what the allocator rounds up.
 """
 import gc
+import math
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import islice
@@ -23,10 +24,11 @@ import lora
 import llm.logprobs as logprobs
 import llm.pointwise as pointwise
 import llm.quantization as quantization
-from llm.engine import Row
-from llm.loading import load_model
-from llm.engine import make_engine
+from llm import static_engine
 from llm.adapter_files import adamw
+from llm.engine import Engine, Row, make_engine
+from llm.loading import load_model
+from llm.memory import facts
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -111,7 +113,12 @@ def new_tensors(func, args, kwargs):
         return make(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     key = func, *map(_shapes, args), *kwargs, *map(_shapes, kwargs.values())
     if key not in RESULTS:
-        RESULTS[key] = func(*args, **kwargs)
+        if func is aten._grouped_mm.default:
+            # On the meta device this product, of experts, is for bfloat16 alone.
+            weights = [tensor.bfloat16() for tensor in args[:2]]
+            RESULTS[key] = func(*weights, *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            RESULTS[key] = func(*args, **kwargs)
     return tree_map_only(torch.Tensor, _another, RESULTS[key])
 
 
@@ -161,8 +168,12 @@ def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal
                      scale=None, **kwargs):
     """Return attention on the meta device by the kernel that keeps no (T, S) weights."""
     bias = None if attn_mask is None else query.new_empty(attn_mask.shape)
+    # The kernel that counts wants values as wide as keys, which DeepSeek's are not.
+    width = value.shape[-1]
+    if width != query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
     return aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]
+        query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0][..., :width]
 
 
 # -------------------------------------------------------------------------------------- one step
@@ -174,13 +185,17 @@ class Workload(NamedTuple):
     temperature: float = 1.0
     merge: bool = False  # True if the update runs on merged weights
     keep_start: bool = False  # True if the weights at the start are kept for a KL penalty
-    decode_rows: int = 0  # episodes that decode at once; 0: no rollout
+    decode_rows: int = 0  # episodes that decode at once if a GPU has room; 0: no rollout
     group_size: int = 1
     max_new_tokens: int = 64
+    result_tokens: int = 0  # of a tool result that all episodes read at once; 0: none is read
+    free: float = math.inf  # bytes of the GPU, of which a rollout's cache takes what a run's would
 
 
 def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "meta") -> dict:
     """Return peak bytes on the device in "update" and "rollout", and bytes of "host" memory.
+
+    With a rollout also how many "episodes" decode at once.
 
     Args:
         options: arguments of load_model
@@ -210,7 +225,7 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
         optimizer.zero_grad()
         if work.decode_rows:
             count.peak = count.now
-            _rollout(model, work, kind)
+            peaks["episodes"] = _rollout(model, work, kind, work.free - count.now)
             peaks["rollout"] = count.peak
     return peaks
 
@@ -246,19 +261,34 @@ def _update(model, optimizer, work: Workload):
         optimizer.step()
 
 
-def _rollout(model, work: Workload, kind: str):
-    """Decode the prompt's first token and the last one of the episode.
+def _rollout(model, work: Workload, kind: str, free: float) -> int:
+    """Decode the prompt's first token and the last one of the episode. Return how many do at once.
 
-    What lies between them only fills the cache.
+    What lies between them only fills the cache, for which there are `free` bytes. Before the last
+    one all may read a tool result.
     """
     prompt = [1] * (work.tokens - work.max_new_tokens)
-    with lora.merged(model):
-        engine = make_engine(model.eval(), slots=work.decode_rows, tokens=work.tokens,
+    with lora.merged(model), mock.patch.object(static_engine, "free_bytes", lambda device: free):
+        _count_a_row(model.eval())
+        engine = make_engine(model, slots=work.decode_rows, tokens=work.tokens,
                              static=kind == "cuda")
         engine.cache.sdpa = kind == "cuda"  # where the meta device stands for a GPU
         engine.add([Row(prompt, group=i // work.group_size, limit=2**30)
                     for i in range(work.decode_rows)])
         engine.step()
         for row in engine.owner:
-            row.length = work.tokens - 1
+            row.length = work.tokens - 1 - work.result_tokens
+            if work.result_tokens:
+                engine.extend(row, [1] * (work.result_tokens - 1), 2**30)
         engine.step()
+    return engine.slots
+
+
+def _count_a_row(model):
+    """Tell the engine the bytes of its cache, as the probe at load does where there are numbers."""
+    engine = Engine(model, slots=1, fused=False)
+    engine.add([Row([1, 1])])
+    engine.step()
+    for name, tensors, place in (("token_bytes", engine.cache.tensors, (0, slice(None), 0)),
+                                 ("state_bytes", engine.cache.states, (0,))):
+        setattr(facts(model), name, sum(t[place].nbytes for t in tensors.values()))

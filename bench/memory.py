@@ -10,8 +10,8 @@ limit of tokens, on a GPU. First every setting with one sequence in a forward pa
 then, for cards, the first setting that fits with the most sequences, and 8 times as many episodes. It is the code of
 a run on the meta device (budget.py), whose AdamW has the gradients and moments of the steps before. Torch's allocator
 takes up to 27 % more than the tensors by a simulation of its rules (2 to 26 % on an H100 and an H200, but up to 67 %
-with stream), and CUDA with its kernels and graphs 820 MiB: the tables have both (ALLOCATOR and CONTEXT). With flags it
-is the tensors alone.
+with stream), and CUDA with its kernels and graphs 820 MiB: the figures of a GPU have both (ALLOCATOR and CONTEXT). Of a
+rollout as many episodes decode at once as fit in half of what is free, as in a run.
 """
 import importlib
 import json
@@ -37,7 +37,9 @@ MODELS = {"Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True), "Qwen2.5-1.5B": 
 
 TOKENS = 2048  # of an episode of gsm8k
 ALLOCATOR, CONTEXT = {"stream": 1.67}, 820  # MiB on the card = tensors x ALLOCATOR (else 1.27) + CONTEXT
+OURS = 500  # of the context: what this program takes while it asks how much is free
 CARDS = 4, 8, 16, 24  # GiB
+RESULT = 100  # tokens of a tool result, too long to go through decode steps (gsm8k's are short)
 
 
 def step_mib(name: str, memory: str, sequences: int) -> float:
@@ -52,7 +54,12 @@ def step_mib(name: str, memory: str, sequences: int) -> float:
         episodes = min(8 * sequences, techniques(memory).decode_rows)
         work = Workload(sequences, TOKENS, merge=True, decode_rows=episodes, group_size=8, max_new_tokens=512)
         peaks = measure({"path": folder, "lora_r": 16, "dtype": "bfloat16", "memory": memory}, work)
-    return max(peaks["update"], peaks["rollout"]) / MIB * ALLOCATOR.get(memory, 1.27) + CONTEXT
+    return on_card(max(peaks["update"], peaks["rollout"]), memory)
+
+
+def on_card(peak: float, memory: str) -> float:
+    """Return the MiB of a card that a peak of so many bytes takes."""
+    return peak / MIB * ALLOCATOR.get(memory, 1.27) + CONTEXT
 
 
 def print_models():
@@ -87,12 +94,15 @@ def print_settings(arguments: list[str]) -> dict:
     algorithm = importlib.import_module(Path(program).stem)
     config = algorithm.settle(parse(algorithm.Config, arguments, __doc__))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
+    free = free_memory(kind)
     step = workload(algorithm, config, config.memory)
     print(f"MiB for an update of {step.rows} x {step.tokens:,} tokens and a rollout of so many episodes:")
     print(f"{'--memory':12}{'update':>9}{'rollout':>9}{'episodes':>10}{'host':>9}")
     needs = {}
     for memory in SETTINGS:
         work = workload(algorithm, config, memory)
+        if kind == "cuda":
+            work = work._replace(free=(free - CONTEXT) * MIB)
         try:
             peaks = measure({"path": config.model_path, **model_options(config), "memory": memory}, work, kind)
         except UserError as error:
@@ -101,9 +111,11 @@ def print_settings(arguments: list[str]) -> dict:
             print(f"{memory:12}cannot be used: {error}")
             continue
         update, rollout, host = (peaks.get(phase, 0) / MIB for phase in ("update", "rollout", "host"))
+        if kind == "cuda":
+            update, rollout = on_card(peaks["update"], memory), on_card(peaks.get("rollout", 0), memory)
         needs[memory] = {"update": update, "rollout": rollout, "host": host}
-        print(f"{memory:12}{update:9,.0f}{rollout:9,.0f}{work.decode_rows:10}{host:9,.0f}", flush=True)
-    print(advice(needs, free_memory(kind)))
+        print(f"{memory:12}{update:9,.0f}{rollout:9,.0f}{peaks.get('episodes', 0):10}{host:9,.0f}", flush=True)
+    print(advice(needs, free))
     return needs
 
 
@@ -114,6 +126,9 @@ def workload(algorithm, config, memory: str) -> Workload:
     if getattr(config, "trajectories", None):
         # The episodes are there already.
         tasks = 0
+    if getattr(config, "sampler", None):
+        # Servers play, here and in evaluations.
+        most = 0
     group_size = getattr(config, "group_size", 1)
     episodes = tasks * group_size
     sequences = config.batch_size
@@ -131,7 +146,8 @@ def workload(algorithm, config, memory: str) -> Workload:
         # The weights at the start are kept for a KL penalty.
         keep_start=bool(getattr(config, "kl_coef", 0)),
         decode_rows=min(episodes, most), group_size=group_size,
-        max_new_tokens=min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1))
+        max_new_tokens=min(getattr(config, "max_new_tokens", 64), config.max_tokens - 1),
+        result_tokens=min(RESULT, config.max_tokens // 2))
 
 
 def advice(needs: dict, free: float) -> str:
@@ -146,9 +162,9 @@ def advice(needs: dict, free: float) -> str:
 
 
 def free_memory(kind: str) -> float:
-    """Return the MiB that are free on the GPU, or in this machine's memory."""
+    """Return the MiB that are free on the GPU once this program has ended, or in this machine's memory."""
     if kind == "cuda":
-        return torch.cuda.mem_get_info()[0] / MIB
+        return torch.cuda.mem_get_info()[0] / MIB + OURS
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

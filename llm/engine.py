@@ -117,7 +117,7 @@ class Engine:
         self.owner: list[Row | None] = [None] * slots
         self.waiting: list[Row] = []
         self.ended: list[Row] = []  # rows whose turn ended in this step
-        self.prompts = {}  # group -> its prompt's keys and values, logits and length
+        self.prompts = {}  # group with rows that wait -> its prompt's cache, logits, length
         self.clock = 0  # steps taken
 
     @property
@@ -139,7 +139,7 @@ class Engine:
 
     def extend(self, row: Row, ids, limit: int):
         """Append tokens that the model did not sample, such as tool results, and start a turn."""
-        row.pending = row.pending + list(ids)
+        row.pending += ids
         row.turn = []
         row.logprobs = []
         row.limit = limit
@@ -186,20 +186,21 @@ class Engine:
         for row in entering:
             groups[row.group].append(row)
         first = [rows[0] for group, rows in groups.items() if group not in self.prompts]
-        if first:
-            logits = self.read(first)  # (groups, V)
-            for row, row_logits in zip(first, logits):
-                prefix = self.cache.prefix(row.slot, row.length)
-                self.prompts[row.group] = prefix, row_logits, row.length
+        read = iter(self.read(first) if first else ())  # (V,) each
+        later = {row.group for row in self.waiting}
+        logits = {}
         for group, rows in groups.items():
-            prefix, _, length = self.prompts[group]
+            slot, length = rows[0].slot, rows[0].length
+            if group not in self.prompts:
+                self.prompts[group] = self.cache.prefix(slot, length), next(read), length
+            prefix, logits[group], length = self.prompts[group]
             self.cache.copy_prefix(prefix, [row.slot for row in rows], length)
             for row in rows:
                 row.length = length
-        logits = torch.stack([self.prompts[row.group][1] for row in entering])
-        for group in self.prompts.keys() - {row.group for row in self.waiting}:
-            del self.prompts[group]
-        return logits
+            # The copies of all groups at once would take as much memory as the cache.
+            if group not in later:
+                del self.prompts[group]
+        return torch.stack([logits[row.group] for row in entering])
 
     def decode(self):
         """Decode one token of every running row."""

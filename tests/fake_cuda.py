@@ -185,6 +185,8 @@ class Functions(TorchFunctionMode):
             return mark(copy, False)
         if func is T.is_pinned:
             return getattr(storage(tensor), "is_locked", False)
+        if func is torch.histc and on_gpu(tensor):  # of whole numbers a CPU has none
+            args = (tensor.float(), *args[1:])
         if on_gpu(tensor) and func in (T.numpy, T.__array__):
             self.device.refuse("mix", "numpy() of a tensor of the device")
         if on_gpu(tensor) and func is T.tolist:
@@ -214,7 +216,7 @@ class Functions(TorchFunctionMode):
             elif isinstance(word, bool):
                 non_blocking = word
             elif isinstance(word, torch.Tensor):
-                device, dtype = word.device, word.dtype
+                device, dtype = GPU if on_gpu(word) else word.device, word.dtype
             elif word is not None:
                 device = word
         return self.move(tensor, device and torch.device(device), dtype, non_blocking, copy)
@@ -294,7 +296,7 @@ class Graph:
                         old.copy_(new)
 
     def pool(self):
-        return "pool"
+        return self.memory
 
 
 @contextlib.contextmanager
@@ -311,8 +313,8 @@ def cuda(bfloat16=True, free=2**32):
             device.stream = before
 
     @contextlib.contextmanager
-    def graph(new, **_):
-        device.graph = new
+    def graph(new, pool=None, **_):
+        device.graph, new.memory = new, pool
         try:
             yield
         finally:
@@ -329,10 +331,10 @@ def cuda(bfloat16=True, free=2**32):
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "is_bf16_supported": bfloat16,
         "mem_get_info": (free, free), "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0,
         "get_rng_state": random, "set_rng_state": None, "is_current_stream_capturing": False, "synchronize": None, "empty_cache": None,
-        "manual_seed_all": None, "graph_pool_handle": "pool", "set_stream": None, "get_device_capability": (8, 0) if bfloat16 else (7, 5),
+        "manual_seed_all": None, "set_stream": None, "get_device_capability": (8, 0) if bfloat16 else (7, 5),
         "is_initialized": True}
     functions = {name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()}
-    functions |= {"Stream": Stream, "stream": stream, "current_stream": lambda *_: device.stream, "device": other, "CUDAGraph": Graph, "graph": graph}
+    functions |= {"Stream": Stream, "stream": stream, "current_stream": lambda *_: device.stream, "device": other, "CUDAGraph": Graph, "graph": graph, "graph_pool_handle": object}
     with contextlib.ExitStack() as stack:
         for name, function in functions.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))

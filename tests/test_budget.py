@@ -1,4 +1,5 @@
 """bench/budget.py against torch's own log of allocations, and what bench/memory.py prints of it."""
+import decoders
 import pytest
 import torch
 from memory_helpers import FOUR_BIT
@@ -6,16 +7,21 @@ from test_streaming import stream_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench import budget
+from bench import budget, memory as bench_memory
 from bench.budget import Workload, measure, standing_for
-from bench.memory import advice, fitting, print_settings, step_mib
+from bench.memory import advice, fitting, on_card, print_settings, step_mib
 from experiment.errors import UserError
 from llm import attention
 from llm.loading import load_model
 from llm.logprobs import token_logprobs
 from llm.memory import PLAIN, SETTINGS, Techniques
 from llm.quantization import Int8Embedding
+from llm.tiny import make_tiny
 from llm.adapter_files import adamw
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def real_step(model, rows, tokens):
@@ -72,9 +78,22 @@ def test_the_count_is_what_torch_allocates(wide, rows, tokens, lora_r, memory):
 
 @pytest.mark.parametrize("memory", [PLAIN, FOUR_BIT._replace(int8_head=True)], ids=["plain", "4 bits and int8"])
 def test_a_rollout_is_counted_as_it_runs(wide, memory):
-    options, work = {"path": wide, "lora_r": 8, "memory": memory}, Workload(1, 300, decode_rows=12, group_size=4, max_new_tokens=60)
+    options, work = {"path": wide, "lora_r": 8, "memory": memory}, Workload(1, 300, decode_rows=12, group_size=4, max_new_tokens=60, result_tokens=50)
     counted, real = (measure(options, work, kind="cpu", device=device) for device in ("meta", "cpu"))
     assert abs(counted["rollout"] / real["rollout"] - 1) < 0.01 and real["rollout"] > 2 * 4 * 12 * 300 * 64 * 4  # cache
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", slow("qwen3_5")])
+def test_experts_narrow_values_and_states_are_counted(family, tmp_path):
+    """Torch's product of experts is for bfloat16 alone on the meta device, and its attention for values as wide as keys."""
+    tokenizer = make_tiny()[1]
+    decoders.make(family, vocab_size=1024).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options, work = {"path": str(tmp_path), "lora_r": 4, "memory": FOUR_BIT}, Workload(2, 60, decode_rows=4, group_size=2, max_new_tokens=20)
+    counted, real = (measure(options, work, kind="cpu", device=device) for device in ("meta", "cpu"))
+    assert {phase: counted[phase] for phase in ("update", "rollout")} == pytest.approx(
+        {phase: real[phase] for phase in ("update", "rollout")}, rel=0.02)
+    assert measure(options, work, kind="cuda")["episodes"] == 4
 
 
 def test_no_step_on_a_gpu_keeps_the_weights_of_attention(wide, monkeypatch):
@@ -110,10 +129,6 @@ def test_counting_leaves_torch_as_it_was():
     assert before == (torch.Tensor.is_cpu, nn.functional.scaled_dot_product_attention)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 FLAGS = "--lora_r 4 --batch_size 4 --max_tokens 200 --dtype float32".split()
 
 
@@ -130,6 +145,24 @@ def test_the_flags_of_a_run_are_counted_at_every_setting(program, flags, update,
     assert lines[2].split()[3] == str(episodes)
     assert needs["small"]["update"] < needs["plain"]["update"] and needs["small"]["rollout"] <= needs["plain"]["rollout"]
     assert lines[-1].endswith("The first setting that fits is --memory plain.")
+
+
+def test_on_a_gpu_the_first_setting_that_fits_has_the_margin_and_a_rollout_that_fits(wide, monkeypatch, capsys):
+    """By the tensors alone it was one that had just run out of memory, and by a cache of 128 rows none or a slow one."""
+    flags = ["--model_path", wide, "--lora_r", "4", "--batch_size", "2", "--max_tokens", "2000", "--max_new_tokens", "1900", "--dtype", "bfloat16"]
+    monkeypatch.setattr(bench_memory.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_memory.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(bench_memory, "SETTINGS", {"plain": 0, "checkpoint": 0})
+    for free, setting, episodes in ((1300, "plain", 64), (1060, "checkpoint", 32)):
+        monkeypatch.setattr(bench_memory, "free_memory", lambda kind: free)
+        needs = print_settings(list(flags))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1].endswith(f"The first setting that fits is --memory {setting}.") and int(lines[-2].split()[3]) == episodes
+    assert needs["plain"]["update"] > 1060 > needs["checkpoint"]["update"] > on_card(0, "checkpoint") > 800
+
+
+def test_episodes_that_servers_play_take_no_memory_here(capsys):
+    assert print_settings([*FLAGS, "--sampler", "http://host:8000"])["plain"]["rollout"] == 0
 
 
 def test_what_needs_an_adapter_says_so(capsys):
