@@ -24,6 +24,28 @@ def few_held_out():
 
 
 @pytest.fixture(scope="module")
+def probed_once():
+    """Probe one model of each kind, for files that load theirs again and again: the others differ from it in their weights alone.
+
+    Weights that are not finite are for the probe to find.
+    """
+    from llm import loading
+    from llm.memory import facts
+    seen = {}
+
+    def once(model, source, probe=loading.probe):
+        kind = repr((model, model.config, facts(model).techniques, {(p.dtype, p.device) for p in model.parameters()}))
+        if kind not in seen or not all(p.isfinite().all() for p in model.parameters()):
+            probe(model, source)
+            seen[kind] = facts(model)
+        for name in ("shares_prefix", "refuses_engine", "token_bytes", "state_bytes"):
+            setattr(facts(model), name, getattr(seen[kind], name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "probe", once)
+        yield
+
+
+@pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Folder of a tiny model."""
     from memory_helpers import save_tiny

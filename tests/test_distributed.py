@@ -33,7 +33,7 @@ from pathlib import Path
 import dpo, grpo, reward_weighted, sft
 from episodes.demonstrations import read_trajectories
 place, out = map(Path, sys.argv[1:])
-common = dict(model_path=str(place / "base"), env="equations", max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
+common = dict(model_path=str(place / "base"), env="equations", max_samples=200, max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
               eval_tasks=0, lora_r=2, lora_dropout=0.25)
 recorded = dict(common, trajectories=str(place / "episodes.jsonl"), batch_size=4, gradient_accumulation_steps=3)
 sft.train(sft.Config(output_dir=str(out / "sft"), **{**recorded, "lora_r": 0, "lora_dropout": 0.0}))

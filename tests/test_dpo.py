@@ -167,12 +167,12 @@ def test_value_and_gradient_equal_trl(losses, float64):
 
 # ---------------------------------------------------------------------------------------------- models, episodes
 @pytest.fixture(scope="module")
-def tiny():
+def tiny(probed_once):
     return load_model("tiny")
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start(probed_once, tmp_path_factory):
     """The tiny model as a plain folder: no schooling."""
     folder = tmp_path_factory.mktemp("start")
     for part in make_tiny():

@@ -41,7 +41,7 @@ ROOT = Path(run.__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(probed_once, tmp_path_factory):
     """The tiny model with the weights it was born with, an adapter on it, and recorded episodes."""
     folder = tmp_path_factory.mktemp("place")
     model, tokenizer = make_tiny()

@@ -24,7 +24,7 @@ from llm.loading import load_model
 from llm.logprobs import token_logprobs
 
 @pytest.fixture(scope="module")
-def place(schooled, tmp_path_factory):
+def place(schooled, probed_once, tmp_path_factory):
     """A folder with a model that knows the bandit's format but not its answer, and 40 episodes that it played."""
     folder = tmp_path_factory.mktemp("bandit")
     shutil.copytree(schooled, folder / "base")
@@ -39,7 +39,7 @@ def write(path, episodes):
 
 
 def config(place, out, **given):
-    return rw.Config(**{**dict(model_path=str(place / "base"), env=bandit.ENV, output_dir=str(out), eval_tasks=0,
+    return rw.Config(**{**dict(model_path=str(place / "base"), env=bandit.ENV, output_dir=str(out), eval_tasks=0, max_samples=200,
                                learning_rate=1e-3, max_grad_norm=1e9, max_new_tokens=32, overwrite=True), **given})
 
 

@@ -493,7 +493,9 @@ def test_a_server_that_was_started_again_gets_its_adapter_again(place, tmp_path,
     assert len(server.loads) > 4 and all(line["sampler_gap"] < 1e-4 for line in log)
 
 
-def test_half_of_two_servers_gone_leaves_the_work_to_the_other(place, tmp_path, server, other):  # noqa: F811
+def test_half_of_two_servers_gone_leaves_the_work_to_the_other(place, tmp_path, server, other, monkeypatch):  # noqa: F811
+    patch_sleep(monkeypatch, lambda seconds: time.sleep(0.01))
+
     def dies(body):
         if body["model"].endswith("step-000001"):
             other.fault = lambda body: None
@@ -515,6 +517,7 @@ def test_a_machine_that_is_off_costs_seconds(monkeypatch):
 
 
 def test_a_server_that_is_gone_is_asked_to_load_once_a_step_and_taken_up_when_it_is_back(place, tmp_path, server, other, monkeypatch):  # noqa: F811
+    patch_sleep(monkeypatch, lambda seconds: time.sleep(0.01))
     asked, ask, back = [], vllm.ask, []
 
     def records(url, body=None):
