@@ -279,6 +279,9 @@ def test_an_adapter_beside_a_vision_tower_opens_in_peft(family, text_family, wra
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         assert (ours(input_ids=ids).logits - theirs(input_ids=ids).logits).abs().max() < 1e-4
+    # Its names in full are those that were given: training continues with the same command.
+    again, _ = load_model(str(tmp_path / "adapter"), lora_r=2, lora_target_modules=targets, device="cpu")
+    assert adapters(again).keys() == adapters(ours).keys()
 
 
 def save_text(family, folder, **options):
