@@ -27,8 +27,8 @@ TOKENS = 17  # of each of the probe's two rows
 SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
 PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
 RESULT = 7  # tokens before the one that the engine reads in place of sampling it
-WINDOW = 3  # tokens that a sliding window sees during the probe, and DeepSeek's sparse attention
-WINDOWS = "window", "window_size", "attention_chunk_size", "index_topk"  # how configs call them
+WINDOW = 3  # tokens that a sliding window sees during the probe
+WINDOWS = "window", "window_size", "attention_chunk_size"  # how configs call them
 # What rounding may change, of the standard deviation of the log-probabilities. Where it sends a
 # token to another expert it changes more, so the limit is for the median of a row.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
