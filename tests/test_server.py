@@ -989,12 +989,13 @@ def test_a_row_that_has_ended_keeps_its_slot_until_another_row_needs_it(tiny_mod
     assert engine.owner == [third, again] and again.pending == [8]
 
 
-def test_the_cache_has_room_for_the_context_in_as_many_rows_as_fit(tiny_model, monkeypatch):
+def test_the_cache_has_room_for_the_context_in_as_many_rows_as_fit_and_goes_before_the_next_one(tiny_model, monkeypatch):
     """It grew with the longest conversation, by a copy of 128 rows: 4.5 GB for one client on a CPU, and more than a GPU has."""
     engines = []
 
     class Seen(SharedEngine):
         def __init__(self, *arguments, **options):
+            assert not engines or engines[-1]() is None
             super().__init__(*arguments, **options)
             engines.append(weakref.ref(self))
 

@@ -209,6 +209,8 @@ class Player:
                 except FloatingPointError as error:
                     # An adapter may do this. The next engine sees no NaN.
                     self.fail(str(error))
+                # Its weights and its cache go before the next engine has its own.
+                self.engine = None
             if self.coming:
                 self.playing = self.coming[0].weights
                 self.exchange(self.playing)
