@@ -123,11 +123,12 @@ def workload(algorithm, config, memory: str) -> Workload:
     """Return the work of an algorithm's step at a setting, with the larger of its rollout and its evaluation."""
     most = techniques(memory).decode_rows
     tasks = getattr(config, "tasks_per_step", getattr(config, "num_tasks", 0))
-    if getattr(config, "trajectories", None):
+    pairs = algorithm.__name__ == "dpo" and config.dataset
+    if pairs or getattr(config, "trajectories", None):
         # The episodes are there already.
         tasks = 0
-    if getattr(config, "sampler", None):
-        # Servers play, here and in evaluations.
+    if getattr(config, "sampler", None) or not config.env:
+        # Servers play, here and in evaluations, or nobody does.
         most = 0
     group_size = getattr(config, "group_size", 1)
     episodes = tasks * group_size

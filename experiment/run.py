@@ -148,12 +148,12 @@ class Run:
         looping = self.signals.looping is self
         if error and looping and not self.updated:
             self._save()
-        # A fault in the last evaluation comes after the loop. Only rank 0 knows what it has saved.
-        continues = self.writes and (looping or self.saved is not None)
-        if error and continues and not isinstance(error, Stop):
-            saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
+        # A fault in the last evaluation comes after the loop.
+        if error and (looping or self.saved is not None) and not isinstance(error, Stop):
+            saved = "nothing is saved; " if self.saved is None else f"step {self.saved} is saved; "
             lost = "half a step is lost, " if self.updated else ""
-            error.add_note(f"{lost}{saved}; continue with: {self.command}")
+            # Only rank 0 knows what it has saved.
+            error.add_note((lost + saved) * self.writes + f"continue with: {self.command}")
 
     def total_steps(self, steps_per_epoch, default=None):
         """Return --max_steps, else the steps of --num_epochs passes over the data, else default.

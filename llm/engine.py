@@ -261,7 +261,8 @@ class Engine:
         targets = [slot for slot, row in enumerate(self.owner[:len(running)]) if row not in running]
         if not outside:
             return
-        self.cache.exchange(targets, [row.slot for row in outside])
+        longest = max(row.length for row in self.owner if row)
+        self.cache.exchange(targets, [row.slot for row in outside], longest)
         for slot, row in zip(targets, outside):
             other = self.owner[slot]
             if other:

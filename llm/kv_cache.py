@@ -148,10 +148,10 @@ class RowCache:
         for view, source in zip(self.views(length), prefix):
             view[index] = source
 
-    def exchange(self, slots: list[int], others: list[int]):
-        """Exchange what each slot holds with the other of its place. None is named twice."""
+    def exchange(self, slots: list[int], others: list[int], length: int):
+        """Exchange the first keys and values, and the states, of each slot and the other one."""
         to, of = torch.tensor([slots + others, others + slots], device=self.device)
-        for view in self.views(self.capacity):
+        for view in self.views(length):
             view[to] = view[of]
 
     def get_seq_length(self, *_):

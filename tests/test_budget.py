@@ -1,4 +1,6 @@
 """bench/budget.py against torch's own log of allocations, and what bench/memory.py prints of it."""
+import importlib
+
 import decoders
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import budget, memory as bench_memory
 from bench.budget import Workload, measure, standing_for
 from bench.memory import advice, fitting, on_card, print_settings, step_mib
+from experiment.command_line import parse
 from experiment.errors import UserError
 from llm import attention
 from llm.loading import load_model
@@ -163,6 +166,21 @@ def test_on_a_gpu_the_first_setting_that_fits_has_the_margin_and_a_rollout_that_
 
 def test_episodes_that_servers_play_take_no_memory_here(capsys):
     assert print_settings([*FLAGS, "--sampler", "http://host:8000"])["plain"]["rollout"] == 0
+
+
+@pytest.mark.parametrize("program", ["sft.py", "dpo.py"])
+def test_where_rows_are_given_and_nothing_is_played_no_rollout_is_counted(program):
+    """128 episodes were: 8.2 GB in place of 1.4 for dpo.py with a file of pairs, so that no setting or a slow one fitted."""
+    for flags, episodes in (((), 0), (("--env", "equations", "--eval_tasks", "3"), 3)):
+        algorithm = importlib.import_module(program[:-3])
+        config = algorithm.settle(parse(algorithm.Config, ["--dataset", "rows.jsonl", *flags], ""))
+        assert bench_memory.workload(algorithm, config, "plain").decode_rows == episodes
+
+
+def test_a_file_of_tasks_is_played():
+    grpo = importlib.import_module("grpo")
+    config = grpo.settle(parse(grpo.Config, ["--dataset", "tasks.jsonl", "--tasks_per_step", "3", "--group_size", "4", "--eval_tasks", "0"], ""))
+    assert bench_memory.workload(grpo, config, "plain").decode_rows == 12
 
 
 def test_what_needs_an_adapter_says_so(capsys):

@@ -477,3 +477,16 @@ def test_the_fused_kernel_reads_no_more_of_a_prompt_than_there_is():
         spans[sdpa, room] = keys.shape[2], values.shape[2], cache.span, int(cache.position.max())
     # Of 64, 160 are less than three times as many, and 1,024 are more.
     assert spans == {(False, 150): (160, 160, 160, 42), (False, 1000): (64, 64, 64, 42), (True, 150): (64, 64, 64, 42)}
+
+
+def test_rows_that_are_exchanged_write_no_further_than_they_reach():
+    """Beyond, a CPU's pages are no memory yet: a server's would fill by and by."""
+    cache = RowCache(3, torch.device("cpu"))
+    cache.reserve(64)
+    cache.prepare([0, 1, 2], [0, 0, 0], [5, 5, 5])
+    keys, values = cache.update(*torch.randn(2, 3, 1, 5, 4), 0)
+    before, tensor = keys.clone(), cache.tensors[0, "key"]
+    tensor[:, :, 5:] = torch.arange(3.0).view(3, 1, 1, 1)
+    cache.exchange([0], [2], 5)
+    assert torch.equal(tensor[[2, 1, 0], :, :5], before[:, :, :5])
+    assert torch.equal(tensor[:, 0, 5:, 0], torch.arange(3.0)[:, None].expand(3, 59))

@@ -74,7 +74,7 @@ def test_a_prompt_is_copied_to_all_rows_of_its_group_at_once(model):
 def test_rows_are_exchanged_at_once(model):
     with torch.inference_mode(), lora.merged(model):
         cache = started(model, Engine, 16).cache
-        one, many = (launches(cache.exchange, list(range(n)), list(range(8, 8 + n))).count for n in (1, 8))
+        one, many = (launches(cache.exchange, list(range(n)), list(range(8, 8 + n)), 4).count for n in (1, 8))
     assert one == many <= 2 * len(cache.tensors) + 4
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import dropwhile, islice
@@ -34,7 +35,7 @@ import sft  # noqa: E402
 from envs import Limits, load  # noqa: E402
 from experiment.errors import UserError  # noqa: E402
 from experiment.seeds import mix  # noqa: E402
-from llm import load_model, save_model  # noqa: E402
+from llm import load_model, save_model, static_engine  # noqa: E402
 from llm.chat import Chat  # noqa: E402
 from llm.engine import Engine, Row  # noqa: E402
 from llm.tiny import make_tiny  # noqa: E402
@@ -82,9 +83,11 @@ class Served:
 
     def playing(self):
         """How many rows are waiting or being decoded."""
-        player = self.server.player
-        rows = [row for row in player.engine.owner if row and row.state != "ended"]
-        return len(player.coming) + len(player.engine.waiting) + len(rows)
+        player, engine = self.server.player, self.server.player.engine
+        if not engine:  # between two adapters
+            return len(player.coming)
+        rows = [row for row in engine.owner if row and row.state != "ended"]
+        return len(player.coming) + len(engine.waiting) + len(rows)
 
     def wait_until_free(self, seconds=5):
         end = time.monotonic() + seconds
@@ -986,9 +989,38 @@ def test_a_row_that_has_ended_keeps_its_slot_until_another_row_needs_it(tiny_mod
     assert engine.owner == [third, again] and again.pending == [8]
 
 
+def test_the_cache_has_room_for_the_context_in_as_many_rows_as_fit_and_goes_before_the_next_one(tiny_model, monkeypatch):
+    """It grew with the longest conversation, by a copy of 128 rows: 4.5 GB for one client on a CPU, and more than a GPU has."""
+    engines = []
+
+    class Seen(SharedEngine):
+        def __init__(self, *arguments, **options):
+            assert not engines or engines[-1]() is None
+            super().__init__(*arguments, **options)
+            engines.append(weakref.ref(self))
+
+    def decode():
+        assert present.engine.cache.capacity >= 700
+        slots.append(present.engine.slots)
+        present.engine.enter(choice_of(prompt=[5] * 90))
+        present.engine.step()
+        if len(slots) == 3:
+            raise KeyboardInterrupt
+        free[0] /= 4
+    model, slots = tiny_model[0], []
+    free = [2 * 700 * model.facts.token_bytes * 40]
+    monkeypatch.setattr(player, "SharedEngine", Seen)
+    monkeypatch.setattr(static_engine, "free_bytes", lambda device: free[0])
+    present = player.Player(model, tokens=700)
+    present.decode = decode
+    with pytest.raises(KeyboardInterrupt):
+        present.run()
+    assert slots == [32, 8, 2]
+
+
 def test_whose_adapter_waits_is_played_before_those_who_ask_for_the_present_one_later(tiny_model):
     """Otherwise a few busy clients of one adapter could keep out those of all others."""
-    present = player.Player(tiny_model[0], slots=2)
+    present = player.Player(tiny_model[0], tokens=64)
     engine = present.engine = SharedEngine(tiny_model[0], slots=2)
     first, other, late = choice_of(present.playing), choice_of({}), choice_of(present.playing)
     for row in (first, other, late):
@@ -1001,7 +1033,7 @@ def test_whose_adapter_waits_is_played_before_those_who_ask_for_the_present_one_
 
 def test_a_failure_ends_the_rows_that_wait_and_spares_those_that_have_ended(tiny_model):
     async def fail():
-        present = player.Player(tiny_model[0], slots=2)
+        present = player.Player(tiny_model[0], tokens=64)
         engine = present.engine = SharedEngine(tiny_model[0], slots=2)
         present.loop = asyncio.get_running_loop()
         ended, running, waiting = rows = [choice_of(news=asyncio.Event()) for _ in range(3)]
@@ -1112,7 +1144,7 @@ def test_an_adapter_that_is_taken_off_leaves_the_model_as_it_was(tmp_path):
     model = write_adapter(tmp_path / "a", 1)
     with torch.no_grad():
         before, adapted = plain(ids).logits, model(ids).logits
-        present = player.Player(model, slots=1)
+        present = player.Player(model, tokens=64)
         adapter = present.exchange({})
         assert torch.equal(model(ids).logits, before) and not torch.equal(adapted, before)
         assert present.exchange(adapter) == {} and torch.equal(model(ids).logits, adapted)

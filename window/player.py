@@ -1,6 +1,6 @@
 """One thread decodes for everybody who asks the server: their rows share one engine.
 
-    player = Player(model, slots=64)
+    player = Player(model, tokens=2048)
     threading.Thread(target=player.run, daemon=True).start()
     async for choice in player.play(choices): ...       # in the thread of the server
 
@@ -19,6 +19,7 @@ from llm.engine import Engine, Row
 from llm.loading import adapt
 from llm.memory import techniques_of
 from llm.sampling import sample
+from llm.static_engine import slots_that_fit
 from lora import adapted_forward, adapters, merged
 from window.requests import BASE, Refusal
 
@@ -144,15 +145,16 @@ class Player:
     present one start; when the last has ended, the other one is merged and its rows play.
 
     Attributes:
+        tokens: of the longest row, with what it samples.
         adapters: name -> {Linear: its Adapter}. That of BASE is empty, unless the model that was
             started has one which cannot be merged.
         playing: the one of them that the model has.
         coming: rows that no engine has yet.
     """
 
-    def __init__(self, model, slots: int):
+    def __init__(self, model, tokens: int):
         self.model = model
-        self.slots = slots
+        self.tokens = tokens
         self.inbox = queue.SimpleQueue()
         self.playing = {linear: linear.lora for linear in adapters(model).values()}
         self.adapters = {BASE: self.playing}
@@ -196,13 +198,19 @@ class Player:
         """Decode until the process ends."""
         while True:
             with merged(self.model):
-                self.engine = SharedEngine(self.model, slots=self.slots)
+                most = techniques_of(self.model).decode_rows
+                self.engine = SharedEngine(
+                    self.model, slots=slots_that_fit(self.model, self.tokens, most))
+                # A cache that grows is copied, and on a CPU its free slots become memory as well.
+                self.engine.cache.reserve(self.tokens)
                 self.enter()
                 try:
                     self.decode()
                 except FloatingPointError as error:
                     # An adapter may do this. The next engine sees no NaN.
                     self.fail(str(error))
+                # Its weights and its cache go before the next engine has its own.
+                self.engine = None
             if self.coming:
                 self.playing = self.coming[0].weights
                 self.exchange(self.playing)
@@ -216,12 +224,9 @@ class Player:
                 time.sleep(TOGETHER)
             while not self.inbox.empty():
                 self.inbox.get()()
-            if self.engine.busy:
-                for row in self.engine.step():
+            for row in self.engine.step() + self.engine.in_state("decode"):
+                if row.streams or row.state == "ended":
                     self.tell(row)
-                for row in self.engine.in_state("decode"):
-                    if row.streams:
-                        self.tell(row)
 
     def arrive(self, rows):
         """Take new rows. They start unless some wait for another adapter."""

@@ -39,7 +39,7 @@ from experiment.seeds import mix
 from llm.adapter_files import ADAPTER
 from llm.chat import Chat
 from llm.loading import newest
-from llm.memory import facts, techniques_of
+from llm.memory import facts
 from llm.recorded import split_thought
 from llm.tool_calls import parse_tool_calls
 from lora import settings
@@ -82,7 +82,7 @@ class Server:
             self.environment = name, cls, chats[name]
         # One for all episodes: it keeps environments that hold a client for the next ones.
         self.watch = Watch(limits.tool_timeout)
-        self.player = Player(model, techniques_of(model).decode_rows)
+        self.player = Player(model, self.context)
 
     def application(self) -> FastAPI:
         """Return the ASGI application."""
