@@ -214,7 +214,7 @@ def _targeted(model, targets):
         targets = sorted({name.split(".")[-1] for name in linears} - ROUTERS) or targets
     chosen, found = set(), set()
     for target in targets:
-        # PEFT finds modules of any kind so, those of a vision tower too.
+        # PEFT finds modules of any kind by such a name, those of a vision tower too.
         names = {name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")}
         found |= names
         names &= linears.keys()
@@ -223,6 +223,7 @@ def _targeted(model, targets):
             raise UserError(f"--lora_target_modules: no Linear called {target}; the model has: "
                             f"{ends or 'none; --lora_r 0 trains all weights'}")
         chosen |= names
+    # Where it would find others as well, it is given the whole names.
     if found != chosen:
         targets = sorted(chosen)
     # In the model's order, in which their A are drawn.

@@ -150,10 +150,13 @@ class Run:
             self._save()
         # A fault in the last evaluation comes after the loop.
         if error and (looping or self.saved is not None) and not isinstance(error, Stop):
-            saved = "nothing is saved; " if self.saved is None else f"step {self.saved} is saved; "
-            lost = "half a step is lost, " if self.updated else ""
-            # Only rank 0 knows what it has saved.
-            error.add_note((lost + saved) * self.writes + f"continue with: {self.command}")
+            how = f"continue with: {self.command}"
+            # The other ranks do not know what is saved.
+            if self.writes:
+                saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
+                lost = "half a step is lost, " if self.updated else ""
+                how = f"{lost}{saved}; {how}"
+            error.add_note(how)
 
     def total_steps(self, steps_per_epoch, default=None):
         """Return --max_steps, else the steps of --num_epochs passes over the data, else default.

@@ -85,7 +85,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     the update. In float32 these logits equal the stock model's to the bit. The stock kernel still
     does what has a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
     """
-    if kwargs.get("indices", kwargs.get("block_indices")) is not None:
+    # A layer that has chosen the keys hands its choice over, which no kernel here heeds.
+    if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
         raise NotImplementedError("it chooses the keys that a token sees (sparse attention)")
     H, T = query.shape[1:3]
     visible = key.shape[2]  # keys of a row's last query

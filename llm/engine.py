@@ -186,19 +186,19 @@ class Engine:
         for row in entering:
             groups[row.group].append(row)
         first = [rows[0] for group, rows in groups.items() if group not in self.prompts]
-        read = iter(self.read(first) if first else ())  # (V,) each
-        later = {row.group for row in self.waiting}
+        new_logits = iter(self.read(first) if first else ())  # (V,) each
+        waiting = {row.group for row in self.waiting}
         logits = {}
         for group, rows in groups.items():
             slot, length = rows[0].slot, rows[0].length
             if group not in self.prompts:
-                self.prompts[group] = self.cache.prefix(slot, length), next(read), length
+                self.prompts[group] = self.cache.prefix(slot, length), next(new_logits), length
             prefix, logits[group], length = self.prompts[group]
             self.cache.copy_prefix(prefix, [row.slot for row in rows], length)
             for row in rows:
                 row.length = length
             # The copies of all groups at once would take as much memory as the cache.
-            if group not in later:
+            if group not in waiting:
                 del self.prompts[group]
         return torch.stack([logits[row.group] for row in entering])
 

@@ -149,7 +149,10 @@ class RowCache:
             view[index] = source
 
     def exchange(self, slots: list[int], others: list[int], length: int):
-        """Exchange the first keys and values, and the states, of each slot and the other one."""
+        """Exchange each slot's first keys and values, and its states, with the other of its place.
+
+        None is named twice.
+        """
         to, of = torch.tensor([slots + others, others + slots], device=self.device)
         for view in self.views(length):
             view[to] = view[of]

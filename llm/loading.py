@@ -180,16 +180,17 @@ def _adapter_settings(path, lora_r, alpha, targets) -> tuple[str, dict]:
         return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
                       "quantized_base": ""}
     adapter = read_settings(path)
-    names = adapter["target_modules"]
-    # Those that PEFT would find in a vision tower as well are stored in full.
-    ends = {name.split(".")[-1] for name in names}
-    targets, *stored = (",".join(sorted(group)) for group in (target_names(targets), names, ends))
-    for name, asked, *stored in (("lora_alpha", alpha, adapter["lora_alpha"]),
-                                 ("lora_target_modules", targets, *stored)):
-        if asked not in (None, "all-linear", *stored):
-            raise UserError(f"{path}: is an adapter with {name} {stored[-1]}, which "
-                            f"--{name} {asked} cannot change; leave that flag out, or merge the "
-                            "adapter first (python lora.py merge)")
+    targets = ",".join(sorted(target_names(targets)))
+    names = sorted(adapter["target_modules"])
+    # Where PEFT would find other modules by the short names, the whole ones are stored.
+    if targets != ",".join(names):
+        names = sorted({name.split(".")[-1] for name in names})
+    for name, asked, stored in (("lora_alpha", alpha, adapter["lora_alpha"]),
+                                ("lora_target_modules", targets, ",".join(names))):
+        if asked not in (None, "all-linear", stored):
+            raise UserError(f"{path}: is an adapter with {name} {stored}, which --{name} {asked} "
+                            "cannot change; leave that flag out, or merge the adapter first "
+                            "(python lora.py merge)")
     if lora_r not in (0, adapter["r"]):
         print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
               f"lora_r {lora_r} is for fresh ones", file=sys.stderr)

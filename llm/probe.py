@@ -28,7 +28,6 @@ SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
 PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
 RESULT = 7  # tokens before the one that the engine reads in place of sampling it
 WINDOW = 3  # tokens that a sliding window sees during the probe
-WINDOWS = "window", "window_size", "attention_chunk_size"  # how configs call them
 # What rounding may change, of the standard deviation of the log-probabilities. Where it sends a
 # token to another expert it changes more, so the limit is for the median of a row.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -71,7 +70,8 @@ def probe(model, source: str):
     known.shares_prefix = False
     apart = train()
     known.shares_prefix = True
-    # A state would cross rows. Of a convolution's few tokens differ, which no median shows.
+    # A state would pass from one row to the next. After a convolution only a few tokens differ,
+    # too few for the median that `compare` takes.
     known.shares_prefix = not (known.state_bytes or compare(apart, train))
     print(f"{name}: training and decoding checked in {time.monotonic() - began:.1f} s")
 
@@ -169,7 +169,8 @@ def narrow_windows(model):
     with ExitStack() as stack:
         for thing in (model.config, model.config.get_text_config(), *model.modules()):
             for name, value in vars(thing).items():
-                if name.endswith(WINDOWS) and type(value) is int and value > WINDOW:
+                is_window = name.endswith(("window", "window_size", "attention_chunk_size"))
+                if is_window and type(value) is int and value > WINDOW:
                     stack.callback(vars(thing).update, {name: value})
                     vars(thing)[name] = WINDOW
         yield
