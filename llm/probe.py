@@ -70,8 +70,7 @@ def probe(model, source: str):
     known.shares_prefix = False
     apart = train()
     known.shares_prefix = True
-    # A state would pass from one row to the next. After a convolution only a few tokens differ,
-    # too few for the median that `compare` takes.
+    # A state would pass on to the next row, a convolution's to fewer tokens than a median shows.
     known.shares_prefix = not (known.state_bytes or compare(apart, train))
     print(f"{name}: training and decoding checked in {time.monotonic() - began:.1f} s")
 
